@@ -1,0 +1,81 @@
+"""The contract between models and attention backends: PagedBatch, AttentionBackend and the project's shape letters.
+
+Shape letters, everywhere: T new tokens, B sequences, N blocks, S tokens per block, W blocks per table, H query heads,
+G key/value heads, D head size, L layers, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """One step's work: for each sequence some new tokens after some cached tokens. Whole prompts, chunks and decode
+    are all of this form.
+
+    The new tokens of sequence b are rows cu_q[b] ... cu_q[b+1]-1 of q and have the positions
+    num_tokens[b] - (cu_q[b+1] - cu_q[b]) ... num_tokens[b]-1. Position p of sequence b lives in slot
+    block_table[b, p // S] * S + p % S. Entries of block_table past ceil(num_tokens[b] / S) are undefined, and so are
+    cache slots that no sequence owns: a backend must never let them into a result (0 x NaN is NaN).
+    """
+
+    cu_q: Tensor  # [B+1] int32, 0 first
+    num_tokens: Tensor  # [B] int32, tokens in the cache after this step, >= 1
+    block_table: Tensor  # [B, W] int32
+    slots: Tensor  # [T] int32, where K and V of each new token go; -1: already there, do not write
+    max_new: int  # largest number of new tokens of a sequence, on the host
+    max_total: int  # largest num_tokens, on the host
+    cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
+    num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
+    plan: Any = None  # what the backend's prepare() computed for this step, shared by all layers
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a model and a cache ask of a backend. Each backend module has `load(spec) -> AttentionBackend`, which raises
+    BackendError with the reason where it cannot serve it."""
+
+    device: torch.device
+    dtype: torch.dtype  # of q, k, v and the cache
+    block_size: int  # S, tokens
+    num_heads: int  # H, a multiple of num_kv_heads
+    num_kv_heads: int  # G
+    head_dim: int  # D
+
+
+class AttentionBackend(Protocol):
+    """Writes new K and V into the paged cache and attends over it. All backends compute the same function."""
+
+    name: str
+    block_size_multiple: int  # block_size must be a multiple of this
+    dtypes: frozenset[torch.dtype]
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's K cache (V has the same): any layout whose first dimension is the block, [N, ...],
+        with S * G * D elements per block."""
+        ...
+
+    def prepare(self, batch: PagedBatch) -> None:
+        """Called once per step before the first layer; may set batch.plan."""
+        ...
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Store K and V of the new tokens.
+
+        Shapes:  k, v [T, G, D] (rows may be strided); k_cache, v_cache of kv_shape; slots [T] int32.
+        Changes: the cache at every slot that is not -1.
+        """
+        ...
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        """Causal attention of the step's new tokens over the paged cache.
+
+        Shapes:  q [T, H, D]; k_cache, v_cache of kv_shape, dtype and device of q; returns [T, H, D].
+        Units:   scale has none (1/sqrt(D) for the usual softmax); every length is in tokens, never in blocks.
+        Changes: nothing. K and V of the new tokens must already be in the cache (see write).
+        Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
+        """
+        ...

@@ -1,0 +1,141 @@
+"""Paged attention on the CPU by the project's own C++ kernel: reads pages where they lie, near memory bandwidth.
+
+A token's result does not depend, in any bit, on the rest of the batch, on chunking or on the number of threads.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.errors import BackendError
+from pagedcli.native import NativeLibrary, load_library
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class _Plan:
+    """One step's pieces of work, made and freed by the library. Keeps the tensors alive that it points into."""
+
+    def __init__(self, library: ctypes.CDLL, address: int, tensors: tuple[Tensor, ...]) -> None:
+        self._library = library
+        self.address = address
+        self._tensors = tensors
+
+    def __del__(self) -> None:
+        self._library.paged_plan_free(self.address)
+
+
+class CpuAttention:
+    """The native kernel. K and V cache: [N, G, S, D], the inside of a head in an order that is the kernel's own."""
+
+    name = "cpu"
+    block_size_multiple = 1
+    dtypes = frozenset(DTYPE_CODES)
+    batch_invariant = True
+
+    def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:
+        self.notes = library.notes
+        self._library = library.functions
+        self._attend, self._write = _bind(library.functions)
+        self._spec = spec
+        self._dtype_code = DTYPE_CODES[spec.dtype]
+        self._geometry = (_int64 * 5)(0, spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._geometry_address = ctypes.addressof(self._geometry)
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, head_dim)
+
+    def prepare(self, batch: PagedBatch) -> None:
+        cu_q, num_tokens = batch.cu_q.contiguous(), batch.num_tokens.contiguous()
+        table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
+        address = self._library.paged_plan_new(
+            self._geometry_address,
+            num_tokens.shape[0],
+            cu_q.data_ptr(),
+            num_tokens.data_ptr(),
+            table.data_ptr(),
+            table.stride(0),
+            torch.get_num_threads(),
+        )
+        batch.plan = _Plan(self._library, address, (cu_q, num_tokens, table))
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        self._check_cache(k_cache, v_cache)
+        k, v = _dense_rows(k), _dense_rows(v)
+        strides = (_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        slots = slots.contiguous()
+        self._write(
+            self._dtype_code,
+            self._geometry_address,
+            k.shape[0],
+            torch.get_num_threads(),
+            k.data_ptr(),
+            v.data_ptr(),
+            ctypes.addressof(strides),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            slots.data_ptr(),
+        )
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        if batch.plan is None:
+            self.prepare(batch)
+        self._check_cache(k_cache, v_cache)
+        q = _dense_rows(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        failed = self._attend(
+            self._dtype_code,
+            self._geometry_address,
+            batch.plan.address,
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            out.data_ptr(),
+            scale,
+        )
+        if failed:
+            raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
+        return out
+
+    def _check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """The library trusts its pointers, so this is where a wrong shape is caught."""
+        spec = self._spec
+        inside = (spec.num_kv_heads, spec.block_size, spec.head_dim)
+        for cache in (k_cache, v_cache):
+            if cache.shape[1:] != inside or cache.dtype != spec.dtype or not cache.is_contiguous():
+                raise BackendError(f"the cache is {cache.dtype} {tuple(cache.shape)}, not {spec.dtype} [N, *{inside}]")
+        self._geometry[0] = k_cache.shape[0]
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
+    """Declare the C functions of native/paged_attention.cpp."""
+    library.paged_plan_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int]
+    library.paged_plan_new.restype = _pointer
+    library.paged_plan_free.argtypes = [_pointer]
+    library.paged_plan_free.restype = None
+    attend = [_int, _pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _pointer, _float]
+    library.paged_attend.argtypes = attend
+    library.paged_attend.restype = _int
+    write = [_int, _pointer, _int64, _int, _pointer, _pointer, _pointer, _pointer, _pointer, _pointer]
+    library.paged_write.argtypes = write
+    library.paged_write.restype = None
+    return library.paged_attend, library.paged_write
+
+
+def load(spec: AttentionSpec) -> CpuAttention:
+    """The native backend. Raises BackendError where there is no compiler, off the CPU, and for other dtypes."""
+    if spec.device.type != "cpu":
+        raise BackendError(f"runs on a CPU, not on {spec.device}")
+    if spec.dtype not in DTYPE_CODES:
+        raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of bfloat16, float16, float32")
+    return CpuAttention(spec, load_library())

@@ -1,0 +1,52 @@
+"""The backend that is easy to believe: gather the sequence's K and V, mask, softmax, in plain torch. Any device.
+
+Every other backend is tested against it.
+"""
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionSpec, PagedBatch
+
+
+class ReferenceAttention:
+    """Plain torch, one sequence at a time. K and V cache: [N, S, G, D]."""
+
+    name = "reference"
+    block_size_multiple = 1
+    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, num_kv_heads, head_dim)
+
+    def prepare(self, batch: PagedBatch) -> None:
+        pass
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        rows = (slots >= 0).nonzero().flatten()
+        target = slots[rows].long()
+        k_cache.flatten(0, 1)[target] = k[rows]
+        v_cache.flatten(0, 1)[target] = v[rows]
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        out = torch.empty_like(q)
+        block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+        group = q.shape[1] // num_kv_heads
+        for b, total in enumerate(batch.num_tokens.tolist()):
+            start, end = batch.cu_q[b : b + 2].tolist()
+            if start == end:
+                continue
+            blocks = batch.block_table[b, : -(-total // block_size)].long()
+            k = k_cache[blocks].flatten(0, 1)[:total].float().repeat_interleave(group, dim=1)
+            v = v_cache[blocks].flatten(0, 1)[:total].float().repeat_interleave(group, dim=1)
+            scores = torch.einsum("thd,khd->htk", q[start:end].float(), k) * scale
+            positions = torch.arange(total, device=q.device)
+            hidden = positions[None, :] > positions[total - (end - start) :, None]
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[start:end] = torch.einsum("htk,khd->thd", weights, v).to(q.dtype)
+        return out
+
+
+def load(spec: AttentionSpec) -> ReferenceAttention:
+    """The reference, which serves every spec."""
+    return ReferenceAttention()

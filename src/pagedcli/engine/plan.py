@@ -1,0 +1,133 @@
+"""What this machine will do with an EngineConfig: device, dtype, backend, and how many blocks fit and why."""
+
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.errors import ConfigError
+from pagedcli.kvcache.budget import MemoryBudget, blocks_for
+from pagedcli.models.hub import resolve_model
+from pagedcli.models.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this machine will do with an EngineConfig. Computed once, never changed."""
+
+    model: str
+    device: str
+    dtype: str
+    backend: str
+    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
+    block_size: int  # tokens
+    block_bytes: int  # over all layers, K and V
+    num_blocks: int
+    num_blocks_reason: str  # what set num_blocks, in words
+    max_model_len: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weight_bytes: int
+    budget: MemoryBudget | None  # the measured terms where memory was measured
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.block_size
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The folder of the model: given, downloaded from the hub, or the one inside the package."""
+    if config.model == BUILTIN_MODEL:
+        return Path(str(files("pagedcli.assets"))) / "demo"
+    return resolve_model(config.model, revision=config.revision)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a --device value. Raises: ConfigError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, which torch does not know", hint="use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU", hint="use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    """The dtype of a --dtype value; auto is what the checkpoint says, float32 if it says nothing."""
+    chosen = (spec.dtype or "float32") if name == "auto" else name
+    if chosen not in DTYPES:
+        raise ConfigError(f"dtype {chosen!r} of the model is not supported", hint=f"use --dtype {'|'.join(DTYPES)}")
+    return DTYPES[chosen]
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """Tokens of prompt and output together. Raises: ConfigError if the model's positions end earlier."""
+    limit = spec.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} (max_position_embeddings)",
+            hint=f"use --max-model-len {limit} or less",
+        )
+    return config.max_model_len
+
+
+def choose_num_blocks(config: EngineConfig, *, block_bytes: int, max_model_len: int, budget: MemoryBudget | None) -> tuple[int, str]:
+    """Blocks in the pool, and what set the number. `budget` is the measured memory of a GPU, None on a CPU."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    if config.kv_cache_memory is not None:
+        num_blocks, reason = config.kv_cache_memory // block_bytes, f"kv_cache_memory {config.kv_cache_memory} bytes"
+    elif budget is not None:
+        num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
+    else:
+        available = available_memory()
+        num_bytes = min(CPU_KV_BYTES, available // 2)
+        most = blocks_for(max_model_len, config.block_size) * config.max_num_seqs
+        num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
+        if most < num_blocks:
+            num_blocks, reason = most, "max_num_seqs x max_model_len"
+    if num_blocks < 1:
+        raise ConfigError(_no_blocks(block_bytes, reason, budget), hint="lower --max-num-batched-tokens or --block-size, or raise "
+                          "--gpu-memory-utilization or --kv-cache-memory")  # fmt: skip
+    return num_blocks, reason
+
+
+def _no_blocks(block_bytes: int, reason: str, budget: MemoryBudget | None) -> str:
+    message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
+    if budget is None:
+        return message
+    gib = 2**30
+    return message + (
+        f"; total {budget.total / gib:.2f} GiB x {budget.utilization} - used {budget.used / gib:.2f}"
+        f" - activations {budget.activations / gib:.2f} - graphs {budget.graphs / gib:.2f} = {budget.kv_cache / gib:.2f} GiB"
+    )
+
+
+def available_memory() -> int:
+    """Bytes of host memory that a process can still take, cgroup limits included where they are readable."""
+    with open("/proc/meminfo", encoding="ascii") if os.path.exists("/proc/meminfo") else open(os.devnull) as file:
+        fields = dict(line.split(":", 1) for line in file)
+    if "MemAvailable" in fields:
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            available = min(available, int(limit.read()) - int(current.read()))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        pass
+    return available

@@ -1,0 +1,245 @@
+"""Decides what each step computes: {sequence: number of tokens}, within the token budget, the sequence limit and the
+free blocks. No prefill phase and no decode phase. Used by LLMEngine; knows no torch.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedcli.engine.sequence import Sequence, SequenceStatus
+from pagedcli.errors import ConfigError
+from pagedcli.events import (
+    Emit,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestWaiting,
+    StepScheduled,
+    TokensSampled,
+)
+from pagedcli.kvcache.block_manager import BlockManager
+
+PreemptionPolicy = Literal["last", "largest"]
+WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """The work of one step."""
+
+    seqs: list[Sequence] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
+    num_preempted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+
+class Scheduler:
+    """Running sequences first, oldest first, then waiting ones in order of arrival."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill_size: int | None = None,
+        preemption_policy: PreemptionPolicy = "last",
+        trace_tokens: bool = False,
+        emit: Emit | None = None,
+    ) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise ConfigError(
+                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens {max_num_batched_tokens}: both must be at least 1"
+            )
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_size = chunked_prefill_size or max_num_batched_tokens
+        self.preemption_policy = preemption_policy
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._trace_tokens = trace_tokens
+        self._emit = emit
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Put a new sequence at the end of the waiting queue."""
+        self.waiting.append(seq)
+        self._report_added(seq)
+
+    def schedule(self, step: int) -> ScheduledStep:
+        """Choose the work of this step, give it blocks, and preempt where there are too few."""
+        work = ScheduledStep()
+        budget = self._schedule_running(work)
+        blocked = self._admit_waiting(work, budget)
+        if self._emit is not None:
+            if blocked is not None:
+                self._report_waiting(self.waiting[0], blocked)
+            seq_ids = tuple(seq.seq_id for seq in work.seqs)
+            self._emit(StepScheduled(step, seq_ids, tuple(work.num_new_tokens), len(self.waiting)))
+        return work
+
+    def _schedule_running(self, work: ScheduledStep) -> int:
+        """Give every running sequence its next tokens, oldest first. Returns the budget left."""
+        budget = self.max_num_batched_tokens
+        manager = self.block_manager
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            index += 1
+            num_new = len(seq.token_ids) - seq.num_computed_tokens
+            if num_new > 1:
+                num_new = min(num_new, budget, self.chunk_size)
+            while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
+                num_fitting = self._num_fitting_tokens(seq)
+                if num_fitting > 0:
+                    num_new = num_fitting
+                elif index < len(self.running):
+                    # only sequences not yet scheduled in this step: the blocks of the others are promised to it
+                    self._preempt(self._victim(index), seq, work)
+                else:
+                    num_new = 0  # it keeps its blocks and waits for the older ones, which all were scheduled
+                    break
+            if num_new == 0:
+                continue
+            copies = manager.may_append(seq, num_new)
+            if copies:
+                seq.synced_blocks = min(seq.synced_blocks, seq.block_table.index(copies[0][1]))
+                work.copies += copies
+            work.seqs.append(seq)
+            work.num_new_tokens.append(num_new)
+            budget -= num_new
+        return budget
+
+    def _num_fitting_tokens(self, seq: Sequence) -> int:
+        """Tokens for which the sequence's own and the free blocks suffice."""
+        manager = self.block_manager
+        if manager.num_append_blocks(seq, 0) > manager.num_free_blocks:  # needs a copy first
+            return 0
+        room = (len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)) * manager.block_size
+        return min(room, len(seq.token_ids)) - seq.num_computed_tokens
+
+    def _victim(self, first: int) -> Sequence:
+        candidates = self.running[first:]
+        if self.preemption_policy == "last":
+            return candidates[-1]
+        return max(reversed(candidates), key=lambda seq: len(seq.block_table))
+
+    def _preempt(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
+        """Send a running sequence back to the front of the queue; its tokens are computed again later."""
+        manager = self.block_manager
+        num_needed = manager.num_append_blocks(for_seq, 1)
+        num_dropped = victim.num_computed_tokens
+        self.running.remove(victim)
+        num_freed = manager.deallocate(victim)
+        victim.num_preemptions += 1
+        victim.num_recomputed_tokens += num_dropped
+        self._free_row(victim)
+        victim.status = SequenceStatus.WAITING
+        self.waiting.appendleft(victim)
+        work.num_preempted += 1
+        if self._emit is not None:
+            self._emit(RequestPreempted(victim.seq_id, for_seq.seq_id, num_needed, num_dropped, num_freed))
+
+    def _admit_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
+        """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
+        manager = self.block_manager
+        while self.waiting:
+            if work.num_preempted:
+                return "preemption"  # it would take the blocks that were just made free
+            if len(self.running) >= self.max_num_seqs:
+                return "max_num_seqs"
+            if budget == 0:
+                return "token_budget"
+            seq = self.waiting[0]
+            hit = manager.lookup(seq)
+            num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
+            # room for the whole prompt, not only for its first chunk, so that it rarely stalls half-way
+            if not manager.can_allocate(seq, hit, num_left):
+                return "free_blocks"
+            num_new = min(num_left, budget, self.chunk_size)
+            self.waiting.popleft()
+            manager.allocate(seq, hit, num_new)
+            if seq.num_preemptions:
+                seq.num_recomputed_tokens -= seq.num_computed_tokens
+            else:
+                seq.num_cached_prompt_tokens = seq.num_computed_tokens
+            self._start(seq)
+            work.seqs.append(seq)
+            work.num_new_tokens.append(num_new)
+            budget -= num_new
+        return None
+
+    def _start(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        seq.row = self._free_rows.pop()
+        seq.synced_blocks = 0
+        self.running.append(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Run a new sample beside its parent, sharing all blocks; False if the sequence limit forbids: then it
+        waits its turn and finds the prompt in the prefix cache."""
+        self._report_added(child)
+        if len(self.running) >= self.max_num_seqs:
+            self.waiting.appendleft(child)
+            return False
+        self.block_manager.fork(parent, child)
+        child.num_cached_prompt_tokens = parent.num_prompt_tokens
+        self._start(child)
+        return True
+
+    def finish(self, seqs: list[Sequence]) -> None:
+        """Remove ended sequences, running or waiting, and release their blocks."""
+        for seq in seqs:
+            assert seq.finish_reason is not None, "only ended sequences are removed"
+            if self._emit is not None:
+                self._emit(RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
+            self.block_manager.deallocate(seq)
+            if seq.status is SequenceStatus.RUNNING:
+                self._free_row(seq)
+            else:
+                self.waiting.remove(seq)
+            seq.status = SequenceStatus.FINISHED
+        if seqs:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+
+    def report_sampled(self, seqs: list[Sequence]) -> None:
+        """Tell observers which sequences got a token in this step."""
+        if self._emit is not None and seqs:
+            token_ids = tuple(seq.token_ids[-1] for seq in seqs) if self._trace_tokens else None
+            self._emit(TokensSampled(tuple(seq.seq_id for seq in seqs), token_ids))
+
+    def _free_row(self, seq: Sequence) -> None:
+        assert seq.row is not None, "a running sequence has a row"
+        self._free_rows.append(seq.row)
+        seq.row = None
+
+    def _report_added(self, seq: Sequence) -> None:
+        if self._emit is not None:
+            self._emit(
+                RequestAdded(
+                    seq_id=seq.seq_id,
+                    request_id=seq.request_id,
+                    sample_index=seq.sample_index,
+                    num_prompt_tokens=seq.num_prompt_tokens,
+                    max_new_tokens=seq.max_new_tokens,
+                    salted=seq.cache_salt is not None,
+                    token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]) if self._trace_tokens else None,
+                )
+            )
+
+    def _report_waiting(self, seq: Sequence, reason: WaitingReason) -> None:
+        assert self._emit is not None
+        manager = self.block_manager
+        hit = manager.lookup(seq)
+        num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
+        num_needed = manager.num_new_blocks(seq, hit, num_left) + hit.num_free
+        self._emit(RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))

@@ -1,0 +1,145 @@
+"""One sequence: its tokens, its place in the cache and its fate. Used by scheduler, runner, sampler; knows no torch."""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Literal
+
+from pagedcli.kvcache.prefix_hash import Prefix
+from pagedcli.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+StopChecker = Callable[[int], str | None]
+"""Told each new token id of one sample; returns the stop string that now occurs in its text, or None."""
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Tokens of one sample of one request. A request with n > 1 is n sequences."""
+
+    __slots__ = (
+        "admitted_s",
+        "arrived_s",
+        "block_table",
+        "cache_salt",
+        "eos_token_ids",
+        "finish_reason",
+        "finished_s",
+        "first_token_s",
+        "logprobs",
+        "max_new_tokens",
+        "num_cached_prompt_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "output_counts",
+        "params",
+        "prefixes",
+        "request_id",
+        "row",
+        "sample_index",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_checker",
+        "stop_reason",
+        "stop_token_ids",
+        "synced_blocks",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        sample_index: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        cache_salt: str | None = None,
+        stop_checker: StopChecker | None = None,
+        arrived_s: float = 0.0,
+    ) -> None:
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.sample_index = sample_index
+        self.params = params
+        self.seed = seed
+        self.max_new_tokens = max_new_tokens
+        self.cache_salt = cache_salt
+        self.stop_checker = stop_checker
+        self.eos_token_ids = eos_token_ids  # those that end this sequence: empty with ignore_eos
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+
+        self.token_ids = list(prompt_token_ids)  # prompt and output
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.logprobs: list[TokenLogprobs] = []  # one per output token, if asked for
+        self.output_counts: dict[int, int] = {}  # generated token id -> times, kept if a penalty needs it
+
+        self.block_table: list[int] = []
+        self.prefixes: list[Prefix] = []
+        self.num_computed_tokens = 0  # K and V are in the cache, or the token's logits are not needed
+        self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
+        self.num_cached_prompt_tokens = 0  # of the prompt, not computed at the first admission
+        self.row: int | None = None  # of the runner's persistent block table, while running
+        self.synced_blocks = 0  # leading entries of block_table that are in that row
+
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None  # the stop token or string
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0  # computed, dropped by a preemption and not found in the cache again
+        self.arrived_s = arrived_s  # perf_counter times
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append_token(self, token_id: int) -> None:
+        """Add a sampled token and decide whether the sequence ends with it (finish_reason)."""
+        self.token_ids.append(token_id)
+        if self.params.penalized:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        num_output = self.num_output_tokens
+        if num_output > self.params.min_tokens:
+            if token_id in self.eos_token_ids:
+                self.finish_reason = "stop"
+            elif token_id in self.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token_id
+        if self.finish_reason is None and self.stop_checker is not None:
+            stop = self.stop_checker(token_id)
+            if stop is not None and num_output > self.params.min_tokens:
+                self.finish_reason, self.stop_reason = "stop", stop
+        if self.finish_reason is None and num_output >= self.max_new_tokens:
+            self.finish_reason = "length"
+
+
+class TokenLogprobs:
+    """Log-probabilities at one position: of the sampled token and of the likeliest ones."""
+
+    __slots__ = ("logprob", "token_id", "top")
+
+    def __init__(self, token_id: int, logprob: float, top: list[tuple[int, float]]) -> None:
+        self.token_id = token_id
+        self.logprob = logprob
+        self.top = top  # (token id, logprob), likeliest first

@@ -1,0 +1,200 @@
+"""Facts about what the engine did, in the past tense: ids, counts and reasons, never text.
+
+Emitted by the object that changed the state, after the change; folded by inspection.state.PoolState. With
+`emit is None` nothing here is built. Only step events carry time. Token ids are None unless the user asked for them.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+def _snake_case(name: str) -> str:
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, tag_field="event", tag=_snake_case):
+    """Base of all events. In a trace file each is one JSON object whose `event` names its type."""
+
+
+class EngineStarted(Event, frozen=True, gc=False):
+    """First record of a trace: the plan of the engine."""
+
+    schema_version: int
+    pagedcli_version: str
+    time_ns: int  # Unix time
+    model: str
+    device: str
+    dtype: str
+    backend: str
+    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
+    num_blocks: int
+    block_size: int  # tokens per block
+    block_bytes: int  # bytes of one block over all layers, K and V
+    max_model_len: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
+    enable_prefix_caching: bool
+
+
+class RequestAdded(Event, frozen=True, gc=False):
+    """A sequence joined the waiting queue. A request with n > 1 is n sequences with the same request_id."""
+
+    seq_id: int
+    request_id: str
+    sample_index: int  # 0 ... n-1
+    num_prompt_tokens: int
+    max_new_tokens: int
+    salted: bool  # has a cache_salt: shares blocks only with requests of the same salt
+    token_ids: tuple[int, ...] | None = None  # the prompt, only if the user asked for tokens
+
+
+class RequestRefused(Event, frozen=True, gc=False):
+    """A request that can never fit was refused alone."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class PrefixLookedUp(Event, frozen=True, gc=False):
+    """One prefix-cache lookup, made when a waiting sequence was admitted."""
+
+    seq_id: int
+    reason: Literal["new", "resumed"]  # resumed: after a preemption
+    num_tokens: int  # tokens of the sequence at that moment
+    blocks_asked: int  # full blocks of these tokens
+    blocks_hit: int
+    tokens_hit: int  # tokens not computed again; at most num_tokens - 1
+    first_miss: int | None  # index in the block table of the first full block not found
+    missing_hash: int | None  # its chain hash
+    miss_reason: Literal["caching_off", "no_full_block", "no_match"] | None  # None: every full block hit
+    partial_tokens: int  # leading tokens after the last hit that equal those of some cached block after the same prefix
+
+
+class BlocksReused(Event, frozen=True, gc=False):
+    """Cached blocks were shared with a sequence: ref_count + 1 each; a free one left the free list."""
+
+    seq_id: int
+    block_ids: tuple[int, ...]
+
+
+class BlocksAllocated(Event, frozen=True, gc=False):
+    """Fresh blocks were taken from the front of the free list: ref_count 1, open, no hash."""
+
+    seq_id: int
+    block_ids: tuple[int, ...]
+
+
+class BlockEvicted(Event, frozen=True, gc=False):
+    """A free cached block lost its content because it was taken for something else. Comes before BlocksAllocated."""
+
+    block_id: int
+    hash: int
+
+
+class BlocksClosed(Event, frozen=True, gc=False):
+    """Open blocks became full with the tokens of this step, were hashed and are shareable from now on."""
+
+    seq_id: int
+    block_ids: tuple[int, ...]
+    hashes: tuple[int, ...]
+
+
+class BlocksReleased(Event, frozen=True, gc=False):
+    """A sequence gave blocks back in this order: ref_count - 1 each; at 0 a closed one went to the back of the free
+    list (still cached) and an open one to its front."""
+
+    seq_id: int
+    block_ids: tuple[int, ...]
+
+
+class BlockCopied(Event, frozen=True, gc=False):
+    """Copy on write: the sequence's shared open block was replaced by its own copy (taken before, see
+    BlocksAllocated), and the shared one released (see BlocksReleased)."""
+
+    seq_id: int
+    source_block_id: int
+    copy_block_id: int
+
+
+class SequenceForked(Event, frozen=True, gc=False):
+    """A new sequence shares all blocks of its parent: ref_count + 1 each."""
+
+    parent_seq_id: int
+    seq_id: int
+    block_ids: tuple[int, ...]
+    num_computed_tokens: int
+
+
+class RequestPreempted(Event, frozen=True, gc=False):
+    """A running sequence went back to the waiting queue; its tokens are computed again later."""
+
+    seq_id: int
+    for_seq_id: int  # the sequence that needed the room (may be itself)
+    num_blocks_needed: int
+    num_tokens_dropped: int  # computed tokens given up
+    num_blocks_freed: int  # blocks whose ref_count became 0
+
+
+class RequestWaiting(Event, frozen=True, gc=False):
+    """Why the first sequence of the waiting queue was not scheduled in this step."""
+
+    seq_id: int
+    reason: Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
+    num_blocks_needed: int
+    num_free_blocks: int
+
+
+class StepStarted(Event, frozen=True, gc=False):
+    """A step began; the changes of scheduling follow."""
+
+    step: int
+    time_ns: int  # monotonic clock
+
+
+class StepScheduled(Event, frozen=True, gc=False):
+    """What the step computes."""
+
+    step: int
+    seq_ids: tuple[int, ...]
+    num_new_tokens: tuple[int, ...]  # per sequence of seq_ids
+    num_waiting: int
+
+
+class TokensSampled(Event, frozen=True, gc=False):
+    """One new token for each of these sequences."""
+
+    seq_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] | None = None  # only if the user asked for tokens
+
+
+class RequestFinished(Event, frozen=True, gc=False):
+    """A sequence ended. Its blocks are released right after (see BlocksReleased)."""
+
+    seq_id: int
+    reason: Literal["stop", "length", "abort"]
+    num_output_tokens: int
+
+
+class StepFinished(Event, frozen=True, gc=False):
+    """A step ended. Times exclude the time spent in observers, which observer_ns holds."""
+
+    step: int
+    time_ns: int  # monotonic clock
+    schedule_ns: int
+    forward_ns: int  # model and logits
+    sample_ns: int
+    observer_ns: int
+
+
+AnyEvent = (
+    EngineStarted | RequestAdded | RequestRefused | PrefixLookedUp | BlocksReused | BlocksAllocated | BlockEvicted
+    | BlocksClosed | BlocksReleased | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting | StepStarted
+    | StepScheduled | TokensSampled | RequestFinished | StepFinished
+)  # fmt: skip
+Emit = Callable[[Event], None]

@@ -1,0 +1,97 @@
+"""Who owns which block, what is cached in it, and in which order free ones are taken: columns of N entries.
+
+The block part of PoolState (state.py); mirrors the ledgers of kvcache.BlockManager without its tokens.
+"""
+
+from collections import Counter, OrderedDict
+
+
+class BlockLedger:
+    """Per block: ref_counts, hashes, parent_hashes (of the chain before a closed block), closer_seq_ids.
+
+    A block is in use (ref_count > 0), cached (free and closed) or empty (free, no content).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[int | None] = [None] * num_blocks
+        self.parent_hashes: list[int | None] = [None] * num_blocks
+        self.closer_seq_ids: list[int | None] = [None] * num_blocks
+        self.hash_to_block_id: dict[int, int] = {}
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
+        self.num_cached_blocks = 0  # free and closed
+        self.num_shared_blocks = 0  # ref_count 2 or more
+        self.num_references = 0  # sum of the ref_counts
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_block_ids)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.ref_counts) - len(self.free_block_ids)
+
+    @property
+    def num_empty_blocks(self) -> int:
+        return len(self.free_block_ids) - self.num_cached_blocks
+
+    @property
+    def num_blocks_saved(self) -> int:
+        """Blocks that more would be in use if no sequence shared any."""
+        return self.num_references - self.num_used_blocks
+
+    def ref_count_histogram(self) -> dict[int, int]:
+        """ref_count -> blocks, rising, without the free ones."""
+        histogram = Counter(self.ref_counts)
+        del histogram[0]
+        return dict(sorted(histogram.items()))
+
+    # ------------------------------------------------------------------ changes
+
+    def hold(self, block_id: int) -> None:
+        """One owner more."""
+        count = self.ref_counts[block_id]
+        if count == 0:
+            del self.free_block_ids[block_id]
+            self.num_cached_blocks -= self.hashes[block_id] is not None
+        self.num_shared_blocks += count == 1
+        self.ref_counts[block_id] = count + 1
+        self.num_references += 1
+
+    def let_go(self, block_id: int) -> bool:
+        """One owner fewer. A block without owners joins the free list: at its back if cached, else at its front.
+        True if it did."""
+        count = self.ref_counts[block_id] - 1
+        self.ref_counts[block_id] = count
+        self.num_references -= 1
+        self.num_shared_blocks -= count == 1
+        if count:
+            return False
+        self.free_block_ids[block_id] = None
+        if self.hashes[block_id] is None:
+            self.free_block_ids.move_to_end(block_id, last=False)
+        else:
+            self.num_cached_blocks += 1
+        return True
+
+    def close(self, block_id: int, block_hash: int, parent_hash: int | None, seq_id: int) -> None:
+        """A block in use is full: it can be found by its hash, unless a twin is found by it already."""
+        self.hashes[block_id] = block_hash
+        self.parent_hashes[block_id] = parent_hash
+        self.closer_seq_ids[block_id] = seq_id
+        self.hash_to_block_id.setdefault(block_hash, block_id)
+
+    def evict(self, block_id: int, block_hash: int) -> None:
+        """A cached block loses its content; a twin with the same content keeps its own entry."""
+        if self.hash_to_block_id.get(block_hash) == block_id:
+            del self.hash_to_block_id[block_hash]
+        self.hashes[block_id] = self.parent_hashes[block_id] = self.closer_seq_ids[block_id] = None
+        self.num_cached_blocks -= 1
+
+    def _copy_ledger(self, other: "BlockLedger") -> None:
+        for name in ("ref_counts", "hashes", "parent_hashes", "closer_seq_ids", "hash_to_block_id", "free_block_ids"):
+            setattr(other, name, getattr(self, name).copy())

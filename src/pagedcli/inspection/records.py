@@ -1,0 +1,80 @@
+"""What the fold keeps of one sequence and of one step. Used by state.py and by every view of it."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
+
+Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
+
+
+@dataclass(slots=True)
+class SeqState:
+    """What the events say of one sequence. Counts are tokens unless named otherwise."""
+
+    seq_id: int
+    request_id: str
+    sample_index: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    salted: bool
+    added_step: int | None  # the last step before it was added, None: added before the first
+    queue_place: int  # waiting ones are served from the lowest on
+    status: Status = "waiting"
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # in the cache after the current step
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # hit by the last lookup
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
+    most_computed_tokens: int = 0  # the most that was ever computed
+    admitted_step: int | None = None
+    first_token_step: int | None = None
+    finished_step: int | None = None
+    finish_reason: str | None = None
+    parent_seq_id: int | None = None  # forked from
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def running(self) -> bool:
+        return self.status in ("prefill", "decode")
+
+    def copy(self) -> "SeqState":
+        """A copy that shares nothing that changes."""
+        other = copy.copy(self)
+        other.block_table = self.block_table.copy()
+        return other
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step: what it computed, what happened in it, and the pool at its end."""
+
+    step: int
+    start_ns: int  # monotonic clock
+    end_ns: int | None = None  # None while it runs
+    schedule_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+    observer_ns: int = 0
+    seq_ids: tuple[int, ...] = ()
+    num_new_tokens: tuple[int, ...] = ()  # per sequence of seq_ids
+    num_waiting: int = 0
+    num_sampled: int = 0
+    num_evicted: int = 0  # blocks
+    num_allocated: int = 0  # blocks
+    num_finished: int = 0  # sequences
+    lookups: list[PrefixLookedUp] = field(default_factory=list)
+    preemptions: list[RequestPreempted] = field(default_factory=list)
+    waiting: RequestWaiting | None = None
+
+    def copy(self) -> "StepRecord":
+        """A copy that shares nothing that changes."""
+        other = copy.copy(self)
+        other.lookups = self.lookups.copy()
+        other.preemptions = self.preemptions.copy()
+        return other

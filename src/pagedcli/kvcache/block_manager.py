@@ -1,0 +1,394 @@
+"""The block pool: who owns which block, what is cached in it, and in which order free ones are taken.
+
+Used by the scheduler; pure Python, knows no torch and no engine. A block is *open* (being filled, no hash) or *closed*
+(full, hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from pagedcli.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksClosed,
+    BlocksReleased,
+    BlocksReused,
+    Emit,
+    PrefixLookedUp,
+    SequenceForked,
+)
+from pagedcli.kvcache.prefix_hash import HashFunction, Prefix, compute_hash
+
+
+class CacheUser(Protocol):
+    """What the block manager needs of a sequence. It changes block_table, prefixes, num_cached_tokens and
+    num_computed_tokens (at allocate) and reads the rest."""
+
+    seq_id: int
+    token_ids: list[int]
+    block_table: list[int]
+    prefixes: list[Prefix]  # of the full blocks hashed so far
+    cache_salt: str | None
+    num_computed_tokens: int  # tokens whose K and V are in the cache or need not be computed
+    num_cached_tokens: int  # leading tokens whose K and V were found in the cache
+    num_preemptions: int
+
+
+class Block:
+    """A physical slot of S tokens."""
+
+    __slots__ = ("block_id", "prefix", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.prefix: Prefix | None = None  # None while open or empty
+
+    @property
+    def hash(self) -> int | None:
+        """Chain hash of a closed block, None while open or empty."""
+        return None if self.prefix is None else self.prefix.hash
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of a closed block, empty while open or empty."""
+        return () if self.prefix is None else self.prefix.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What the cache holds of a sequence: leading full blocks, proven equal."""
+
+    block_ids: tuple[int, ...]
+    num_free: int  # how many of them are on the free list and would leave it
+    num_asked: int  # full blocks of the sequence
+
+
+class BlockManager:
+    """Owns all blocks, the map from hash to block, the free list in eviction order and the used set.
+
+    Every operation is O(1) per block. `emit` gets an event after each change; None costs nothing.
+    `hash_function` exists so that tests can force collisions.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        emit: Emit | None = None,
+        hash_function: HashFunction = compute_hash,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.hash_to_block_id: dict[int, int] = {}
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.used_block_ids: set[int] = set()
+        self._emit = emit
+        self._hash_function = hash_function
+        # closed blocks by the identity of the chain before them; kept only for the partial_tokens of events
+        self._followers: dict[int | None, dict[int, None]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_block_ids)
+
+    # ------------------------------------------------------------------ questions
+
+    def lookup(self, seq: CacheUser) -> PrefixHit:
+        """The leading full blocks of the sequence that are cached. Hashes it further if need be, changes nothing else."""
+        if not self.enable_prefix_caching:
+            return PrefixHit((), 0, len(seq.token_ids) // self.block_size)
+        self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
+        block_ids: list[int] = []
+        num_free = 0
+        for index, prefix in enumerate(seq.prefixes):
+            block = self._find(prefix)
+            if block is None:
+                break
+            assert block.prefix is not None
+            seq.prefixes[index] = block.prefix  # one node per content: the next check is an identity
+            if index + 1 < len(seq.prefixes):
+                seq.prefixes[index + 1].parent = block.prefix
+            block_ids.append(block.block_id)
+            num_free += block.ref_count == 0
+        return PrefixHit(tuple(block_ids), num_free, len(seq.prefixes))
+
+    def num_new_blocks(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> int:
+        """Fresh blocks that allocate would take for num_new_tokens after the hit."""
+        num_tokens = self.num_computed_after(seq, hit) + num_new_tokens
+        return max(0, -(-num_tokens // self.block_size) - len(hit.block_ids))
+
+    def num_computed_after(self, seq: CacheUser, hit: PrefixHit) -> int:
+        """Tokens that need no computing after the hit. The last token always does: its logits are the next token."""
+        return min(len(hit.block_ids) * self.block_size, len(seq.token_ids) - 1)
+
+    def can_allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> bool:
+        """Whether allocate would succeed."""
+        return self.num_new_blocks(seq, hit, num_new_tokens) <= len(self.free_block_ids) - hit.num_free
+
+    def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
+        """Fresh blocks that may_append would take, a copy of a shared open block included."""
+        num_tokens = seq.num_computed_tokens + num_new_tokens
+        needed = -(-num_tokens // self.block_size) - len(seq.block_table)
+        return needed + self._must_copy(seq)
+
+    def can_append(self, seq: CacheUser, num_new_tokens: int = 1) -> bool:
+        """Whether may_append would succeed."""
+        return self.num_append_blocks(seq, num_new_tokens) <= len(self.free_block_ids)
+
+    # ------------------------------------------------------------------ changes
+
+    def allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> None:
+        """Give a sequence without blocks its hits, then fresh blocks for num_new_tokens more, and close those that
+        this step fills. Sets its num_cached_tokens and num_computed_tokens.
+
+        The hit must be of this very moment, and can_allocate true.
+        """
+        assert not seq.block_table, "allocate is called once, at prefill"
+        assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
+        if self._emit is not None:
+            self._emit(self._looked_up(seq, hit))
+        self._claim(seq, hit.block_ids)
+        seq.num_cached_tokens = len(hit.block_ids) * self.block_size
+        seq.num_computed_tokens = self.num_computed_after(seq, hit)
+        self._grow(seq, num_new_tokens)
+
+    def may_append(self, seq: CacheUser, num_new_tokens: int = 1) -> list[tuple[int, int]]:
+        """Make room for the next tokens of a sequence that has blocks and close the blocks that they fill.
+
+        Returns the block copies (source, copy) to be made before the step writes: at most one, of an open block
+        shared by fork. can_append must be true.
+        """
+        assert self.can_append(seq, num_new_tokens), "ask can_append first"
+        copies = [self._copy_open_block(seq)] if self._must_copy(seq) else []
+        self._grow(seq, num_new_tokens)
+        return copies
+
+    def fork(self, parent: CacheUser, child: CacheUser) -> None:
+        """Let a new sequence with the parent's tokens share all its blocks. The open one is copied on first write."""
+        assert not child.block_table, "a forked sequence has no blocks yet"
+        for block_id in parent.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.block_table = parent.block_table.copy()
+        child.prefixes = parent.prefixes.copy()
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_cached_tokens = parent.num_cached_tokens
+        if self._emit is not None:
+            table = tuple(child.block_table)
+            self._emit(SequenceForked(parent.seq_id, child.seq_id, table, child.num_computed_tokens))
+
+    def deallocate(self, seq: CacheUser) -> int:
+        """Take all blocks from a sequence, tail first, so that the head of a prefix is evicted last.
+        Returns how many became free."""
+        released = tuple(reversed(seq.block_table))
+        num_freed = sum(self._release(block_id) for block_id in released)
+        seq.block_table = []
+        seq.num_cached_tokens = seq.num_computed_tokens = 0
+        if self._emit is not None and released:
+            self._emit(BlocksReleased(seq.seq_id, released))
+        return num_freed
+
+    # ------------------------------------------------------------------ parts
+
+    def _extend_prefixes(self, seq: CacheUser, num_full_blocks: int) -> None:
+        size, prefixes = self.block_size, seq.prefixes
+        while len(prefixes) < num_full_blocks:
+            start = len(prefixes) * size
+            if prefixes:
+                parent: Prefix | None = prefixes[-1]
+            else:
+                parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt)
+            prefixes.append(Prefix(tuple(seq.token_ids[start : start + size]), parent, self._hash_function))
+
+    def _find(self, prefix: Prefix) -> Block | None:
+        block_id = self.hash_to_block_id.get(prefix.hash)
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        assert block.prefix is not None
+        return block if block.prefix.same_as(prefix) else None
+
+    def _claim(self, seq: CacheUser, block_ids: tuple[int, ...]) -> None:
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self.free_block_ids[block_id]
+                self.used_block_ids.add(block_id)
+            block.ref_count += 1
+        seq.block_table.extend(block_ids)
+        if self._emit is not None and block_ids:
+            self._emit(BlocksReused(seq.seq_id, block_ids))
+
+    def _take_oldest(self) -> int:
+        block_id, _ = self.free_block_ids.popitem(last=False)
+        block = self.blocks[block_id]
+        if block.prefix is not None:
+            self._evict(block)
+        block.ref_count = 1
+        self.used_block_ids.add(block_id)
+        return block_id
+
+    def _evict(self, block: Block) -> None:
+        prefix = block.prefix
+        assert prefix is not None
+        # a twin with the same content keeps its own entry
+        if self.hash_to_block_id.get(prefix.hash) == block.block_id:
+            del self.hash_to_block_id[prefix.hash]
+        block.prefix = None
+        if self._emit is not None:
+            parent = None if prefix.parent is None else prefix.parent.hash
+            followers = self._followers[parent]
+            del followers[block.block_id]
+            if not followers:
+                del self._followers[parent]
+            self._emit(BlockEvicted(block.block_id, prefix.hash))
+
+    def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
+        """Fresh blocks for num_new_tokens after the computed ones; close the blocks which these fill."""
+        num_tokens = seq.num_computed_tokens + num_new_tokens
+        num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
+        if num_missing > 0:
+            fresh = [self._take_oldest() for _ in range(num_missing)]
+            seq.block_table.extend(fresh)
+            if self._emit is not None:
+                self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
+        if self.enable_prefix_caching:
+            self._close(seq, seq.num_computed_tokens // self.block_size, num_tokens // self.block_size)
+
+    def _close(self, seq: CacheUser, first: int, end: int) -> None:
+        """Hash and register the blocks first ... end-1 of the table, which this step makes full."""
+        if first >= end:
+            return
+        self._extend_prefixes(seq, end)
+        closed: list[int] = []
+        for index in range(first, end):
+            block = self.blocks[seq.block_table[index]]
+            if block.prefix is not None:  # a hit whose last token is computed again, not written
+                continue
+            prefix = seq.prefixes[index]
+            twin_id = self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
+            twin = self.blocks[twin_id].prefix
+            if twin is not None and twin.same_as(prefix):
+                seq.prefixes[index] = prefix = twin
+                if index + 1 < len(seq.prefixes):
+                    seq.prefixes[index + 1].parent = twin
+            block.prefix = prefix
+            closed.append(block.block_id)
+            if self._emit is not None:
+                parent = None if prefix.parent is None else prefix.parent.hash
+                self._followers.setdefault(parent, {})[block.block_id] = None
+        if self._emit is not None and closed:
+            hashes = tuple(prefix.hash for prefix in seq.prefixes[first:end])[-len(closed) :]
+            self._emit(BlocksClosed(seq.seq_id, tuple(closed), hashes))
+
+    def _must_copy(self, seq: CacheUser) -> bool:
+        """Whether the next token goes into an open block that a fork shares."""
+        index = seq.num_computed_tokens // self.block_size
+        if index >= len(seq.block_table):
+            return False
+        block = self.blocks[seq.block_table[index]]
+        return block.prefix is None and block.ref_count > 1
+
+    def _copy_open_block(self, seq: CacheUser) -> tuple[int, int]:
+        index = seq.num_computed_tokens // self.block_size
+        source_id, copy_id = seq.block_table[index], self._take_oldest()
+        seq.block_table[index] = copy_id
+        if self._emit is not None:
+            self._emit(BlocksAllocated(seq.seq_id, (copy_id,)))
+        self._release(source_id)
+        if self._emit is not None:
+            self._emit(BlocksReleased(seq.seq_id, (source_id,)))
+            self._emit(BlockCopied(seq.seq_id, source_id, copy_id))
+        return source_id, copy_id
+
+    def _release(self, block_id: int) -> bool:
+        """One owner fewer. True if the block became free."""
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count:
+            return False
+        self.used_block_ids.remove(block_id)
+        self.free_block_ids[block_id] = None
+        if block.prefix is None:
+            self.free_block_ids.move_to_end(block_id, last=False)  # empty ones never push out cached ones
+        return True
+
+    def _looked_up(self, seq: CacheUser, hit: PrefixHit) -> PrefixLookedUp:
+        num_hit = len(hit.block_ids)
+        missed = num_hit < hit.num_asked
+        if not self.enable_prefix_caching:
+            miss_reason = "caching_off"
+        elif hit.num_asked == 0:
+            miss_reason = "no_full_block"
+        else:
+            miss_reason = "no_match" if missed else None
+        return PrefixLookedUp(
+            seq_id=seq.seq_id,
+            reason="resumed" if seq.num_preemptions else "new",
+            num_tokens=len(seq.token_ids),
+            blocks_asked=hit.num_asked,
+            blocks_hit=num_hit,
+            tokens_hit=self.num_computed_after(seq, hit),
+            first_miss=num_hit if missed else None,
+            missing_hash=seq.prefixes[num_hit].hash if missed and self.enable_prefix_caching else None,
+            miss_reason=miss_reason,
+            partial_tokens=self._partial_tokens(seq, num_hit),
+        )
+
+    def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
+        """How far the tokens after the last hit agree with some cached block after the same prefix."""
+        if num_hit:
+            parent: int | None = seq.prefixes[num_hit - 1].hash
+        else:
+            parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
+        start = num_hit * self.block_size
+        wanted = seq.token_ids[start : start + self.block_size]
+        longest = 0
+        for block_id in self._followers.get(parent, ()):
+            token_ids = self.blocks[block_id].token_ids
+            # a longer match needs the next token to agree: most candidates end here
+            if len(wanted) > longest and token_ids[: longest + 1] == tuple(wanted[: longest + 1]):
+                longest = next((i for i, (a, b) in enumerate(zip(token_ids, wanted, strict=False)) if a != b), len(wanted))
+        return longest
+
+    # ------------------------------------------------------------------ invariants
+
+    def check(self, seqs: list[CacheUser] | None = None) -> None:
+        """Verify every invariant; with the sequences given, also that their tables explain every ref_count."""
+        free, used = set(self.free_block_ids), self.used_block_ids
+        assert not free & used, f"blocks both free and used: {sorted(free & used)}"
+        assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"
+        for block in self.blocks:
+            assert (block.ref_count == 0) == (block.block_id in free), f"block {block.block_id}: ref_count and free list disagree"
+            assert block.ref_count >= 0, f"block {block.block_id}: ref_count {block.ref_count}"
+            assert block.prefix is None or len(block.prefix.token_ids) == self.block_size, "a closed block is not full"
+        for hash_value, block_id in self.hash_to_block_id.items():
+            assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
+        in_eviction_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
+        assert all(a <= b for a, b in pairwise(in_eviction_order)), "a cached block would be evicted before an empty one"
+        if seqs is not None:
+            self._check_tables(seqs)
+
+    def _check_tables(self, seqs: list[CacheUser]) -> None:
+        owners = [0] * self.num_blocks
+        for seq in seqs:
+            assert len(set(seq.block_table)) == len(seq.block_table), f"seq {seq.seq_id}: a block twice in its table"
+            for index, block_id in enumerate(seq.block_table):
+                owners[block_id] += 1
+                prefix = self.blocks[block_id].prefix
+                tokens = tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
+                assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: block {block_id} holds other tokens"
+        for block, count in zip(self.blocks, owners, strict=True):
+            assert block.ref_count == count, f"block {block.block_id}: ref_count {block.ref_count}, {count} owners"

@@ -1,0 +1,10 @@
+"""The elementwise middle of the gated MLP. Source: Shazeer, GLU Variants Improve Transformer, 2020 (SwiGLU)."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. Shapes: gate_up [T, 2I], gate first; returns [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,27 @@
+"""RMSNorm, alone and together with the residual addition before it.
+
+The square mean is in float32 and the cast comes before the weight, as in transformers: in bfloat16 that order shows.
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x scaled to a root mean square of 1 over its last dimension, times weight.
+
+    Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm of residual + x.
+
+    Shapes:  x, residual [T, E]; weight [E]; returns [T, E].
+    Changes: residual, which becomes residual + x.
+    """
+    return rms_norm(residual.add_(x), weight, eps)

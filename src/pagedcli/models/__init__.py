@@ -1,0 +1,1 @@
+"""What runs: config.json -> ModelSpec, weights -> CausalLM. Knows attention backends by their contract only."""

@@ -1,0 +1,93 @@
+"""The contract between the engine and a model: CausalLM, and load_model, which picks the implementation."""
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.errors import ModelError
+from pagedcli.models.spec import ModelSpec
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+
+class CausalLM(Protocol):
+    """A language model that reads and writes the paged cache through an attention backend."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is; where it differs from read_spec's, this one was verified on the loaded model."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about how this model runs, one line each."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, shared ones counted once."""
+        ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
+        """One step: hidden states of the new tokens, after the final norm.
+
+        Shapes:  input_ids, positions [T] int64; kv_cache [2, L, N, ...], where kv_cache[0, i] and kv_cache[1, i] are K
+                 and V of layer i in the backend's kv_shape; returns [T, E] in the model's dtype.
+        Changes: kv_cache at batch.slots, batch.plan.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every token of the vocabulary.
+
+        Shapes:  hidden [R, E], any rows of forward's result; returns [R, V] in the model's dtype.
+        """
+        ...
+
+
+def load_model(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """Build the model of a folder with its weights on the device.
+
+    Units:   max_model_len in tokens (None: the length the model was made for).
+    Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason.
+    """
+    max_model_len = max_model_len or spec.max_position_embeddings
+    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
+        raise ModelError(
+            f"{spec.architecture} has layers with a sliding window of {spec.sliding_window} tokens, which is not "
+            f"implemented, and max_model_len {max_model_len} is longer",
+            hint=f"use --max-model-len {spec.sliding_window} (up to there the window changes nothing)",
+        )
+    if spec.native:
+        from pagedcli.models.decoder import Decoder
+        from pagedcli.models.weights import CheckpointWeights, DummyWeights
+
+        source = DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
+        return Decoder.load(spec, source, backend=backend, dtype=dtype, device=device, max_model_len=max_model_len)
+    from pagedcli.models.transformers_fallback import load_fallback
+
+    return load_fallback(
+        path,
+        spec,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        max_model_len=max_model_len,
+    )

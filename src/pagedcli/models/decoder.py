@@ -1,0 +1,167 @@
+"""The one native decoder: pre-norm, rotary, grouped heads, gated MLP. Runs Llama, Mistral, Qwen2(.5) and Qwen3.
+
+Plain tensors in slotted classes: a decode step of a small model is 28 layers of a few microseconds each, and module
+machinery would cost as much again.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.layers.linear import Linear
+from pagedcli.layers.mlp import silu_and_mul
+from pagedcli.layers.norm import add_rms_norm, rms_norm
+from pagedcli.layers.rotary import rotary_rows, split_heads
+from pagedcli.models.rope_table import rope_table
+from pagedcli.models.spec import ModelSpec
+from pagedcli.models.weights import Parameter, WeightSource
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """The weights of one layer."""
+
+    input_norm: Tensor  # [E]
+    qkv: Linear  # E -> (H + 2G) * D
+    qk_norm: tuple[Tensor, float] | None  # weight [H + G, D] and eps
+    attention_out: Linear  # H * D -> E
+    mlp_norm: Tensor  # [E]
+    gate_up: Linear  # E -> 2I
+    down: Linear  # I -> E
+
+
+class Decoder:
+    """A native CausalLM (see models.base)."""
+
+    __slots__ = (
+        "_backend",
+        "_embedding",
+        "_final_norm",
+        "_layers",
+        "_lm_head",
+        "_rope_table",
+        "_weight_bytes",
+        "notes",
+        "spec",
+    )
+
+    def __init__(
+        self, spec: ModelSpec, tensors: dict[str, Tensor], *, backend: AttentionBackend, rope_table: Tensor
+    ) -> None:
+        self.spec = spec
+        self.notes: tuple[str, ...] = ()
+        self._weight_bytes = sum(tensor.nbytes for tensor in tensors.values())  # a tied lm_head is not in there
+        self._backend = backend
+        self._rope_table = rope_table  # [P, D]
+        self._embedding = tensors["embedding"]  # [V, E]
+        self._layers = [_layer(spec, tensors, f"layers.{i}") for i in range(spec.num_layers)]
+        self._final_norm = tensors["final_norm"]
+        self._lm_head = Linear(self._embedding if spec.tie_word_embeddings else tensors["lm_head"])
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        source: WeightSource,
+        *,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> "Decoder":
+        """Fill a decoder from `source`. Units: max_model_len in tokens. Raises: ModelError, see weights."""
+        assert spec.rope is not None, "a native spec has rope parameters"
+        ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
+        tensors = source.load(decoder_parameters(spec), ignored=ignored, dtype=dtype, device=device)
+        table = rope_table(spec.rope, spec.head_dim, max_model_len, dtype=dtype).to(device)
+        return cls(spec, tensors, backend=backend, rope_table=table)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, shared ones counted once."""
+        return self._weight_bytes
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
+        """See CausalLM.forward."""
+        spec, backend, eps = self.spec, self._backend, self.spec.rms_norm_eps
+        scale = spec.head_dim**-0.5
+        backend.prepare(batch)
+        cos, sin = rotary_rows(self._rope_table, positions)
+        residual = F.embedding(input_ids, self._embedding)
+        k_caches, v_caches = kv_cache.unbind(0)
+        hidden: Tensor | None = None  # what the previous layer adds to the residual
+        for layer, k_cache, v_cache in zip(self._layers, k_caches.unbind(0), v_caches.unbind(0), strict=True):
+            x = _norm(hidden, residual, layer.input_norm, eps)
+            q, k, v = split_heads(layer.qkv(x), spec.num_heads, spec.num_kv_heads, norm=layer.qk_norm, cos=cos, sin=sin)
+            backend.write(k, v, k_cache, v_cache, batch.slots)
+            x = layer.attention_out(backend.attend(q, k_cache, v_cache, batch, scale).flatten(1))
+            x = add_rms_norm(x, residual, layer.mlp_norm, eps)
+            hidden = layer.down(silu_and_mul(layer.gate_up(x)))
+        return _norm(hidden, residual, self._final_norm, eps)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM.compute_logits."""
+        return self._lm_head(hidden)
+
+
+def decoder_parameters(spec: ModelSpec) -> dict[str, Parameter]:
+    """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them."""
+    width, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    inner = spec.intermediate_size
+    parameters = {
+        "embedding": Parameter({"model.embed_tokens.weight": (spec.vocab_size, width)}),
+        "final_norm": Parameter({"model.norm.weight": (width,)}, init="ones"),
+    }
+    if not spec.tie_word_embeddings:
+        parameters["lm_head"] = Parameter({"lm_head.weight": (spec.vocab_size, width)})
+    for i in range(spec.num_layers):
+        key, name = f"layers.{i}", f"model.layers.{i}"
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        parameters[f"{key}.input_norm"] = Parameter({f"{name}.input_layernorm.weight": (width,)}, init="ones")
+        parameters[f"{key}.mlp_norm"] = Parameter({f"{name}.post_attention_layernorm.weight": (width,)}, init="ones")
+        qkv = {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
+        parameters |= _linear(f"{key}.qkv", qkv, width, spec.qkv_bias)
+        parameters |= _linear(f"{key}.out", {f"{attention}.o_proj": width}, q_rows, spec.attention_out_bias)
+        parameters |= _linear(
+            f"{key}.gate_up", {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, width, spec.mlp_bias
+        )
+        parameters |= _linear(f"{key}.down", {f"{mlp}.down_proj": width}, inner, spec.mlp_bias)
+        if spec.qk_norm:
+            norms = {f"{attention}.{part}_norm.weight": (spec.head_dim,) for part in ("q", "k")}
+            parameters[f"{key}.qk_norm"] = Parameter(norms, init="ones")
+    return parameters
+
+
+def _linear(key: str, rows: dict[str, int], columns: int, has_bias: bool) -> dict[str, Parameter]:
+    parameters = {f"{key}.weight": Parameter({f"{name}.weight": (n, columns) for name, n in rows.items()})}
+    if has_bias:
+        parameters[f"{key}.bias"] = Parameter({f"{name}.bias": (n,) for name, n in rows.items()})
+    return parameters
+
+
+def _layer(spec: ModelSpec, tensors: dict[str, Tensor], key: str) -> DecoderLayer:
+    def linear(name: str) -> Linear:
+        return Linear(tensors[f"{key}.{name}.weight"], tensors.get(f"{key}.{name}.bias"))
+
+    qk_norm = None
+    if spec.qk_norm:
+        q_weight, k_weight = tensors[f"{key}.qk_norm"].chunk(2)
+        rows = [q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]
+        qk_norm = (torch.cat(rows), spec.rms_norm_eps)
+    return DecoderLayer(
+        input_norm=tensors[f"{key}.input_norm"],
+        qkv=linear("qkv"),
+        qk_norm=qk_norm,
+        attention_out=linear("out"),
+        mlp_norm=tensors[f"{key}.mlp_norm"],
+        gate_up=linear("gate_up"),
+        down=linear("down"),
+    )
+
+
+def _norm(hidden: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The next norm; the first layer has nothing to add to the residual yet."""
+    return rms_norm(residual, weight, eps) if hidden is None else add_rms_norm(hidden, residual, weight, eps)

@@ -1,0 +1,63 @@
+"""Where a model is: a local folder, or a Hub id that is downloaded into one."""
+
+from pathlib import Path
+
+from pagedcli.errors import ModelError
+
+# *.py is fetched for models with code of their own; it runs only with --trust-remote-code
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
+
+
+def resolve_model(model: str, *, revision: str | None = None, download_dir: str | Path | None = None) -> Path:
+    """The folder of a model: `model` itself if it is one, else the Hub id of that name, downloaded once.
+
+    Raises: ModelError that tells a missing folder from a missing Hub model, a closed one, and an unreachable Hub.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"{path} is a file; a model is a folder with config.json and *.safetensors",
+            hint=f"use --model {path.parent}" if path.suffix in (".safetensors", ".json") else None,
+        )
+    if _looks_like_path(model):
+        raise ModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
+    return _download(model, revision, download_dir)
+
+
+def _looks_like_path(model: str) -> bool:
+    """Hub ids are `name` or `owner/name`; anything else can only have meant a path."""
+    return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1 or model.endswith("/")
+
+
+def _download(model: str, revision: str | None, download_dir: str | Path | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            model, revision=revision, cache_dir=download_dir, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except errors.HFValidationError as error:
+        raise ModelError(f"no folder {model!r}, and it is no Hub id either ({error})") from error
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"the Hub model {model!r} is gated", hint="accept its licence on the Hub, then set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"the Hub model {model!r} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"no folder {model!r} here, and no such model on the Hub",
+            hint="check the spelling; a private model needs HF_TOKEN",
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ModelError(
+            f"no folder {model!r} here, and the Hub cannot be reached to download it (nothing cached either)",
+            hint="check the path given with -m/--model, or the network",
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise ModelError(f"the download of {model!r} failed: {error}", hint="try again later") from error
+    return Path(folder)

@@ -1,0 +1,125 @@
+"""Rotary position parameters: `rope_parameters` (new) or `rope_theta` + `rope_scaling` (old) -> RopeSpec.
+
+Free of torch. rope_table.py turns a RopeSpec into cosines and sines.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pagedcli.errors import ModelError
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """How positions turn q and k. Fields that a type does not use keep their default, so equal ropes compare equal."""
+
+    type: RopeType = "default"
+    theta: float = 10000.0  # base of the geometric series of wavelengths
+    factor: float = 1.0  # linear, llama3, yarn: by how much the context was stretched
+    original_max_position_embeddings: int | None = None  # llama3, yarn: context length in tokens before stretching
+    low_freq_factor: float | None = None  # llama3: wavelengths over original / low_freq_factor are divided by factor
+    high_freq_factor: float | None = None  # llama3: wavelengths under original / high_freq_factor stay as they are
+    beta_fast: float = 32.0  # yarn: dimensions turning more often than this over the original context stay
+    beta_slow: float = 1.0  # yarn: dimensions turning less often than this are divided by factor
+    truncate: bool = True  # yarn: round the two borders to whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin (from mscale, mscale_all_dim or factor if not given)
+
+
+class _RopeJson(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float | None = None
+
+
+class _ConfigJson(msgspec.Struct):
+    rope_parameters: _RopeJson | None = None
+    rope_scaling: _RopeJson | None = None
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+
+def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: Path) -> RopeSpec:
+    """The RopeSpec of a config.json, whichever of the two forms it uses.
+
+    Raises: ModelError for an unknown type, a missing parameter or a partial rotary embedding; `where` names the file.
+    """
+    try:
+        fields = msgspec.convert(config, _ConfigJson)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{where}: {error}", hint="compare the file with the original on the Hub") from error
+    for form in ("rope_parameters", "rope_scaling"):
+        if any(isinstance(value, dict) for value in (config.get(form) or {}).values()):
+            raise ModelError(f"{where}: {form} differs between layers, which is not supported for this family")
+    rope = fields.rope_scaling or fields.rope_parameters or _RopeJson()  # transformers prefers rope_scaling, too
+    rope_type = rope.rope_type or rope.type or "default"
+    if rope_type not in _TYPES:
+        raise ModelError(f"{where}: rope type {rope_type!r} is not supported (supported: {', '.join(_TYPES)})")
+    partial = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
+    if partial != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported for this family (only 1.0)")
+    theta = rope.rope_theta or fields.rope_theta or 10000.0
+    original = (
+        fields.original_max_position_embeddings or rope.original_max_position_embeddings or max_position_embeddings
+    )
+    if rope_type == "linear":
+        return RopeSpec(type="linear", theta=theta, factor=_required(rope.factor, "factor", rope_type, where))
+    if rope_type == "llama3":
+        return RopeSpec(
+            type="llama3",
+            theta=theta,
+            factor=_required(rope.factor, "factor", rope_type, where),
+            original_max_position_embeddings=original,
+            low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor", rope_type, where),
+            high_freq_factor=_required(rope.high_freq_factor, "high_freq_factor", rope_type, where),
+        )
+    if rope_type == "yarn":
+        factor = rope.factor or max_position_embeddings / original
+        return RopeSpec(
+            type="yarn",
+            theta=theta,
+            factor=factor,
+            original_max_position_embeddings=original,
+            beta_fast=rope.beta_fast or 32.0,
+            beta_slow=rope.beta_slow or 1.0,
+            truncate=rope.truncate,
+            attention_factor=_attention_factor(rope, factor),
+        )
+    return RopeSpec(theta=theta)
+
+
+def _attention_factor(rope: _RopeJson, factor: float) -> float:
+    """Source: Peng et al., YaRN, ICLR 2024, and DeepSeek's mscale fields, as transformers combines them."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _required(value: float | None, name: str, rope_type: str, where: Path) -> float:
+    if value is None:
+        raise ModelError(f"{where}: rope type {rope_type!r} needs {name!r}")
+    return value

@@ -1,0 +1,68 @@
+"""RopeSpec -> the table of cosines and sines that the decoder indexes once per step."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pagedcli.models.rope import RopeSpec
+
+
+def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of every position.
+
+    Shapes:  returns [P, D] of dtype: D/2 cosines, then D/2 sines, computed in float32 and then rounded.
+    Units:   num_positions P in tokens.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(dtype)
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per token of each rotated pair, [D/2] float32.
+
+    Source:  Su et al., RoFormer, 2021 (default); kaiokendev 2023 (linear); Llama 3.1 (llama3); Peng et al., YaRN, 2023.
+             Operation order as in transformers' modeling_rope_utils, so that the values are equal to the last bit.
+    """
+    wavelength_steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    if rope.type == "yarn":
+        return _yarn(rope, head_dim, rope.theta**wavelength_steps)
+    frequencies = 1.0 / (rope.theta**wavelength_steps)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type == "llama3":
+        return _llama3(rope, frequencies)
+    return frequencies
+
+
+def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    assert original, "read_rope_spec sets it for llama3"
+    assert low, "read_rope_spec sets it for llama3"
+    assert high, "read_rope_spec sets it for llama3"
+    wavelengths = 2 * math.pi / frequencies
+    stretched = torch.where(wavelengths > original / low, frequencies / rope.factor, frequencies)
+    smooth = (original / wavelengths - low) / (high - low)
+    between = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    is_between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(is_between, between, stretched)
+
+
+def _yarn(rope: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
+    original = rope.original_max_position_embeddings
+    assert original, "read_rope_spec sets it for yarn"
+
+    def dimension(num_turns: float) -> float:
+        """The dimension that turns num_turns times over the original context."""
+        return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers does: avoids 0 / 0
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -1,0 +1,187 @@
+"""Where a decoder's weights come from: safetensors files read tensor by tensor with strict names, or seeded noise."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pagedcli.errors import ModelError
+from pagedcli.models.spec import read_json
+
+Init = Literal["normal", "ones"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of the decoder: checkpoint tensors stacked along their first dimension (q, k and v make one qkv)."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape, in stacking order
+    init: Init = "normal"  # what `--load-format dummy` fills it with
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stacked tensor."""
+        shapes = list(self.shapes.values())
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+class WeightSource(Protocol):
+    """Fills the tensors of a decoder."""
+
+    def load(
+        self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """The tensors by the keys of `parameters`.
+
+        `ignored` names checkpoint tensors that may be there and are not needed (a tied lm_head, rotary buffers).
+        """
+        ...
+
+
+class DummyWeights:
+    """`--load-format dummy`: normal noise of standard deviation 0.02, norm weights 1. No weight file is read.
+
+    The same seed gives the same weights on every device and, up to rounding, in every dtype.
+    """
+
+    _BLOCK = 1 << 18  # values drawn at a time: stays in the processor's cache
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def load(
+        self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """See WeightSource."""
+        generator = torch.Generator().manual_seed(self._seed)
+        noise = torch.empty(self._BLOCK)
+        tensors = {}
+        for key, parameter in parameters.items():
+            if parameter.init == "ones":
+                tensors[key] = torch.ones(parameter.shape, dtype=dtype, device=device)
+                continue
+            tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+            for part in torch.split(tensor.view(-1), self._BLOCK):
+                part.copy_(noise.normal_(0.0, 0.02, generator=generator)[: part.numel()])
+            tensors[key] = tensor
+        return tensors
+
+
+class CheckpointWeights:
+    """model.safetensors, or the shards that model.safetensors.index.json names. Files are mapped, not read whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(
+        self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """See WeightSource.
+
+        Changes: memory grows by the result plus one checkpoint tensor, however the parts are stacked.
+        Raises:  ModelError naming file and tensor: missing, unexpected, of another shape, not floating point, damaged.
+        """
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(_open(self._path / name)) for name in self._file_names()}
+            where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
+            expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
+            self._check_names(expected.keys(), where, ignored)
+            tensors = {}
+            for key, parameter in parameters.items():
+                target = torch.empty(parameter.shape, dtype=dtype, device=device)
+                row = 0
+                for name, shape in parameter.shapes.items():
+                    part = self._read(files[where[name]], where[name], name, shape)
+                    target[row : row + shape[0]].copy_(part)
+                    row += shape[0]
+                tensors[key] = target
+        return tensors
+
+    def _file_names(self) -> list[str]:
+        """The weight files, in the folder's order; each is there."""
+        index_path = self._path / "model.safetensors.index.json"
+        if (self._path / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        if not index_path.is_file():
+            names = sorted(file.name for file in self._path.glob("*.safetensors"))
+            if len(names) == 1:
+                return names
+            raise self._no_weights(names)
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index_path} has no weight_map", hint="download the file again")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if not (self._path / name).is_file():
+                num_tensors = sum(file == name for file in weight_map.values())
+                raise ModelError(
+                    f"{self._path} lacks {name}, which {index_path.name} names for {num_tensors} tensors",
+                    hint="download the missing file",
+                )
+        return names
+
+    def _no_weights(self, names: list[str]) -> ModelError:
+        if names:
+            return ModelError(
+                f"{self._path} has {len(names)} safetensors files but no model.safetensors.index.json",
+                hint="download the index file",
+            )
+        hint = "download the *.safetensors files, or use --load-format dummy for random weights"
+        if any(self._path.glob("*.bin")) or any(self._path.glob("*.pth")):
+            hint = "pickled weights (*.bin, *.pth) can run code and are not read: convert the model to safetensors"
+        return ModelError(f"{self._path} has no model.safetensors", hint=hint)
+
+    def _check_names(self, expected: Any, where: dict[str, str], ignored: frozenset[str]) -> None:
+        missing = sorted(expected - where.keys())
+        if missing:
+            raise ModelError(
+                f"{self._path}: tensor {missing[0]!r} is missing{_and_others(missing)}",
+                hint="the folder is incomplete, or config.json describes another model",
+            )
+        unexpected = sorted(
+            name for name in where.keys() - expected if name not in ignored and not name.endswith(".inv_freq")
+        )
+        if unexpected:
+            raise ModelError(
+                f"{self._path / where[unexpected[0]]}: tensor {unexpected[0]!r} is not part of this architecture"
+                f"{_and_others(unexpected)}",
+                hint="config.json describes another model, or the weights are adapted or quantized",
+            )
+
+    def _read(self, file: Any, file_name: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor: Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self._path / file_name}: tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{list(shape)}",
+                hint="config.json and the weights belong to different models",
+            )
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise ModelError(
+                f"{self._path / file_name}: tensor {name!r} is stored as {str(tensor.dtype).removeprefix('torch.')}",
+                hint="quantized weights are not supported: use the float32, bfloat16 or float16 version",
+            )
+        return tensor
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(24) == b"version https://git-lfs."
+        if is_pointer:
+            raise ModelError(f"{file} is a Git LFS pointer, not the weights", hint="run `git lfs pull`") from error
+        raise ModelError(
+            f"{file} is damaged or cut short ({file.stat().st_size} bytes): {error}", hint="download the file again"
+        ) from error
+
+
+def _and_others(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,190 @@
+"""Finds a C++ compiler, builds the sources beside this file once per machine and loads the result.
+
+The library lives in the user's cache directory under a name that hashes sources, compiler, flags and processor, so an
+update of any of them builds anew and a home directory shared by different machines is safe.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagedcli.errors import BackendError
+
+SOURCE_DIR = Path(__file__).parent
+BUILD_TIMEOUT_S = 300
+log = logging.getLogger("pagedcli")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library and what a person may want to know of how it came about."""
+
+    functions: ctypes.CDLL  # calls release the GIL
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A command that compiles C++ and a text that changes when the compiler does."""
+
+    command: tuple[str, ...]
+    identity: str
+
+
+def load_library() -> NativeLibrary:
+    """The native library, built if this machine has not built it yet (seconds, once).
+
+    Raises: BackendError if there is no compiler or it fails, with its last error line. The answer is kept, good or bad.
+    """
+    outcome = _outcome()
+    if isinstance(outcome, BackendError):
+        raise BackendError(outcome.message, hint=outcome.hint)
+    return outcome
+
+
+@functools.cache
+def _outcome() -> NativeLibrary | BackendError:
+    try:
+        compiler = find_compiler()
+        directory, notes = cache_directory()
+        path = directory / f"kernels-{build_key(compiler)}.so"
+        if not path.exists():
+            notes += (build(compiler, path),)
+        functions = ctypes.CDLL(str(path))
+    except BackendError as error:
+        return error
+    except OSError as error:
+        return BackendError(f"the native library cannot be loaded: {error}")
+    functions.native_set_parallel.argtypes = [ctypes.c_void_p]
+    functions.native_set_parallel.restype = None
+    functions.native_set_parallel(_torch_parallel())
+    return NativeLibrary(functions, notes)
+
+
+def find_compiler() -> Compiler:
+    """$CXX, else the first of c++, g++, clang++ on the path, else the compiler inside the package `ziglang`.
+
+    Raises: BackendError if there is none.
+    """
+    if sys.platform == "win32":
+        raise BackendError("native kernels are built on Linux and macOS only")
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named and shutil.which(named[0]) is None:
+        raise BackendError(f"the C++ compiler of $CXX is not there: {named[0]}", hint="correct or unset CXX")
+    for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(command[0])
+        if found is not None:
+            real = Path(found).resolve()
+            about = real.stat()
+            return Compiler((found, *command[1:]), f"{real} {about.st_size} {about.st_mtime_ns} {command[1:]}")
+    if importlib.util.find_spec("ziglang") is not None:
+        version = importlib.metadata.version("ziglang")
+        return Compiler((sys.executable, "-m", "ziglang", "c++"), f"ziglang {version}")
+    raise BackendError(
+        "no C++ compiler found (tried $CXX, c++, g++, clang++, ziglang)",
+        hint="install g++ or clang++, or: pip install ziglang",
+    )
+
+
+def compile_flags() -> tuple[str, ...]:
+    """The flags of every build: for this very processor, no fast-math (masking counts on infinities)."""
+    native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    return ("-std=c++17", "-O3", native, "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-w")
+
+
+def build_key(compiler: Compiler) -> str:
+    """Twenty hexadecimal digits that differ whenever the built library could."""
+    digest = hashlib.sha256()
+    for part in (compiler.identity, *compile_flags(), platform.machine(), _processor_features()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCE_DIR.glob("*.[ch]*")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def cache_directory() -> tuple[Path, tuple[str, ...]]:
+    """A directory that only this user can write to, as code is loaded from it, and notes about it.
+
+    Raises: BackendError if the place belongs to somebody else or others may write to it.
+    """
+    fallback = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or fallback) / "pagedcli" / "native"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writable = os.access(directory, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        note = f"{directory} is not writable: the native kernels are built again in each process"
+        return Path(tempfile.mkdtemp(prefix="pagedcli-native-")), (note,)
+    about = directory.stat()
+    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BackendError(
+            f"{directory} can be written by others, and code is loaded from it",
+            hint=f"chmod 700 {directory}, or set XDG_CACHE_HOME",
+        )
+    return directory, ()
+
+
+def build(compiler: Compiler, path: Path) -> str:
+    """Compile the sources to `path`, atomically, and say so. Two processes may do this at once: the last one wins.
+
+    Raises: BackendError with the compiler's first error line.
+    """
+    sources = [str(source) for source in sorted(SOURCE_DIR.glob("*.cpp"))]
+    log.info("compiling the native CPU kernels, once: %s", " ".join(compiler.command))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        target = Path(scratch) / path.name
+        command = [*compiler.command, *compile_flags(), *sources, "-o", str(target)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BackendError(f"the C++ compiler failed: {error}") from error
+        if done.returncode != 0:
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+            errors = [line for line in lines if "error" in line] or lines[-1:]
+            raise BackendError(f"the C++ compiler {compiler.command[0]} failed: {errors[0]}")
+        os.replace(target, path)
+    return f"compiled the native CPU kernels in {time.monotonic() - started:.1f} s (once, kept in {path.parent})"
+
+
+def _processor_features() -> str:
+    """What -march=native looks at, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    found = {line.split(":", 1)[0].strip(): line for line in reversed(lines) if ":" in line}
+    return "\n".join(found[name] for name in names if name in found)
+
+
+def _torch_parallel() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded, so that kernels share its threads.
+
+    None where that runtime has no such entry: kernels then start threads of their own.
+    """
+    libraries = sorted(Path(torch.__file__).parent.glob("lib/lib*omp*"))
+    for name in [*map(str, libraries), None]:
+        try:
+            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

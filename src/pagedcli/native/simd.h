@@ -1,0 +1,206 @@
+// Vectors of the widest register of the target, exp2, and the three cache element types behind one interface.
+// Portable through GCC / Clang vector extensions; intrinsics only where the compiler has no word for the instruction.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;  // lanes of one float vector, and tokens of one cache tile
+constexpr int SCORE_ROWS = 12, SCORE_TILES = 2;  // accumulators of the score kernel: 24 of 32 registers
+constexpr int VALUE_ROWS = 6, VALUE_COLS = 4;    // and of the value kernel
+#elif defined(__AVX2__)
+constexpr int VL = 8;
+constexpr int SCORE_ROWS = 6, SCORE_TILES = 2;  // 12 of 16 registers
+constexpr int VALUE_ROWS = 3, VALUE_COLS = 4;
+#else
+constexpr int VL = 4;
+constexpr int SCORE_ROWS = 6, SCORE_TILES = 2;
+constexpr int VALUE_ROWS = 3, VALUE_COLS = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+
+template <class V> static inline V load_any(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V> static inline void store_any(void* p, V v) { memcpy(p, &v, sizeof v); }
+static inline vf loadf(const float* p) { return load_any<vf>(p); }
+static inline void storef(float* p, vf v) { store_any(p, v); }
+static inline vf splat(float x) { return x - vf{}; }
+static inline vf max_of(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    vi keep = a > b;
+    return (vf)((keep & (vi)a) | (~keep & (vi)b));
+#endif
+}
+static inline float sum_of(vf v) {
+    float s[VL], total = 0;
+    storef(s, v);
+    for (int width = VL / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) s[i] += s[i + width];
+    total = s[0];
+    return total;
+}
+static inline float max_in(vf v) {
+    float s[VL];
+    storef(s, v);
+    for (int width = VL / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) s[i] = s[i] > s[i + width] ? s[i] : s[i + width];
+    return s[0];
+}
+static inline vi iota() {
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = i;
+    return v;
+}
+
+// 2^x for x <= 0, within 2 ulp; 0 below 2^-126 and for -inf. Polynomial: Cephes exp2f.
+static inline vf exp2_of(vf x) {
+    const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+    vi alive = x > splat(-126.f);
+    vf clamped = max_of(x, splat(-126.f));
+    vf shifted = clamped + magic;
+    vf f = clamped - (shifted - magic);
+    vf p = splat(1.535336188319500e-4f);
+    p = p * f + splat(1.339887440266574e-3f);
+    p = p * f + splat(9.618437357674640e-3f);
+    p = p * f + splat(5.550332471162809e-2f);
+    p = p * f + splat(2.402264791363012e-1f);
+    p = p * f + splat(6.931472028550421e-1f);
+    p = p * f + splat(1.f);
+    vi exponent = ((vi)shifted - (vi)magic) << 23;
+    return (vf)(((vi)p + exponent) & alive);
+}
+static inline float exp2_of(float x) { return exp2_of(splat(x))[0]; }
+
+static inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13, bits;
+    float scaled;
+    if (rest >= 0x0f800000) {  // inf, NaN
+        bits = sign | 0x70000000 | rest;
+        memcpy(&scaled, &bits, 4);
+        return scaled;
+    }
+    memcpy(&scaled, &rest, 4);
+    scaled *= 5.192296858534828e33f;  // 2^112 moves the exponent and makes subnormals normal
+    memcpy(&bits, &scaled, 4);
+    bits |= sign;
+    memcpy(&scaled, &bits, 4);
+    return scaled;
+}
+static inline uint16_t float_to_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint16_t sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;   // NaN
+    if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to inf
+    if (bits < 0x38800000) {                       // subnormal: let a float addition round at the right place
+        float magic = 0.5f, y;
+        memcpy(&y, &bits, 4);
+        y += magic;
+        memcpy(&bits, &y, 4);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    bits += 0xc8000fff + ((bits >> 13) & 1);  // rebias by -112, round half to even
+    return sign | (uint16_t)(bits >> 13);
+}
+
+// Element types. PAIR elements that are summed together lie side by side in a tile; Op is what one multiplies them
+// with, OPS of them per step; Block is VL x PAIR elements in registers.
+struct F32 {
+    using Elem = float;
+    using Op = float;
+    using Block = vf;
+    static constexpr int PAIR = 1, OPS = 1;
+    static inline Block load(const Elem* p) { return loadf(p); }
+    static inline void madd(vf& acc, const Op* a, Block b) { acc += *a * b; }
+    static inline void put_op(Op* row, int i, Elem x) { row[i] = x; }
+    static inline void put_ops(Op* row, int i, vf x) { storef(row + i, x); }
+    static inline Elem from_float(float x) { return x; }
+};
+
+struct F16 {
+    using Elem = uint16_t;
+    using Op = float;
+    using Block = vf;
+    static constexpr int PAIR = 1, OPS = 1;
+    static inline Block load(const Elem* p) {
+#if defined(__AVX512F__)
+        return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+        return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+        return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+        vf v;
+        for (int i = 0; i < VL; i++) v[i] = half_to_float(p[i]);
+        return v;
+#endif
+    }
+    static inline void madd(vf& acc, const Op* a, Block b) { acc += *a * b; }
+    static inline void put_op(Op* row, int i, Elem x) { row[i] = half_to_float(x); }
+    static inline void put_ops(Op* row, int i, vf x) { storef(row + i, x); }
+    static inline Elem from_float(float x) { return float_to_half(x); }
+};
+
+static inline uint16_t float_to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__AVX512BF16__)
+struct BF16 {  // two products per lane and instruction, float32 sums
+    using Elem = uint16_t;
+    using Op = uint32_t;
+    using Block = __m512bh;
+    static constexpr int PAIR = 2, OPS = 1;
+    static inline Block load(const Elem* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static inline void madd(vf& acc, const Op* a, Block b) {
+        acc = (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*a), b);
+    }
+    static inline void put_op(Op* row, int i, Elem x) { memcpy((char*)row + 2 * i, &x, 2); }
+    static inline void put_ops(Op* row, int i, vf x) {
+        store_any((char*)row + 2 * i, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    }
+    static inline Elem from_float(float x) { return float_to_bf16(x); }
+};
+#else
+struct BF16 {  // a bf16 is the upper half of a float: a shift or a mask makes it one
+    using Elem = uint16_t;
+    using Op = float;
+    struct Block {
+        vf low, high;
+    };
+    static constexpr int PAIR = 2, OPS = 2;
+    static inline Block load(const Elem* p) {
+        vu both = load_any<vu>(p);
+        return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
+    }
+    static inline void madd(vf& acc, const Op* a, Block b) {
+        acc += a[0] * b.low;
+        acc += a[1] * b.high;
+    }
+    static inline void put_op(Op* row, int i, Elem x) {
+        uint32_t bits = (uint32_t)x << 16;
+        memcpy(row + i, &bits, 4);
+    }
+    static inline void put_ops(Op* row, int i, vf x) { storef(row + i, x); }
+    static inline Elem from_float(float x) { return float_to_bf16(x); }
+};
+#endif

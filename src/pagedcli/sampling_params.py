@@ -1,0 +1,79 @@
+"""How one request is sampled. The names and defaults are vLLM's, so that scripts and batch files carry over.
+
+Used by everyone from the configuration to the sampler; knows no torch.
+"""
+
+import math
+
+import msgspec
+
+from pagedcli.errors import ParameterError
+
+GREEDY_BELOW = 1e-5  # a lower temperature means greedy, as dividing by it would overflow
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of one request; validated on construction.
+
+    Raises: ParameterError (also a ValueError) naming the field, the value and the allowed range.
+    """
+
+    n: int = 1  # samples per prompt
+    max_tokens: int | None = 16  # tokens to generate; None: as many as model length and pool allow
+    min_tokens: int = 0  # no end-of-sequence or stop before this many
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # smallest set of tokens with at least this probability
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one
+    presence_penalty: float = 0.0  # subtracted once if the token was generated before
+    frequency_penalty: float = 0.0  # subtracted per earlier generation
+    repetition_penalty: float = 1.0  # divides (or multiplies, if negative) logits of tokens in prompt or output
+    logit_bias: dict[int, float] | None = None  # added to logits by token id
+    seed: int | None = None  # draws depend on (seed, sample index, position) alone
+    stop: list[str] | str | None = None  # the text is cut before the first of these
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None  # log-probabilities of this many likeliest tokens besides the sampled one
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ParameterError(f"{name} is {getattr(self, name)}, allowed: {allowed}")
+
+        def finite(name: str) -> bool:
+            return math.isfinite(getattr(self, name))
+
+        require(self.n >= 1, "n", "1 or more")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more")
+        require(self.min_tokens >= 0, "min_tokens", "0 or more")
+        require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
+        require(finite("temperature") and self.temperature >= 0, "temperature", "0 or more")
+        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        require(self.top_k >= -1, "top_k", "-1 or 0 (all), or 1 and more")
+        require(0 <= self.min_p <= 1, "min_p", "0 to 1")
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "-2 to 2")
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "-2 to 2")
+        require(finite("repetition_penalty") and self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", "0 to 100")
+        require(all(self.stop_strings), "stop", "non-empty strings")
+        biases = (self.logit_bias or {}).values()
+        require(all(math.isfinite(bias) for bias in biases), "logit_bias", "finite numbers")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def penalized(self) -> bool:
+        """Whether logits depend on the tokens generated before."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

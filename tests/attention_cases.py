@@ -1,0 +1,134 @@
+"""Small paged batches with an exact answer, for every attention backend's tests.
+
+Everything a backend must not read is poison: unowned cache slots are NaN, unused table entries a huge block id.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+GARBAGE_BLOCK = 2**31 - 1
+
+
+@dataclass
+class Case:
+    """Sequences given as (tokens in the cache after the step, new tokens of the step)."""
+
+    lengths: list[tuple[int, int]]
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        total = sum(n for n, _ in self.lengths)
+        generator = torch.Generator().manual_seed(self.seed)
+        columns = self.num_heads + 2 * self.num_kv_heads
+        fused = torch.randn(total, columns * self.head_dim, generator=generator).to(self.device, self.dtype)
+        q, k, v = fused.split([n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)], 1)
+        self.q, self.k, self.v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))  # strided rows of all tokens
+        self.scale = self.head_dim**-0.5
+
+    def of_sequence(self, x: Tensor, b: int) -> Tensor:
+        start = sum(n for n, _ in self.lengths[:b])
+        return x[start : start + self.lengths[b][0]]
+
+    def expected(self) -> Tensor:
+        """[T, H, D] float64, from q, k and v themselves: no cache is involved."""
+        results = []
+        for b, (total, new) in enumerate(self.lengths):
+            q, k, v = (self.of_sequence(x, b).double().cpu() for x in (self.q, self.k, self.v))
+            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[total - new :], k) * self.scale
+            seen = torch.arange(total) <= torch.arange(total - new, total)[:, None]
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            results.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(results)
+
+
+def fill_cache(backend: AttentionBackend, case: Case, only: list[int] | None = None) -> tuple[Tensor, Tensor, PagedBatch]:
+    """A cache and batch for the case (or for some of its sequences), in shuffled blocks. The cached tokens are written
+    first, then the new ones of the step through batch.slots, where every third is already there and has slot -1."""
+    members = list(range(len(case.lengths))) if only is None else only
+    lengths = [case.lengths[b] for b in members]
+    size = case.block_size
+    needed = [-(-total // size) for total, _ in lengths]
+    num_blocks = sum(needed) + 3
+    shape = backend.kv_shape(num_blocks, size, case.num_kv_heads, case.head_dim)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=case.dtype, device=case.device) for _ in range(2))
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed + 1 + len(members))).tolist()
+    table = torch.full((len(members), max(needed) + 2), GARBAGE_BLOCK, dtype=torch.int32)
+    early: list[int] = []
+    late: list[int] = []
+    for row, (total, new) in enumerate(lengths):
+        blocks = [order.pop() for _ in range(needed[row])]
+        table[row, : needed[row]] = torch.tensor(blocks)
+        slots = [blocks[p // size] * size + p % size for p in range(total)]
+        there = [p < total - new or p % 3 == 2 for p in range(total)]
+        early += [slot if is_there else -1 for slot, is_there in zip(slots, there, strict=True)]
+        late += [-1 if is_there else slot for slot, is_there in zip(slots, there, strict=True)][total - new :]
+    k, v = (torch.cat([case.of_sequence(x, b) for b in members]) for x in (case.k, case.v))
+    if only is None:
+        k, v = case.k, case.v
+    backend.write(k, v, k_cache, v_cache, torch.tensor(early, dtype=torch.int32, device=case.device))
+    new_rows = new_token_rows(lengths)
+    new_k, new_v = (x[new_rows] for x in (k, v))
+    batch = make_batch(lengths, table, late, case.device)
+    backend.prepare(batch)
+    backend.write(new_k, new_v, k_cache, v_cache, batch.slots)
+    return k_cache, v_cache, batch
+
+
+def new_token_rows(lengths: list[tuple[int, int]]) -> list[int]:
+    """Rows of the new tokens among all tokens."""
+    rows, start = [], 0
+    for total, new in lengths:
+        rows += range(start + total - new, start + total)
+        start += total
+    return rows
+
+
+def make_batch(lengths: list[tuple[int, int]], table: Tensor, slots: list[int], device: str) -> PagedBatch:
+    cu_q = [0]
+    for _, new in lengths:
+        cu_q.append(cu_q[-1] + new)
+    totals = [total for total, _ in lengths]
+
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return PagedBatch(
+        cu_q=ints(cu_q),
+        num_tokens=ints(totals),
+        block_table=table.to(device),
+        slots=ints(slots),
+        max_new=max(new for _, new in lengths),
+        max_total=max(totals),
+        cu_q_host=cu_q,
+        num_tokens_host=totals,
+    )
+
+
+def run(backend: AttentionBackend, case: Case, only: list[int] | None = None) -> Tensor:
+    """[T, H, D] of the new tokens, all sequences or some of them."""
+    k_cache, v_cache, batch = fill_cache(backend, case, only)
+    members = range(len(case.lengths)) if only is None else only
+    new = [case.of_sequence(case.q, b)[case.lengths[b][0] - case.lengths[b][1] :] for b in members]
+    if len(new) == 1 or all(total == n for total, n in case.lengths):
+        q = new[0] if len(new) == 1 else case.q  # strided rows, as a fused projection gives them
+    else:
+        q = torch.cat(new)
+    return backend.attend(q, k_cache, v_cache, batch, case.scale)
+
+
+def worst_error(result: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference; NaN anywhere counts as infinite."""
+    difference = (result.double().cpu() - expected).abs()
+    return float(difference.nan_to_num(nan=float("inf")).max())

@@ -1,0 +1,118 @@
+"""The scheduler on small pools: limits, order, preemption, progress."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Simulation
+
+requests = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=requests,
+    num_blocks=st.integers(7, 12),
+    budget=st.integers(1, 12),
+    max_num_seqs=st.integers(1, 5),
+    chunk=st.none() | st.integers(1, 7),
+    caching=st.booleans(),
+    policy=st.sampled_from(["last", "largest"]),
+)
+def test_every_request_finishes_within_the_limits(requests, num_blocks, budget, max_num_seqs, chunk, caching, policy):
+    sim = Simulation(
+        num_blocks,
+        caching=caching,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        chunked_prefill_size=chunk,
+        preemption_policy=policy,
+    )
+    for tokens, max_new, n in requests:
+        sim.add(tokens, max_new, n=n)
+    while sim.scheduler.has_unfinished:
+        work = sim.step()
+        assert sim.num_steps < 3000, "no progress"
+        assert 0 < work.num_tokens <= budget
+        assert len(sim.scheduler.running) <= max_num_seqs
+        assert all(new <= (chunk or budget) for new in work.num_new_tokens)
+    assert len(sim.seqs) == sum(n for _, _, n in requests)
+    assert all(seq.num_output_tokens == seq.max_new_tokens for seq in sim.seqs)
+    assert sim.manager.num_free_blocks == num_blocks
+    assert sorted(sim.scheduler._free_rows) == list(range(max_num_seqs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=requests, num_blocks=st.integers(7, 9), budget=st.integers(1, 12))
+def test_pool_and_budget_never_change_the_tokens(requests, num_blocks, budget):
+    def tokens(**limits):
+        sim = Simulation(limits.pop("num_blocks"), **limits)
+        for prompt, max_new, n in requests:
+            sim.add(prompt, max_new, n=n)
+        sim.run()
+        return sorted((seq.token_ids, seq.sample_index) for seq in sim.seqs)
+
+    assert tokens(num_blocks=num_blocks, max_num_batched_tokens=budget) == tokens(num_blocks=200, max_num_seqs=50)
+
+
+def test_equal_prompts_in_one_step_share_blocks():
+    sim = Simulation(16, max_num_batched_tokens=64)
+    a, b = sim.add([1, 2, 3, 4, 5]), sim.add([1, 2, 3, 4, 5])
+    work = sim.step()
+    assert work.num_new_tokens == [5, 1]
+    assert a.block_table[:2] == b.block_table[:2]
+
+
+def test_decodes_come_before_new_prompts_and_prompts_are_cut_to_the_budget():
+    sim = Simulation(32, max_num_batched_tokens=4)
+    sim.add([1, 2], 9)
+    sim.step()
+    sim.add([3] * 9, 2)
+    assert sim.step().num_new_tokens == [1, 3]
+    assert sim.step().num_new_tokens == [1, 3]
+
+
+def test_the_last_arrived_is_preempted_first_and_resumes_first():
+    sim = Simulation(4, max_num_seqs=3)
+    old, young = sim.add([1, 1, 1], 5), sim.add([2, 2, 2], 5)
+    third = sim.add([3], 1)
+    while not young.num_preemptions:
+        sim.step()
+    assert old.num_preemptions == 0
+    assert sim.scheduler.waiting[0] is young
+    sim.run()
+    assert young.num_output_tokens == 5
+    assert third.finish_reason == "length"
+
+
+def test_the_largest_policy_takes_the_one_with_most_blocks():
+    sim = Simulation(7, preemption_policy="largest", max_num_batched_tokens=32)
+    first, large, small = sim.add([1, 1, 1], 10), sim.add([2] * 7, 6), sim.add([3], 8)
+    while not any(seq.num_preemptions for seq in sim.seqs):
+        sim.step()
+    assert (first.num_preemptions, large.num_preemptions, small.num_preemptions) == (0, 1, 0)
+    sim.run()
+
+
+def test_a_sequence_short_of_blocks_keeps_its_own_while_older_ones_run():
+    sim = Simulation(3, caching=False)
+    old, young = sim.add([1, 1], 2), sim.add([2, 2], 3)
+    sim.step()
+    work = sim.step()  # one free block left: the older takes it, the younger waits without losing its own
+    assert work.seqs == [old]
+    assert young.num_preemptions == 0
+    sim.run()
+    assert young.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("num_requests", "shared", "block_size"), [(2, 5, 2), (5, 16, 4), (7, 33, 16), (3, 3, 4)])
+def test_law_of_hits(num_requests, shared, block_size):
+    """N requests that share P tokens at block S: hits = (N - 1) x floor(P / S) x S (vLLM issue 53749)."""
+    sim = Simulation(1000, block_size, max_num_batched_tokens=10_000, max_num_seqs=64)
+    seqs = [sim.add([*range(shared), 1000 + i, 2000 + i]) for i in range(num_requests)]
+    sim.run()
+    hits = sum(seq.num_cached_prompt_tokens for seq in seqs)
+    assert hits == (num_requests - 1) * (shared // block_size) * block_size
