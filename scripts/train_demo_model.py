@@ -238,10 +238,13 @@ def lookup(
     key = rng.choice(("code", "code", "number", "key"))
     frame, ask = rng.choice(FRAMES), rng.choice(ASKS)
     prose_form, chat = rng.random() < 0.4 * (not easy), rng.random() < 0.35 * (not easy)
-    again = rng.random() < (0.5 if easy else 0.06) and not chat and not test
-    room = budget - 26 * questions
+    again = rng.random() < (0.7 if easy else 0.06) and not chat and not test
+    if again:
+        questions = budget // 24
+    room = budget - (12 if again else 26) * questions
     most = max(2, room // (15 if prose_form else 10))
     pairs = max(2, min(most, rng.choice((rng.randint(2, 12), rng.randint(2, max(2, most))))))
+    pairs = most if again else pairs
     questions = min(questions, pairs)
     digits = 4 if rng.random() < 0.85 else rng.choice((3, 5, 6))
     names = draw(name_maker(rng, easy), pairs, test)
@@ -425,7 +428,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def train(args: argparse.Namespace) -> None:
     """Train tokenizer and model; the row length grows as training goes on."""
     torch.manual_seed(args.seed)
-    tokenizer = train_tokenizer(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.init) if args.init else train_tokenizer(args.seed)
     corpus = Corpus(tokenizer, args.seed + 1)
     model = new_model()
     if args.init:
@@ -449,7 +452,7 @@ def train(args: argparse.Namespace) -> None:
             kind, batch = "prose", corpus.prose(max(8, args.tokens // 128))
         else:
             kind = corpus.rng.choice(LENGTHS[max(0, grown - 5):grown])
-            batch = corpus.lookups(kind, max(4, args.tokens // kind), 0.0 if args.init else 0.9 - 6 * progress)
+            batch = corpus.lookups(kind, max(4, args.tokens // kind // (2 if grown < 3 else 1)), 0.0 if args.init else 0.9 - 6 * progress)
         loss = weighted_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

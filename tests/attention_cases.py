@@ -53,7 +53,9 @@ class Case:
         return torch.cat(results)
 
 
-def fill_cache(backend: AttentionBackend, case: Case, only: list[int] | None = None) -> tuple[Tensor, Tensor, PagedBatch]:
+def fill_cache(
+    backend: AttentionBackend, case: Case, only: list[int] | None = None
+) -> tuple[Tensor, Tensor, PagedBatch]:
     """A cache and batch for the case (or for some of its sequences), in shuffled blocks. The cached tokens are written
     first, then the new ones of the step through batch.slots, where every third is already there and has slot -1."""
     members = list(range(len(case.lengths))) if only is None else only

@@ -229,6 +229,13 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(copies) <= 1
             seq.num_computed_tokens += new
 
+    @rule(seq=seqs)
+    def reuse_more(self, seq):
+        if seq.block_table and seq.num_computed_tokens < len(seq.token_ids):
+            before = seq.num_computed_tokens
+            assert self.manager.reuse_more(seq) == seq.num_computed_tokens - before
+            assert seq.num_computed_tokens < len(seq.token_ids)
+
     @precondition(lambda self: self.live)
     @rule(target=seqs, parent=seqs)
     def fork(self, parent):

@@ -66,6 +66,15 @@ def test_equal_prompts_in_one_step_share_blocks():
     assert a.block_table[:2] == b.block_table[:2]
 
 
+def test_equal_prompts_in_chunks_smaller_than_a_block_still_share_blocks():
+    sim = Simulation(32, 4, max_num_batched_tokens=64, chunked_prefill_size=3)
+    seqs = [sim.add([*range(12), 20 + i]) for i in range(3)]
+    while any(seq.num_output_tokens == 0 for seq in seqs):
+        sim.step()
+    assert len({tuple(seq.block_table[:3]) for seq in seqs}) == 1
+    assert sum(seq.num_cached_prompt_tokens for seq in seqs) > 0
+
+
 def test_decodes_come_before_new_prompts_and_prompts_are_cut_to_the_budget():
     sim = Simulation(32, max_num_batched_tokens=4)
     sim.add([1, 2], 9)

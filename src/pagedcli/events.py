@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 SCHEMA_VERSION = 1
+MissReason = Literal["caching_off", "no_full_block", "no_match"]
 
 
 def _snake_case(name: str) -> str:
@@ -62,17 +63,18 @@ class RequestRefused(Event, frozen=True, gc=False):
 
 
 class PrefixLookedUp(Event, frozen=True, gc=False):
-    """One prefix-cache lookup, made when a waiting sequence was admitted."""
+    """One prefix-cache lookup: when a waiting sequence was admitted, or when a prompt in chunks found that others had
+    meanwhile closed its next blocks (continued; recorded only if it hit)."""
 
     seq_id: int
-    reason: Literal["new", "resumed"]  # resumed: after a preemption
+    reason: Literal["new", "resumed", "continued"]  # resumed: after a preemption
     num_tokens: int  # tokens of the sequence at that moment
-    blocks_asked: int  # full blocks of these tokens
+    blocks_asked: int  # full blocks of these tokens; continued: of those not yet computed
     blocks_hit: int
     tokens_hit: int  # tokens not computed again; at most num_tokens - 1
     first_miss: int | None  # index in the block table of the first full block not found
     missing_hash: int | None  # its chain hash
-    miss_reason: Literal["caching_off", "no_full_block", "no_match"] | None  # None: every full block hit
+    miss_reason: MissReason | None  # None: every full block hit
     partial_tokens: int  # leading tokens after the last hit that equal those of some cached block after the same prefix
 
 
@@ -106,8 +108,8 @@ class BlocksClosed(Event, frozen=True, gc=False):
 
 
 class BlocksReleased(Event, frozen=True, gc=False):
-    """A sequence gave blocks back in this order: ref_count - 1 each; at 0 a closed one went to the back of the free
-    list (still cached) and an open one to its front."""
+    """A sequence gave blocks back in this order and they left its table: ref_count - 1 each; at 0 a closed one went to
+    the back of the free list (still cached) and an open one to its front."""
 
     seq_id: int
     block_ids: tuple[int, ...]

@@ -123,11 +123,10 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
     library.paged_plan_new.restype = _pointer
     library.paged_plan_free.argtypes = [_pointer]
     library.paged_plan_free.restype = None
-    attend = [_int, _pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _pointer, _float]
-    library.paged_attend.argtypes = attend
+    tail = [_pointer, _int64, _int64, _pointer, _pointer, _pointer, _float]
+    library.paged_attend.argtypes = [_int, _pointer, _pointer, *tail]
     library.paged_attend.restype = _int
-    write = [_int, _pointer, _int64, _int, _pointer, _pointer, _pointer, _pointer, _pointer, _pointer]
-    library.paged_write.argtypes = write
+    library.paged_write.argtypes = [_int, _pointer, _int64, _int, *[_pointer] * 6]
     library.paged_write.restype = None
     return library.paged_attend, library.paged_write
 

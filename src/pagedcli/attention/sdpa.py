@@ -78,7 +78,7 @@ class SdpaAttention:
         return gathered if group.unowned is None else gathered.masked_fill_(group.unowned, 0)
 
     def _members(self, batch: PagedBatch) -> list[tuple[int, list[int]]]:
-        """Sequences that share a call: equal numbers of new tokens, lengths close together, a bounded sum of lengths."""
+        """Sequences that share a call: equal numbers of new tokens, similar lengths, a bounded sum of lengths."""
         starts = batch.cu_q_host or batch.cu_q.tolist()
         num_new = [end - start for start, end in itertools.pairwise(starts)]
         totals = batch.num_tokens_host or batch.num_tokens.tolist()

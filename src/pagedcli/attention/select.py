@@ -25,6 +25,7 @@ class Entry:
 # In order of preference.
 REGISTRY = (
     Entry("cpu", "pagedcli.attention.cpu", ("cpu",)),
+    Entry("triton", "pagedcli.attention.triton_paged", ("cuda",)),
     Entry("sdpa", "pagedcli.attention.sdpa", ("cpu", "cuda", "mps", "xpu")),
     Entry("reference", "pagedcli.attention.reference", ("cpu", "cuda", "mps", "xpu")),
 )

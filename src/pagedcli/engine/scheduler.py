@@ -97,7 +97,7 @@ class Scheduler:
             index += 1
             num_new = len(seq.token_ids) - seq.num_computed_tokens
             if num_new > 1:
-                num_new = min(num_new, budget, self.chunk_size)
+                num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
             while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
                 num_fitting = self._num_fitting_tokens(seq)
                 if num_fitting > 0:
@@ -118,6 +118,16 @@ class Scheduler:
             work.num_new_tokens.append(num_new)
             budget -= num_new
         return budget
+
+    def _reuse_more(self, seq: Sequence) -> int:
+        """Tokens of an unfinished prompt that others have computed since its last chunk."""
+        num_synced = seq.num_computed_tokens // self.block_manager.block_size
+        num_reused = self.block_manager.reuse_more(seq)
+        if num_reused:
+            seq.synced_blocks = min(seq.synced_blocks, num_synced)
+            if not seq.num_preemptions:
+                seq.num_cached_prompt_tokens += num_reused
+        return num_reused
 
     def _num_fitting_tokens(self, seq: Sequence) -> int:
         """Tokens for which the sequence's own and the free blocks suffice."""

@@ -119,6 +119,8 @@ class PoolState(BlockLedger):
                 event,
                 f"comes where seq {self._lookup.seq_id} claims the {self._lookup.blocks_hit} blocks of its lookup",
             )
+        if self._hole is not None and type(event) is not BlockCopied:
+            self._fail(event, f"comes where block {self._hole[2]} of seq {self._hole[0]} is replaced by its copy")
         handler(event)
         self.num_events += 1
 

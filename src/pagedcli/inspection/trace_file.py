@@ -89,7 +89,7 @@ class TraceReader:
         self.path = path
         self.line_number = 0  # of the event given last, from 1
         self.notes: list[str] = []
-        self._decoder = msgspec.json.Decoder(AnyEvent)
+        self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
     def __iter__(self) -> Iterator[Event]:
         for line in self.lines():

@@ -17,6 +17,7 @@ from pagedcli.events import (
     BlocksReleased,
     BlocksReused,
     Emit,
+    MissReason,
     PrefixLookedUp,
     SequenceForked,
 )
@@ -111,18 +112,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, len(seq.token_ids) // self.block_size)
         self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
-        block_ids: list[int] = []
-        num_free = 0
-        for index, prefix in enumerate(seq.prefixes):
-            block = self._find(prefix)
-            if block is None:
-                break
-            assert block.prefix is not None
-            seq.prefixes[index] = block.prefix  # one node per content: the next check is an identity
-            if index + 1 < len(seq.prefixes):
-                seq.prefixes[index + 1].parent = block.prefix
-            block_ids.append(block.block_id)
-            num_free += block.ref_count == 0
+        block_ids = self._leading_blocks(seq, 0)
+        num_free = sum(self.blocks[block_id].ref_count == 0 for block_id in block_ids)
         return PrefixHit(tuple(block_ids), num_free, len(seq.prefixes))
 
     def num_new_blocks(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> int:
@@ -159,11 +150,34 @@ class BlockManager:
         assert not seq.block_table, "allocate is called once, at prefill"
         assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
         if self._emit is not None:
-            self._emit(self._looked_up(seq, hit))
+            self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit)))
         self._claim(seq, hit.block_ids)
         seq.num_cached_tokens = len(hit.block_ids) * self.block_size
         seq.num_computed_tokens = self.num_computed_after(seq, hit)
         self._grow(seq, num_new_tokens)
+
+    def reuse_more(self, seq: CacheUser) -> int:
+        """Take over blocks that others have closed since this sequence's prefill began, in place of its open one.
+        Returns how many tokens need no computing any more."""
+        first = seq.num_computed_tokens // self.block_size
+        num_full_blocks = len(seq.token_ids) // self.block_size
+        if not self.enable_prefix_caching or first >= num_full_blocks or self._must_copy(seq):
+            return 0
+        self._extend_prefixes(seq, num_full_blocks)
+        found = self._leading_blocks(seq, first)
+        num_before = seq.num_computed_tokens
+        num_after = min((first + len(found)) * self.block_size, len(seq.token_ids) - 1)
+        if num_after <= num_before:
+            return 0
+        if self._emit is not None:
+            hit = PrefixHit(tuple(found), 0, num_full_blocks - first)
+            self._emit(self._looked_up(seq, hit, first, num_after - num_before))
+        if first < len(seq.block_table):
+            self._drop_open_block(seq)
+        self._claim(seq, tuple(found))
+        seq.num_cached_tokens = (first + len(found)) * self.block_size
+        seq.num_computed_tokens = num_after
+        return num_after - num_before
 
     def may_append(self, seq: CacheUser, num_new_tokens: int = 1) -> list[tuple[int, int]]:
         """Make room for the next tokens of a sequence that has blocks and close the blocks that they fill.
@@ -211,6 +225,25 @@ class BlockManager:
             else:
                 parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt)
             prefixes.append(Prefix(tuple(seq.token_ids[start : start + size]), parent, self._hash_function))
+
+    def _leading_blocks(self, seq: CacheUser, first: int) -> list[int]:
+        """The cached blocks that hold the sequence's full blocks from index `first` on, up to the first miss."""
+        prefixes, block_ids = seq.prefixes, []
+        for index in range(first, len(prefixes)):
+            block = self._find(prefixes[index])
+            if block is None:
+                break
+            assert block.prefix is not None
+            self._share_prefix(seq, index, block.prefix)
+            block_ids.append(block.block_id)
+        return block_ids
+
+    @staticmethod
+    def _share_prefix(seq: CacheUser, index: int, prefix: Prefix) -> None:
+        """Keep one node per content, so that the next comparison is an identity check."""
+        seq.prefixes[index] = prefix
+        if index + 1 < len(seq.prefixes):
+            seq.prefixes[index + 1].parent = prefix
 
     def _find(self, prefix: Prefix) -> Block | None:
         block_id = self.hash_to_block_id.get(prefix.hash)
@@ -281,9 +314,8 @@ class BlockManager:
             twin_id = self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
             twin = self.blocks[twin_id].prefix
             if twin is not None and twin.same_as(prefix):
-                seq.prefixes[index] = prefix = twin
-                if index + 1 < len(seq.prefixes):
-                    seq.prefixes[index + 1].parent = twin
+                prefix = twin
+                self._share_prefix(seq, index, twin)
             block.prefix = prefix
             closed.append(block.block_id)
             if self._emit is not None:
@@ -325,9 +357,17 @@ class BlockManager:
             self.free_block_ids.move_to_end(block_id, last=False)  # empty ones never push out cached ones
         return True
 
-    def _looked_up(self, seq: CacheUser, hit: PrefixHit) -> PrefixLookedUp:
-        num_hit = len(hit.block_ids)
-        missed = num_hit < hit.num_asked
+    def _drop_open_block(self, seq: CacheUser) -> None:
+        block_id = seq.block_table.pop()
+        self._release(block_id)
+        if self._emit is not None:
+            self._emit(BlocksReleased(seq.seq_id, (block_id,)))
+
+    def _looked_up(self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int) -> PrefixLookedUp:
+        """The record of a lookup of the blocks from index `first` on."""
+        end = first + len(hit.block_ids)
+        missed = len(hit.block_ids) < hit.num_asked
+        miss_reason: MissReason | None
         if not self.enable_prefix_caching:
             miss_reason = "caching_off"
         elif hit.num_asked == 0:
@@ -336,15 +376,15 @@ class BlockManager:
             miss_reason = "no_match" if missed else None
         return PrefixLookedUp(
             seq_id=seq.seq_id,
-            reason="resumed" if seq.num_preemptions else "new",
+            reason="continued" if seq.block_table else "resumed" if seq.num_preemptions else "new",
             num_tokens=len(seq.token_ids),
             blocks_asked=hit.num_asked,
-            blocks_hit=num_hit,
-            tokens_hit=self.num_computed_after(seq, hit),
-            first_miss=num_hit if missed else None,
-            missing_hash=seq.prefixes[num_hit].hash if missed and self.enable_prefix_caching else None,
+            blocks_hit=len(hit.block_ids),
+            tokens_hit=tokens_hit,
+            first_miss=end if missed else None,
+            missing_hash=seq.prefixes[end].hash if missed and self.enable_prefix_caching else None,
             miss_reason=miss_reason,
-            partial_tokens=self._partial_tokens(seq, num_hit),
+            partial_tokens=self._partial_tokens(seq, end),
         )
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
@@ -354,12 +394,12 @@ class BlockManager:
         else:
             parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
         start = num_hit * self.block_size
-        wanted = seq.token_ids[start : start + self.block_size]
+        wanted = tuple(seq.token_ids[start : start + self.block_size])
         longest = 0
         for block_id in self._followers.get(parent, ()):
             token_ids = self.blocks[block_id].token_ids
             # a longer match needs the next token to agree: most candidates end here
-            if len(wanted) > longest and token_ids[: longest + 1] == tuple(wanted[: longest + 1]):
+            if len(wanted) > longest and token_ids[: longest + 1] == wanted[: longest + 1]:
                 longest = next((i for i, (a, b) in enumerate(zip(token_ids, wanted, strict=False)) if a != b), len(wanted))
         return longest
 

@@ -67,11 +67,7 @@ def load_model(
     """
     max_model_len = max_model_len or spec.max_position_embeddings
     if spec.sliding_window is not None and max_model_len > spec.sliding_window:
-        raise ModelError(
-            f"{spec.architecture} has layers with a sliding window of {spec.sliding_window} tokens, which is not "
-            f"implemented, and max_model_len {max_model_len} is longer",
-            hint=f"use --max-model-len {spec.sliding_window} (up to there the window changes nothing)",
-        )
+        raise window_refusal(spec.architecture, spec.sliding_window, max_model_len)
     if spec.native:
         from pagedcli.models.decoder import Decoder
         from pagedcli.models.weights import CheckpointWeights, DummyWeights
@@ -90,4 +86,13 @@ def load_model(
         seed=seed,
         trust_remote_code=trust_remote_code,
         max_model_len=max_model_len,
+    )
+
+
+def window_refusal(architecture: str, window: int, max_model_len: int) -> ModelError:
+    """The error for a sliding window or chunk shorter than the sequences may get; both in tokens."""
+    return ModelError(
+        f"{architecture} has layers that see only a window of {window} tokens, which is not implemented, and "
+        f"max_model_len {max_model_len} is longer",
+        hint=f"use --max-model-len {window}: up to there the window changes nothing",
     )

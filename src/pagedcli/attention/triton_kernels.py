@@ -1,0 +1,299 @@
+"""The Triton kernels of paged attention. Used by triton_paged.py only; imported only where triton is installed.
+
+K and V cache: [N, G, S, D]. All softmax arithmetic is float32 in units of log2, with scale * log2(e) folded into one
+factor. UPCAST makes tl.dot work in float32: triton's interpreter computes bfloat16 wrongly.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_kvcache_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_stride,  # elements from one token to the next
+    v_stride,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per new token: its K and V of all heads go to the token's slot, or nowhere if that is -1."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        heads = tl.arange(0, BLOCK_G)[:, None]
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        mask = (heads < G) & (dims < D)
+        source = heads * D + dims
+        target = ((slot // S * G + heads) * S + slot % S) * D + dims
+        tl.store(k_cache_ptr + target, tl.load(k_ptr + token * k_stride + source, mask=mask), mask=mask)
+        tl.store(v_cache_ptr + target, tl.load(v_ptr + token * v_stride + source, mask=mask), mask=mask)
+
+
+@triton.jit
+def _softmax_step(scores, top, total):
+    """Weights of one tile, the factor that shrinks what was summed before, and the new maximum and sum."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet: -inf - -inf is NaN
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    return weights, shrink, new_top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _dot(a, b, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    partial_ptr,  # [items, H, D] float32: sums of weighted values of one split
+    partial_stat_ptr,  # [items, 2, H] float32: maxima, sums of weights
+    item_seq_ptr,
+    item_split_ptr,
+    num_items_ptr,  # read here, so that one captured graph serves any lengths
+    cu_q_ptr,
+    num_tokens_ptr,
+    table_ptr,
+    q_stride,
+    table_stride,
+    factor,  # scale * log2(e)
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once for a whole group."""
+    GROUP: tl.constexpr = H // G
+    row = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    in_split = tl.arange(0, BLOCK_N)
+    in_head = dims < D
+    num_work = tl.load(num_items_ptr) * G
+    work = tl.program_id(0)
+    while work < num_work:
+        item, head = work // G, work % G
+        seq = tl.load(item_seq_ptr + item)
+        split_start = tl.load(item_split_ptr + item) * SPLIT
+        first_row = tl.load(cu_q_ptr + seq)
+        num_new = tl.load(cu_q_ptr + seq + 1) - first_row
+        total = tl.load(num_tokens_ptr + seq)
+        # The split's pages are looked up before the loop: inside it, waiting for them would stall the copies of K and V.
+        first_page = split_start // S
+        page = first_page + tl.arange(0, PAGES)
+        page_ids = tl.load(table_ptr + seq.to(tl.int64) * table_stride + page, mask=page * S < total, other=0)
+
+        q_rows = (first_row + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * D
+        live = (row // GROUP < num_new)[:, None] & in_head[None, :]
+        q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=live, other=0.0)
+        position = total - num_new + row // GROUP
+
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for tile in tl.range(0, SPLIT // BLOCK_N, num_stages=STAGES):
+            token = split_start + tile * BLOCK_N + in_split
+            if PAGES == 1:
+                block = tl.broadcast_to(page_ids, [BLOCK_N])
+            else:
+                block = tl.gather(page_ids, token // S - first_page, 0)
+            offset = ((block.to(tl.int64) * G + head) * S + token % S) * D
+            owned = token < total
+            k = tl.load(k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0)
+            scores = _dot(q, k, UPCAST) * factor
+            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+            weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
+            v = tl.load(v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0)
+            acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
+
+        heads = head * GROUP + row % GROUP
+        if total <= SPLIT:
+            out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * D
+            result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_rows[:, None] + dims[None, :], result, mask=live)
+        else:
+            part = item.to(tl.int64) * ROWS * G + head * ROWS + row
+            tl.store(partial_ptr + part[:, None] * D + dims[None, :], acc, mask=live)
+            tl.store(partial_stat_ptr + part * 2, top, mask=row // GROUP < num_new)
+            tl.store(partial_stat_ptr + part * 2 + 1, weight_sum, mask=row // GROUP < num_new)
+        work += tl.num_programs(0)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr,
+    partial_stat_ptr,
+    out_ptr,
+    first_item_ptr,  # [B], -1 for a sequence that the decode kernel does not serve
+    cu_q_ptr,
+    num_tokens_ptr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per (sequence, head): adds up the sequence's splits in their order."""
+    GROUP: tl.constexpr = H // G
+    seq, head = tl.program_id(0), tl.program_id(1)
+    first_item = tl.load(first_item_ptr + seq).to(tl.int64)
+    total = tl.load(num_tokens_ptr + seq)
+    if (first_item >= 0) & (total > SPLIT):
+        row = tl.arange(0, ROWS)
+        dims = tl.arange(0, BLOCK_D)
+        first_row = tl.load(cu_q_ptr + seq)
+        num_new = tl.load(cu_q_ptr + seq + 1) - first_row
+        live_row = row // GROUP < num_new
+        live = live_row[:, None] & (dims < D)[None, :]
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for split in tl.range(0, (total + SPLIT - 1) // SPLIT):
+            part = (first_item + split) * ROWS * G + head * ROWS + row
+            part_top = tl.load(partial_stat_ptr + part * 2, mask=live_row, other=0.0)
+            part_sum = tl.load(partial_stat_ptr + part * 2 + 1, mask=live_row, other=1.0)
+            values = tl.load(partial_ptr + part[:, None] * D + dims[None, :], mask=live, other=0.0)
+            new_top = tl.maximum(top, part_top)  # finite from split 0 on: every row sees token 0
+            old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+            acc = acc * old[:, None] + values * new[:, None]
+            weight_sum = weight_sum * old + part_sum * new
+            top = new_top
+        out_rows = ((first_row + row // GROUP).to(tl.int64) * H + head * GROUP + row % GROUP) * D
+        result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_rows[:, None] + dims[None, :], result, mask=live)
+
+
+@triton.jit
+def _prefill_tile(
+    q,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_row,
+    start,
+    head,
+    position,
+    total,
+    factor,
+    top,
+    weight_sum,
+    acc,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of keys for one tile of queries. Without MASK every row sees every key of it."""
+    token = start + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    in_head = dims < D
+    if S % BLOCK_N == 0:
+        block = tl.load(table_row + start // S).to(tl.int64)
+    elif MASK:
+        block = tl.load(table_row + token // S, mask=token < total, other=0).to(tl.int64)
+    else:
+        block = tl.load(table_row + token // S).to(tl.int64)
+    offset = ((block * G + head) * S + token % S) * D
+    k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
+    if MASK:
+        owned = token < total
+        k = tl.load(k_cache_ptr + k_at, mask=owned[None, :] & in_head[:, None], other=0.0)
+        v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
+    elif D == BLOCK_D:
+        k = tl.load(k_cache_ptr + k_at)
+        v = tl.load(v_cache_ptr + v_at)
+    else:
+        k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
+        v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
+    scores = _dot(q, k, UPCAST) * factor
+    if MASK:
+        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+    weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
+    acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
+    return top, weight_sum, acc
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    item_seq_ptr,
+    item_token_ptr,  # first new token of the item, counted within its sequence
+    cu_q_ptr,
+    num_tokens_ptr,
+    table_ptr,
+    q_stride,
+    table_stride,
+    factor,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One program per (tile of TOKENS new tokens, key/value head); rows are tokens x the heads of the group."""
+    GROUP: tl.constexpr = H // G
+    item, head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(item_seq_ptr + item)
+    first_new = tl.load(item_token_ptr + item)
+    first_row = tl.load(cu_q_ptr + seq)
+    num_new = tl.load(cu_q_ptr + seq + 1) - first_row
+    total = tl.load(num_tokens_ptr + seq)
+    table_row = table_ptr + seq.to(tl.int64) * table_stride
+
+    row = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    new_token = first_new + row // GROUP
+    position = total - num_new + new_token
+    live = ((row < TOKENS * GROUP) & (new_token < num_new))[:, None] & (dims < D)[None, :]
+    q_rows = (first_row + new_token).to(tl.int64)
+    heads = head * GROUP + row % GROUP
+    q = tl.load(q_ptr + (q_rows * q_stride + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    first_position = total - num_new + first_new
+    all_see = (first_position + 1) // BLOCK_N * BLOCK_N
+    end = tl.minimum(first_position + TOKENS, total)
+    for start in tl.range(0, all_see, BLOCK_N, num_stages=STAGES):
+        top, weight_sum, acc = _prefill_tile(
+            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
+            G, S, D, BLOCK_N, BLOCK_D, False, UPCAST,
+        )  # fmt: skip
+    for start in tl.range(all_see, end, BLOCK_N, num_stages=1):
+        top, weight_sum, acc = _prefill_tile(
+            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
+            G, S, D, BLOCK_N, BLOCK_D, True, UPCAST,
+        )  # fmt: skip
+    result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + ((q_rows * H + heads) * D)[:, None] + dims[None, :], result, mask=live)

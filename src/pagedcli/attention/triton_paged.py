@@ -1,0 +1,307 @@
+"""Paged attention in Triton: split decode over a persistent work list, paged prefill. The base on CUDA.
+
+Runs on any torch from 2.11 and any block size that is a multiple of 16. A sequence's result does not depend on the rest of
+the batch: splits and tiles are counted from its own start. Imported only where triton is installed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.errors import BackendError
+
+try:
+    import triton
+
+    from pagedcli.attention import triton_kernels as kernels
+except ImportError as error:
+    raise BackendError(
+        f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"
+    ) from error
+
+SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
+PROGRAMS_PER_SM = 3
+MIN_ROWS = 16  # rows of the smallest tl.dot
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one kernel is cut: rows of queries, keys per tile, warps, tiles of K and V in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of one padded head row (head_dim x element size). Chosen so that no kernel spills and three decode programs
+# fit the shared memory of an sm_90 multiprocessor, two that of an sm_80. Not autotuned: a cold start would pay for it.
+DECODE_CONFIGS = (
+    (128, TileConfig(MIN_ROWS, 128, 4, 3)),
+    (256, TileConfig(MIN_ROWS, 64, 4, 3)),
+    (512, TileConfig(MIN_ROWS, 32, 4, 3)),
+    (1024, TileConfig(MIN_ROWS, 16, 4, 3)),
+)
+PREFILL_CONFIGS = (
+    (128, TileConfig(128, 64, 4, 3)),
+    (256, TileConfig(128, 64, 8, 3)),
+    (512, TileConfig(64, 32, 8, 2)),
+    (1024, TileConfig(32, 32, 8, 2)),
+)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One step's work lists, in one buffer on the device. A plan that is large enough is filled again in place, so that
+    a captured graph finds the next step's lists where it looks."""
+
+    capacity: int  # decode items
+    buffer: Tensor  # int32: number of decode items | first item of each sequence | items' sequences | items' splits
+    num_sequences: int
+    has_decode: bool = False
+    prefill_items: Tensor | None = None  # [2, P] int32: sequence, first new token
+
+    @property
+    def num_items(self) -> Tensor:
+        return self.buffer[:1]
+
+    @property
+    def first_item(self) -> Tensor:
+        return self.buffer[1 : 1 + self.num_sequences]
+
+    @property
+    def item_seq(self) -> Tensor:
+        return self.buffer[1 + self.num_sequences :]
+
+    @property
+    def item_split(self) -> Tensor:
+        return self.buffer[1 + self.num_sequences + self.capacity :]
+
+
+class TritonAttention:
+    """The project's own CUDA kernels. K and V cache: [N, G, S, D]."""
+
+    name = "triton"
+    block_size_multiple = 16
+    dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
+    batch_invariant = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._rows = max(MIN_ROWS, _power_of_2(self._group))  # rows of a decode item: new tokens x group
+        self._block_d = max(16, _power_of_2(spec.head_dim))
+        row_bytes = self._block_d * spec.dtype.itemsize
+        self._decode = config_for(DECODE_CONFIGS, row_bytes)
+        self._prefill = config_for(PREFILL_CONFIGS, row_bytes)
+        self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
+        self._upcast = interpreted() and spec.dtype == torch.bfloat16
+        self._partials = torch.empty(0), torch.empty(0)
+        if spec.device.type == "cuda":
+            self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(spec.device).multi_processor_count
+        else:
+            self._programs = PROGRAMS_PER_SM
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, head_dim)
+
+    def prepare(self, batch: PagedBatch) -> None:
+        starts = np.asarray(batch.cu_q_host or batch.cu_q.tolist())
+        totals = np.asarray(batch.num_tokens_host or batch.num_tokens.tolist())
+        num_new = np.diff(starts)
+        decodes = (num_new > 0) & (num_new * self._group <= self._rows)
+        splits = np.where(decodes, -(-totals // SPLIT), 0)
+        num_items = int(splits.sum())
+        plan = batch.plan if isinstance(batch.plan, _Plan) else None
+        if plan is None or plan.num_sequences != len(totals) or plan.capacity < num_items:
+            capacity = _power_of_2(max(num_items, 1))
+            size = 1 + len(totals) + 2 * capacity
+            plan = _Plan(capacity, torch.empty(size, dtype=torch.int32, device=batch.cu_q.device), len(totals))
+        first_item = np.cumsum(splits) - splits
+        seq_of_item = np.repeat(np.arange(len(totals)), splits)
+        lists = np.zeros(plan.buffer.shape[0], dtype=np.int32)
+        lists[0] = num_items
+        lists[1 : 1 + len(totals)] = np.where(decodes, first_item, -1)
+        items = lists[1 + len(totals) :]
+        items[:num_items] = seq_of_item
+        items[plan.capacity : plan.capacity + num_items] = np.arange(num_items) - first_item[seq_of_item]
+        plan.buffer.copy_(torch.from_numpy(lists))
+        plan.has_decode = num_items > 0
+        plan.prefill_items = self._prefill_items(num_new, decodes, batch.cu_q.device)
+        batch.plan = plan
+
+    def _prefill_items(self, num_new: Any, decodes: Any, device: torch.device) -> Tensor | None:
+        step = self._prefill_rows // self._group
+        items = [
+            (int(seq), token)
+            for seq in np.flatnonzero((num_new > 0) & ~decodes)
+            for token in reversed(range(0, int(num_new[seq]), step))  # the longest first
+        ]
+        return torch.tensor(items, dtype=torch.int32).T.contiguous().to(device) if items else None
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        spec = self._spec
+        k, v = _dense_heads(k), _dense_heads(v)
+        kernels.store_kvcache_kernel[(k.shape[0],)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            k.stride(0),
+            v.stride(0),
+            G=spec.num_kv_heads,
+            S=spec.block_size,
+            D=spec.head_dim,
+            BLOCK_G=_power_of_2(spec.num_kv_heads),
+            BLOCK_D=self._block_d,
+            num_warps=4,
+        )
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        if not isinstance(batch.plan, _Plan):
+            self.prepare(batch)
+        q = _dense_heads(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        factor = scale * 1.4426950408889634
+        if batch.plan.has_decode:
+            self._run_decode(q, k_cache, v_cache, out, batch, factor)
+        if batch.plan.prefill_items is not None:
+            self._run_prefill(q, k_cache, v_cache, out, batch, factor)
+        return out
+
+    def _run_decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float
+    ) -> None:
+        spec, plan = self._spec, batch.plan
+        partial, partial_stat = self._partial_buffers(plan.capacity)
+        shape = {"H": spec.num_heads, "G": spec.num_kv_heads, "D": spec.head_dim, "BLOCK_D": self._block_d}
+        kernels.decode_kernel[(self._programs,)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            partial,
+            partial_stat,
+            plan.item_seq,
+            plan.item_split,
+            plan.num_items,
+            batch.cu_q,
+            batch.num_tokens,
+            batch.block_table,
+            q.stride(0),
+            batch.block_table.stride(0),
+            factor,
+            **shape,
+            S=spec.block_size,
+            ROWS=self._rows,
+            SPLIT=SPLIT,
+            PAGES=pages_per_split(spec.block_size),
+            BLOCK_N=self._decode.block_n,
+            STAGES=self._decode.num_stages,
+            UPCAST=self._upcast,
+            num_warps=self._decode.num_warps,
+        )
+        if batch.max_total > SPLIT:
+            kernels.combine_kernel[(plan.num_sequences, spec.num_kv_heads)](
+                partial,
+                partial_stat,
+                out,
+                plan.first_item,
+                batch.cu_q,
+                batch.num_tokens,
+                **shape,
+                ROWS=self._rows,
+                SPLIT=SPLIT,
+                num_warps=4,
+            )
+
+    def _run_prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float
+    ) -> None:
+        spec, items = self._spec, batch.plan.prefill_items
+        kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            items[0],
+            items[1],
+            batch.cu_q,
+            batch.num_tokens,
+            batch.block_table,
+            q.stride(0),
+            batch.block_table.stride(0),
+            factor,
+            H=spec.num_heads,
+            G=spec.num_kv_heads,
+            S=spec.block_size,
+            D=spec.head_dim,
+            BLOCK_M=self._prefill_rows,
+            TOKENS=self._prefill_rows // self._group,
+            BLOCK_N=self._prefill.block_n,
+            BLOCK_D=self._block_d,
+            STAGES=self._prefill.num_stages,
+            UPCAST=self._upcast,
+            num_warps=self._prefill.num_warps,
+        )
+
+    def _partial_buffers(self, num_items: int) -> tuple[Tensor, Tensor]:
+        """Room for the partial results of so many items, shared by all layers and kept between steps."""
+        rows = num_items * self._spec.num_kv_heads * self._rows
+        if self._partials[1].shape[0] < rows:
+            device = self._spec.device
+            self._partials = (
+                torch.empty(rows, self._spec.head_dim, dtype=torch.float32, device=device),
+                torch.empty(rows, 2, dtype=torch.float32, device=device),
+            )
+        return self._partials
+
+
+def config_for(table: tuple[tuple[int, TileConfig], ...], row_bytes: int) -> TileConfig:
+    """The entry of a config table that serves head rows of so many bytes."""
+    for limit, config in table:
+        if row_bytes <= limit:
+            return config
+    raise BackendError(f"a padded head row of {row_bytes} bytes is more than {table[-1][0]}")
+
+
+def pages_per_split(block_size: int) -> int:
+    """How many block-table entries the decode kernel loads for a split: a power of two that always suffices."""
+    if block_size % SPLIT == 0:
+        return 1
+    if SPLIT % block_size == 0:
+        return SPLIT // block_size
+    return _power_of_2(-(-SPLIT // block_size) + 1)
+
+
+def interpreted() -> bool:
+    """Whether triton runs the kernels in its interpreter, on a CPU (TRITON_INTERPRET=1)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """The kernels take any stride between tokens, but want a token's heads side by side."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def load(spec: AttentionSpec) -> TritonAttention:
+    """The Triton backend. Raises BackendError off CUDA (but for triton's interpreter) and for heads it cannot tile."""
+    if spec.device.type != "cuda" and not interpreted():
+        raise BackendError(f"runs on a CUDA device, not on {spec.device}")
+    if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 0):
+        raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
+    if spec.head_dim > 256:
+        raise BackendError(f"head_dim is {spec.head_dim}, more than 256")
+    if spec.num_heads // spec.num_kv_heads > 64:
+        raise BackendError(f"{spec.num_heads // spec.num_kv_heads} query heads per key/value head are more than 64")
+    return TritonAttention(spec)

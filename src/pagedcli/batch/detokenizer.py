@@ -1,0 +1,109 @@
+"""Output text token by token, and the search for stop strings in it. Used for requests that have any.
+
+The pieces add up to exactly what decoding all tokens at once gives (a test compares them).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.sampling_params import SamplingParams
+
+
+class IncrementalDetokenizer:
+    """Gives the text that each new token adds. Bytes of an unfinished character are held back until it is whole."""
+
+    __slots__ = ("_decoded_from", "_decoded_text", "_skip_special_tokens", "_token_ids", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Ids[int], *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        tail, text = tokenizer.prompt_tail(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        # _token_ids begins with tokens whose text was given out (_decoded_text): what they are decoded with
+        # decides, for example, whether the next word begins with a space
+        self._token_ids = tail
+        self._decoded_text = text
+        self._decoded_from = len(tail)
+
+    def add(self, token_id: int) -> str:
+        """The text that this token adds; empty while a character is unfinished."""
+        self._token_ids.append(token_id)
+        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        if len(text) <= len(self._decoded_text) or text.endswith("\ufffd"):
+            return ""
+        return self._give_out(text)
+
+    def flush(self) -> str:
+        """What is still held back: bytes of a character that was never finished, as U+FFFD."""
+        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._give_out(text)
+
+    def _give_out(self, text: str) -> str:
+        new_text = text[len(self._decoded_text) :]
+        self._token_ids = self._token_ids[self._decoded_from :]
+        self._decoded_from = len(self._token_ids)
+        self._decoded_text = self._tokenizer.decode(
+            self._token_ids, skip_special_tokens=self._skip_special_tokens
+        )
+        return new_text
+
+
+class StopStringChecker:
+    """Told each token of one sample; knows when a stop string occurs in the text, also across token borders.
+
+    A stop string counts only if it ends after `min_tokens` tokens. `text` is then cut before it (behind it with
+    include_stop_str_in_output).
+    """
+
+    __slots__ = ("_detokenizer", "_include", "_min_tokens", "_num_tokens", "_stops", "stopped", "text")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = params.stop_strings
+        self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self.text = ""
+        self.stopped = False
+
+    def __call__(self, token_id: int) -> str | None:
+        """The stop string that this token completed, if any."""
+        self._num_tokens += 1
+        new_text = self._detokenizer.add(token_id)
+        num_before = len(self.text)
+        self.text += new_text
+        if not new_text or self._num_tokens <= self._min_tokens:
+            return None
+        found = [(start, stop) for stop in self._stops if (start := self._find(stop, num_before)) is not None]
+        if not found:
+            return None
+        start, stop = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+        self.text = self.text[: start + len(stop)] if self._include else self.text[:start]
+        self.stopped = True
+        return stop
+
+    def final_text(self) -> str:
+        """The text of the finished sample."""
+        return self.text if self.stopped else self.text + self._detokenizer.flush()
+
+    def _find(self, stop: str, num_before: int) -> int | None:
+        """Where `stop` begins, if it ends in the text after the first `num_before` characters."""
+        start = self.text.find(stop, max(0, num_before - len(stop) + 1))
+        return start if start >= 0 else None
+
+
+def stop_checker_factory(
+    tokenizer: Tokenizer, prompt_token_ids: Ids[int], params: SamplingParams
+) -> tuple[Callable[[], StopStringChecker] | None, list[StopStringChecker]]:
+    """What the engine calls once per sample, and the list that then holds the checkers in sample order."""
+    checkers: list[StopStringChecker] = []
+    if not params.stop_strings:
+        return None, checkers
+
+    def make() -> StopStringChecker:
+        checkers.append(StopStringChecker(tokenizer, prompt_token_ids, params))
+        return checkers[-1]
+
+    return make, checkers

@@ -1,0 +1,239 @@
+"""One line of the input becomes one request: plain, chat or OpenAI batch line, with its own sampling parameters.
+
+Used by batch.run. Everything wrong with a line is a RequestError with a stable code; nothing here raises otherwise.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from pagedcli.batch.chat import Message, read_messages
+from pagedcli.errors import RequestError
+from pagedcli.sampling_params import SamplingParams
+
+Shape = Literal["plain", "chat.completion", "text_completion"]
+MAX_SAMPLES = 1024  # per request: a typo in n must not queue a million sequences
+
+_SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
+_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
+_ALIASES = {"max_completion_tokens": "max_tokens"}
+_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs"))
+_ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
+# about accounting, not about the answer
+_HARMLESS_FIELDS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
+)
+# would change the answer if they were honoured: ignoring them would give something else than what was asked
+_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
+    "audio": (),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "stream": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowHead:
+    """What every output row repeats from its line, known even if the rest of the line is wrong."""
+
+    index: int  # 0-based, among the rows of the input
+    line_number: int  # 1-based
+    id: str | int | None = None
+    shape: Shape = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A valid line."""
+
+    prompt: str | list[int] | None
+    messages: list[Message] | None  # exactly one of the two is given
+    params: SamplingParams
+    max_tokens_given: bool  # by the line itself
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class RequestParser:
+    """Turns lines into requests. `ignored` counts fields that had no effect, for a note at the end."""
+
+    def __init__(self, defaults: SamplingParams, *, strict: bool = False) -> None:
+        self.ignored: Counter[str] = Counter()
+        self._defaults = defaults
+        self._default_fields = msgspec.structs.asdict(defaults)
+        self._strict = strict
+
+    def parse(self, document: dict[str, Any], head: RowHead) -> BatchRequest:
+        """Raises: RequestError with a code of this module."""
+        body = document
+        if head.shape != "plain":
+            self._check_envelope(document, head.shape)
+            body = document["body"]
+        body = {_ALIASES.get(name, name): value for name, value in body.items() if value is not None}
+        self._check_unknown(body, plain=head.shape == "plain")
+        params = self._sampling_params(body, head.shape)
+        messages = read_messages(body["messages"]) if "messages" in body else None
+        prompt = _read_prompt(body["prompt"]) if "prompt" in body else None
+        if (prompt is None) == (messages is None):
+            what = "both" if prompt is not None else "neither"
+            raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
+        if head.shape != "plain" and (messages is None) == (head.shape == "chat.completion"):
+            wanted = "messages" if head.shape == "chat.completion" else "prompt"
+            raise RequestError("invalid_request", f"the body of a {document['url']} line needs {wanted!r}")
+        return BatchRequest(
+            prompt=prompt,
+            messages=messages,
+            params=params,
+            max_tokens_given="max_tokens" in body,
+            cache_salt=_typed(body, "cache_salt", str, None),
+            chat_template_kwargs=_typed(body, "chat_template_kwargs", dict[str, Any], {}),
+        )
+
+    def _check_envelope(self, document: dict[str, Any], shape: Shape) -> None:
+        if document.get("method", "POST") != "POST":
+            raise RequestError("invalid_request", f"method is {document['method']!r}, only 'POST' is known")
+        if not isinstance(document.get("body"), dict):
+            raise RequestError("invalid_request", "a batch line needs a 'body' that is an object")
+        self._ignore(name for name in document if name not in _ENVELOPE_FIELDS)
+
+    def _check_unknown(self, body: dict[str, Any], *, plain: bool) -> None:
+        unknown = []
+        for name, value in body.items():
+            if name in _SAMPLING_FIELDS or name in _REQUEST_FIELDS or name in _HARMLESS_FIELDS:
+                continue
+            if name in _UNSUPPORTED_FIELDS:
+                if value not in _UNSUPPORTED_FIELDS[name]:
+                    raise RequestError("unsupported_parameter", f"{name!r} is not supported; leave it out")
+            elif not (plain and name in _ENVELOPE_FIELDS):
+                unknown.append(name)
+        self._ignore(unknown)
+
+    def _ignore(self, names: Any) -> None:
+        for name in names:
+            if self._strict:
+                raise RequestError("unknown_field", f"unknown field {name!r} (--strict)")
+            if len(self.ignored) < 1000 or name in self.ignored:
+                self.ignored[name] += 1
+
+    def _sampling_params(self, body: dict[str, Any], shape: Shape) -> SamplingParams:
+        given = {name: value for name, value in body.items() if name in _SAMPLING_FIELDS}
+        if "logprobs" in given or "top_logprobs" in body:
+            given["logprobs"] = _num_logprobs(given.get("logprobs"), body.get("top_logprobs"), shape)
+        if not given:
+            return self._defaults
+        if given.get("n") is not None and isinstance(given["n"], int) and given["n"] > MAX_SAMPLES:
+            raise RequestError("invalid_parameter", f"n is {given['n']}, allowed: 1 to {MAX_SAMPLES}")
+        if "max_tokens" not in given and isinstance(given.get("min_tokens"), int) and self._defaults.max_tokens is not None:
+            given["max_tokens"] = max(self._defaults.max_tokens, given["min_tokens"])
+        try:
+            return msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise RequestError("invalid_parameter", str(error)) from error
+
+
+def decode_line(content: bytes | None) -> dict[str, Any]:
+    """The JSON object of a line; None is a line that was too long to read. Raises: RequestError."""
+    if content is None:
+        raise RequestError("line_too_long", "the line is over 16 MiB; it was skipped")
+    try:
+        document = msgspec.json.decode(content)
+    except UnicodeDecodeError as error:
+        raise RequestError("invalid_utf8", f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError("invalid_json", f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise RequestError("invalid_request", f"a line must be a JSON object, this one is {_json_type(document)}")
+    return document
+
+
+def read_head(document: dict[str, Any], index: int, line_number: int) -> RowHead:
+    """Row id and shape of a line, without judging the rest. Raises: RequestError for an unknown url."""
+    row_id = document.get("custom_id", document.get("id"))
+    if not isinstance(row_id, str | int) or isinstance(row_id, bool) or (isinstance(row_id, int) and row_id.bit_length() > 63):
+        row_id = None
+    url = document.get("url")
+    if "body" not in document and "url" not in document:
+        return RowHead(index, line_number, row_id)
+    shape = _SHAPES.get(url) if isinstance(url, str) else None
+    return RowHead(index, line_number, row_id, shape or "chat.completion")
+
+
+def check_head(document: dict[str, Any], head: RowHead) -> None:
+    """Raises: RequestError for an id or url that cannot be used."""
+    for name in ("custom_id", "id"):
+        if document.get(name) is not None and head.id is None:
+            raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
+    if head.shape == "plain":
+        return
+    if document.get("url") not in _SHAPES:
+        raise RequestError(
+            "unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {', '.join(_SHAPES)}"
+        )
+    if not isinstance(head.id, str):
+        raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
+
+
+def _read_prompt(prompt: Any) -> str | list[int]:
+    """Text or token ids. The completions endpoint also knows a list of prompts: here it may hold just one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return msgspec.convert(prompt, list[int])
+    except msgspec.ValidationError as error:
+        hint = "; several prompts need several lines" if isinstance(prompt, list) and isinstance(prompt[0], str | list) else ""
+        raise RequestError("invalid_request", f"'prompt' must be a string or a list of token ids: {error}{hint}") from error
+
+
+def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
+    """vLLM's one number from OpenAI's two fields (chat) or one (completions); the type is checked later."""
+    if logprobs is True and shape != "text_completion":
+        return 0 if top_logprobs is None else top_logprobs
+    if logprobs is False and top_logprobs is None:
+        return None
+    if top_logprobs is not None:
+        raise RequestError("invalid_parameter", "'top_logprobs' needs 'logprobs': true")
+    if shape == "chat.completion" or isinstance(logprobs, bool):
+        wanted = "true or false" if shape == "chat.completion" else "a number"
+        raise RequestError("invalid_parameter", f"'logprobs' must be {wanted}")
+    return logprobs
+
+
+def _typed(body: dict[str, Any], name: str, wanted: Any, default: Any) -> Any:
+    if name not in body:
+        return default
+    try:
+        return msgspec.convert(body[name], wanted)
+    except msgspec.ValidationError as error:
+        raise RequestError("invalid_request", f"{name}: {error}") from error
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut to one short line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,178 @@
+"""Text to token ids and back: the model's own tokenizer, its chat template, and exact output text.
+
+Used by batch.run and the Python door; the only place that talks to transformers' tokenizers.
+"""
+
+from collections.abc import Sequence as Ids
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from pagedcli.batch.chat import Message
+from pagedcli.errors import ModelError, RequestError, UsageError
+
+_TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no UTF-8, so also for the first half of a character
+
+
+class Tokenizer:
+    """The tokenizer in a model's folder.
+
+    `chat_template` is Jinja text or the path of a file with it; None: the tokenizer's own.
+    Raises: ModelError if the folder holds no usable tokenizer; UsageError if the template cannot be read.
+    """
+
+    def __init__(self, folder: Path, *, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
+        self.folder = folder
+        self._hf = _load(folder, trust_remote_code=trust_remote_code)
+        if chat_template is not None:
+            self._hf.chat_template = _read_template(chat_template)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        self._backend_decode = backend.decode if backend is not None else None  # 5 times faster than the wrapper's
+        self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self._hf.chat_template
+        return template if template is None or isinstance(template, str) else repr(sorted(template.items()))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._hf.eos_token_id
+        return token_id
+
+    def digest(self) -> str:
+        """Hex digest of the files that define the tokenizer."""
+        digest = xxhash.xxh3_128()
+        for name in _FILES:
+            path = self.folder / name
+            if path.is_file():
+                digest.update(name)
+                digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids with the special tokens that the tokenizer itself adds (for example BOS)."""
+        ids: list[int] = self._hf.encode(text)
+        return ids
+
+    def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
+        """Token ids of a conversation up to where the assistant's answer begins.
+
+        Raises: RequestError if there is no chat template, or if it does not accept these messages.
+        """
+        if self._hf.chat_template is None:
+            raise RequestError(
+                "no_chat_template",
+                "the tokenizer has no chat template, so 'messages' cannot become a prompt",
+                hint="give one with --chat-template, or use 'prompt'",
+            )
+        from jinja2 import TemplateError
+
+        try:
+            text = self._hf.apply_chat_template(
+                messages, tokenize=False, **{"add_generation_prompt": True, **(template_arguments or {})}
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # a template may do anything
+            raise RequestError("chat_template_error", f"the chat template refused the messages: {error}") from error
+        ids: list[int] = self._hf.encode(text, add_special_tokens=False)  # the template has written them
+        return ids
+
+    def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, nothing tidied."""
+        if self._backend_decode is not None:
+            text: str = self._backend_decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._hf.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def prompt_tail(self, prompt_token_ids: Ids[int], *, skip_special_tokens: bool = True) -> tuple[list[int], str]:
+        """The last prompt tokens and their text, after which output text begins.
+
+        Decoding them before the output keeps a space at its start, which many tokenizers drop from a text's first
+        word. Half a character at the end of the prompt belongs to the output, which completes it.
+        """
+        tail = list(prompt_token_ids[-_TAIL:])
+        text = self.decode(tail, skip_special_tokens=skip_special_tokens)
+        if not text:  # special tokens only
+            tail = list(prompt_token_ids)
+            text = self.decode(tail, skip_special_tokens=skip_special_tokens)
+        return tail, text.rstrip(_REPLACEMENT)
+
+    def decode_output(
+        self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text that the output adds to the prompt."""
+        tail, tail_text = self.prompt_tail(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        text = self.decode([*tail, *output_token_ids], skip_special_tokens=skip_special_tokens)
+        if text.startswith(tail_text):
+            return text[len(tail_text) :]
+        return self.decode(output_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; U+FFFD where it is only a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token, with the space that a word may begin with."""
+        token: str | None = self._hf.convert_ids_to_tokens(token_id)
+        if token is None:  # an id of a padded vocabulary that no text has
+            return b""
+        if token in self._hf.all_special_tokens:
+            return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level and all(char in _byte_of_char() for char in token):
+            return bytes(_byte_of_char()[char] for char in token)
+        if "\u2581" in token:  # SentencePiece's mark for a space
+            return token.replace("\u2581", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _load(folder: Path, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # long prompts are judged by the engine, against the real limit
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the Rust tokenizers library raises bare Exception for a damaged file
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"no usable tokenizer in {folder}: {first_line}", hint="a model folder needs tokenizer.json beside its weights"
+        ) from error
+
+
+def _read_template(template: str) -> str:
+    """Jinja text as it is; anything that does not look like it is the path of a file."""
+    if "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read the chat template {template}: {error}", hint="--chat-template takes a file or Jinja text"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable ones are themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,122 @@
+"""What the transformers fallback refuses: by the config before anything is loaded, then by what the attention calls of
+the loaded model ask for. Every refusal is a ModelError that says why.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagedcli.errors import ModelError
+from pagedcli.models.base import window_refusal
+from pagedcli.models.spec import ModelSpec
+
+_ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+# arguments of an attention call that change its result and that no backend knows -> what the model does
+_UNKNOWN_TO_BACKENDS = {
+    "softcap": "caps its attention scores (softcap)",
+    "s_aux": "uses attention sinks (s_aux)",
+    "position_bias": "adds a position bias to its attention scores",
+}
+
+
+def refusal(architecture: str, reason: str) -> ModelError:
+    """The error of every refusal but those of length."""
+    return ModelError(
+        f"{architecture} cannot run over the paged cache: it {reason}",
+        hint="use a dense decoder model, such as Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, OLMo2, Granite or SmolLM3",
+    )
+
+
+def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
+    """Refuse what the config alone shows. `text` is the config of the language model within `config`."""
+    other_layers = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    if config.is_encoder_decoder:
+        raise refusal(architecture, "is an encoder-decoder model")
+    if not isinstance(getattr(text, "num_attention_heads", None), int):
+        raise refusal(architecture, "has no attention heads, or a number that differs between layers")
+    if other_layers:
+        raise refusal(architecture, f"has layers that are not plain attention ({', '.join(other_layers)})")
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise refusal(architecture, _UNKNOWN_TO_BACKENDS["softcap"])
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise refusal(architecture, "compresses keys and values (multi-head latent attention)")
+    if getattr(text, "num_kv_shared_layers", None):
+        raise refusal(architecture, "shares keys and values between layers")
+
+
+def shortest_window(text: Any) -> int | None:
+    """The smallest window or chunk in tokens within which some layer attends. None: every layer sees everything."""
+    layer_types = getattr(text, "layer_types", None)
+    windows = {"chunked_attention": getattr(text, "attention_chunk_size", None)}
+    if getattr(text, "use_sliding_window", None) is not False:
+        windows["sliding_attention"] = getattr(text, "sliding_window", None)
+    return min((size for kind, size in windows.items() if size and kind in (layer_types or windows)), default=None)
+
+
+def refuse_length(text: Any, spec: ModelSpec, max_model_len: int) -> None:
+    """Refuse lengths in tokens at which the rope angles of one sequence begin to depend on its neighbours."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in by_layer_type or [rope]:
+        rope_type = str(parameters.get("rope_type"))
+        limit = {
+            "dynamic": spec.max_position_embeddings,
+            "longrope": parameters.get("original_max_position_embeddings"),
+        }.get(rope_type)
+        if limit is not None and max_model_len > limit:
+            raise ModelError(
+                f"{spec.architecture}: above {limit} tokens its rope type {rope_type!r} depends on the longest "
+                f"sequence of a batch, and max_model_len is {max_model_len}",
+                hint=f"use --max-model-len {limit}",
+            )
+
+
+class AttentionTrace:
+    """Takes the place of a PagedStep for one forward: notes each attention call and refuses what no backend does."""
+
+    def __init__(self, architecture: str, max_model_len: int) -> None:
+        self._architecture = architecture
+        self._max_model_len = max_model_len
+        self._heads: dict[int, tuple[int, int, int]] = {}  # layer -> (H, G, D)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, **kwargs: Any
+    ) -> Tensor:
+        """Arguments and result shape of PagedStep.attend; the result is zero."""
+        self._refuse_by_arguments(module, kwargs)
+        if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+            sizes = f"query {q.shape[-1]}, key {k.shape[-1]}, value {v.shape[-1]}"
+            raise refusal(self._architecture, f"has heads of different sizes ({sizes})")
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self._heads:
+            raise refusal(self._architecture, "does not number its attention layers, or attends twice in one")
+        self._heads[layer] = (q.shape[1], k.shape[1], q.shape[-1])
+        return torch.zeros_like(q).transpose(1, 2)
+
+    def confirm(self, spec: ModelSpec) -> ModelSpec:
+        """`spec` with the heads that were seen. Raises ModelError unless all layers attended, in the same shape."""
+        if not self._heads:
+            raise refusal(self._architecture, "does not call transformers' attention interface")
+        if sorted(self._heads) != list(range(spec.num_layers)):
+            raise refusal(self._architecture, f"attends in {len(self._heads)} of its {spec.num_layers} layers only")
+        shapes = set(self._heads.values())
+        if len(shapes) > 1:
+            raise refusal(self._architecture, "has layers with different numbers or sizes of heads")
+        num_heads, num_kv_heads, head_dim = shapes.pop()
+        return replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    def _refuse_by_arguments(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+        for name, reason in _UNKNOWN_TO_BACKENDS.items():
+            if kwargs.get(name) is not None:
+                raise refusal(self._architecture, reason)
+        if kwargs.get("attention_mask") is not None:
+            raise refusal(self._architecture, "makes an attention mask of its own")
+        if kwargs.get("dropout"):
+            raise refusal(self._architecture, "drops attention weights at random")
+        if False in (kwargs.get("is_causal"), getattr(module, "is_causal", None)):
+            raise refusal(self._architecture, "attends to later tokens, too")
+        window = kwargs.get("sliding_window")
+        if window is not None and window < self._max_model_len:
+            raise window_refusal(self._architecture, window, self._max_model_len)

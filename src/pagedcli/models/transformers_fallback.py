@@ -1,0 +1,260 @@
+"""The explicit fallback: any other causal language model of transformers, run over our paged cache.
+
+Its attention calls come to us through transformers' AttentionInterface; everything between them is transformers' own
+code. Loaded by models.base and models.spec when a family is not native; with fallback_*.py all that knows transformers.
+"""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.errors import ModelError
+from pagedcli.models import fallback_probe
+from pagedcli.models.fallback_refusals import (
+    AttentionTrace,
+    refusal,
+    refuse_by_config,
+    refuse_length,
+    shortest_window,
+)
+from pagedcli.models.spec import ModelSpec, stop_ids
+
+_ATTENTION_NAME = "pagedcli"
+_AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What one forward hands to each of its attention calls, through transformers' keyword arguments."""
+
+    batch: PagedBatch
+    k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
+    v_caches: tuple[Tensor, ...]
+    backend: AttentionBackend
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, **_: Any) -> Tensor:
+        """Shapes: q [1, H, T, D]; k, v [1, G, T, D]; returns [1, T, H, D]. Changes: the cache of the module's layer."""
+        k_cache, v_cache = self.k_caches[module.layer_idx], self.v_caches[module.layer_idx]
+        q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
+        self.backend.write(k, v, k_cache, v_cache, self.batch.slots)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.backend.attend(q, k_cache, v_cache, self.batch, scale)[None]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    paged_step: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers. It keeps nothing: the step comes with the call."""
+    if paged_step is None:
+        raise ModelError(f"{type(module).__name__} does not receive the keyword arguments of the model's forward")
+    return paged_step.attend(module, query, key, value, scaling, attention_mask=attention_mask, **kwargs), None
+
+
+class TransformersLM:
+    """A CausalLM (see models.base) whose layers are transformers'. The new tokens of a step go in as one row [1, T]."""
+
+    __slots__ = ("_backend", "_body", "_model", "notes", "spec", "weight_bytes")
+
+    def __init__(self, model: Any, spec: ModelSpec, *, backend: AttentionBackend) -> None:
+        """Takes `model` over: from now on it maps hidden states to logits only."""
+        self.spec = spec
+        self.notes: tuple[str, ...] = (
+            f"{spec.architecture} has no native decoder here: it runs through transformers {transformers.__version__} "
+            "over the same paged cache, slower than a native one",
+        )
+        self.weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        self._backend = backend
+        self._body = model.base_model
+        # Models scale, cap or bias their logits in their own forward, so that forward runs on the hidden states it is
+        # given instead of its body's.
+        setattr(model, model.base_model_prefix, _GivenHidden())
+        self._model = model
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
+        """See CausalLM.forward."""
+        self._backend.prepare(batch)
+        k_caches, v_caches = kv_cache.unbind(0)
+        step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), self._backend)
+        return _run_body(self._body, input_ids, positions, step)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM.compute_logits."""
+        logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.to(hidden.dtype)
+
+
+class _GivenHidden(nn.Module):
+    """Stands in a model where its body was, and answers with the hidden states it is given."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> "_HiddenOutput":
+        return _HiddenOutput(inputs_embeds)
+
+
+class _HiddenOutput:
+    """What a head reads of its body's output; every optional field (router logits, caches) is None."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _run_body(body: Any, input_ids: Tensor, positions: Tensor, step: PagedStep | AttentionTrace) -> Tensor:
+    """Hidden states [T, E] of one row of tokens [T]."""
+    output = body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged_step=step)
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The ModelSpec of a folder whose family is not native, from transformers' config classes.
+
+    The sizes of the cache (layers, key/value heads, head size) are confirmed by load_fallback on the loaded model.
+    Raises: ModelError if transformers does not know the architecture, or the config shows that it cannot run here.
+    """
+    config = _read_config(path, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    architecture = (config.architectures or [type(config).__name__])[0]
+    refuse_by_config(config, text, architecture)
+
+    def first(*names: str) -> Any:
+        """The first of these fields that the family has and that is set."""
+        return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+
+    return ModelSpec(
+        model_type=config.model_type,
+        architecture=architecture,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=first("intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=first("num_key_value_heads", "num_attention_heads"),
+        head_dim=first("head_dim") or text.hidden_size // text.num_attention_heads,
+        rms_norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5,
+        rope=None,
+        tie_word_embeddings=bool(first("tie_word_embeddings")),
+        qkv_bias=bool(first("attention_bias")),
+        attention_out_bias=bool(first("attention_bias")),
+        mlp_bias=bool(first("mlp_bias")),
+        qk_norm=False,
+        hidden_act=str(first("hidden_act", "hidden_activation", "activation_function")),
+        max_position_embeddings=first("max_position_embeddings") or 2048,
+        sliding_window=shortest_window(text),
+        eos_token_ids=stop_ids(path, text.eos_token_id),
+        bos_token_id=text.bos_token_id,
+        dtype=str(config.dtype or text.dtype or "float32").removeprefix("torch."),
+        native=False,
+    )
+
+
+def load_fallback(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: Literal["auto", "safetensors", "dummy"],
+    seed: int,
+    trust_remote_code: bool,
+    max_model_len: int,
+) -> TransformersLM:
+    """Load a model through transformers, and prove on a few tokens that the paged cache gives the same logits.
+
+    Units:   max_model_len in tokens.
+    Raises:  ModelError with the reason, if the weights are incomplete or the architecture cannot run here.
+    """
+    config = _read_config(path, trust_remote_code)
+    refuse_length(config.get_text_config(decoder=True), spec, max_model_len)
+    AttentionInterface.register(_ATTENTION_NAME, paged_attention)
+    options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+    try:
+        if load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = _AUTO_MODEL.from_config(config, **options)
+        else:
+            model = _from_pretrained(path, config, options)
+    except ValueError as error:  # transformers' way of saying that it has no causal language model of this kind
+        raise ModelError(f"transformers cannot load {spec.architecture}: {_first_line(error)}") from error
+    model.eval().to(device)
+    _refuse_by_class(model, spec)
+    try:
+        expected = fallback_probe.own_logits(model, spec.vocab_size)
+        model.set_attn_implementation(_ATTENTION_NAME)
+        trace = AttentionTrace(spec.architecture, max_model_len)
+        with torch.inference_mode():
+            tokens = torch.arange(3, device=device)
+            _run_body(model.base_model, tokens, tokens, trace)
+        paged = TransformersLM(model, trace.confirm(spec), backend=backend)
+        fallback_probe.check_equal(paged, expected, backend, dtype)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        # whatever the code of a model that was not written for this stumbles over is a reason to refuse it
+        raise refusal(spec.architecture, f"fails there ({type(error).__name__}: {_first_line(error)})") from error
+    return paged
+
+
+def _read_config(path: Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelError(
+            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read it: {_first_line(error)}",
+            hint="check model_type; a newer transformers may know it; a folder with own code needs --trust-remote-code",
+        ) from error
+
+
+def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> Any:
+    logging: Any = transformers.utils.logging
+    had_progress_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, found = _AUTO_MODEL.from_pretrained(
+            path, config=config, use_safetensors=True, output_loading_info=True, local_files_only=True, **options
+        )
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"the weights in {path} are missing, damaged or cut short: {_first_line(error)}",
+            hint="download the *.safetensors files again, or use --load-format dummy for random weights",
+        ) from error
+    finally:
+        if had_progress_bar:
+            logging.enable_progress_bar()
+    for kind in ("missing", "mismatched"):
+        if names := sorted(map(str, found[f"{kind}_keys"])):
+            raise ModelError(
+                f"{path}: {len(names)} tensors are {kind}, the first is {names[0]!r}",
+                hint="the folder is incomplete, or config.json describes another model",
+            )
+    return model
+
+
+def _refuse_by_class(model: Any, spec: ModelSpec) -> None:
+    if not model._supports_attention_backend:
+        raise refusal(spec.architecture, "does not call transformers' attention interface")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise refusal(spec.architecture, "takes no position ids")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
