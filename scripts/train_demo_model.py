@@ -41,7 +41,11 @@ CHAT_TEMPLATE = (
 # A capitalised word never takes the space before it along, so a name has the same tokens wherever it stands.
 SPLIT = r" ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 VOCAB_SIZE = 1024
-LENGTHS = (64, 96, 160, 288, 544, 1056)  # row lengths of the curriculum, in tokens
+STAGES = (  # row lengths in tokens, share of easy rows, first-digit accuracy that ends the stage
+    ((48, 64), 1.0, 0.9), ((64, 96), 0.6, 0.9), ((64, 96, 160), 0.2, 0.9), ((96, 160, 288), 0.1, 0.93),
+    ((96, 160, 288, 544), 0.0, 0.96), ((96, 160, 288, 544, 544, 1056), 0.0, 2.0),
+)
+FIRST = 3.0  # loss weight of the first digit of an answer, the one that needs the look-up
 BUCKETS = ((1, 100), (101, 200), (201, 350), (351, 500), (501, 1000))  # prompt lengths of the evaluation
 
 Segment = tuple[str, float]  # a piece of text and the loss weight of its tokens
@@ -190,6 +194,7 @@ PREAMBLES = (
     "The following list is private. Look up the name and give its code.",
 )
 LIST_FACTS = ("{n}: {c}", "{n} = {c}", "- {n}: {c}", "{n} - {c}", "| {n} | {c} |", "{n} -> {c}")
+EASY_FACTS = ("{n}{c}", "{n}{c}", "{n}:{c}", "{n} {c}")
 PROSE_FACTS = ("The {k} of {n} is {c}.", "{n} has the {k} {c}.", "{n}'s {k} is {c}.", "The {k} for {n} is {c}.")
 ASKS = ("What is the {k} of {n}?", "What is the {k} of {n}?", "What is {n}'s {k}?", "Which {k} does {n} have?",
         "What is the {k} for {n}?", "Give me the {k} of {n}.", "{n}?")
@@ -220,7 +225,7 @@ def name_maker(rng: random.Random, easy: bool = False) -> Callable[[], str]:
     pick = (lambda: rng.choice(pool)) if rng.random() < 0.5 and not easy else syllable
 
     def make() -> str:
-        name = "".join(pick() for _ in range(rng.choice((1, 2) if easy else (2, 2, 2, 3)))).capitalize()
+        name = "".join(pick() for _ in range(rng.choice((1, 1, 2) if easy else (2, 2, 2, 3)))).capitalize()
         return name if 2 + (not easy) <= len(name) <= 10 else make()
 
     return make
@@ -250,6 +255,8 @@ def lookup(
     names = draw(name_maker(rng, easy), pairs, test)
     codes = draw(lambda: "".join(rng.choices("0123456789", k=digits)), pairs, test)
     shape = rng.choice(PROSE_FACTS if prose_form else LIST_FACTS)
+    if easy and rng.random() < 0.6:
+        shape = rng.choice(EASY_FACTS)
     mixed = rng.random() < 0.2 and not easy and not again  # every fact in its own wording
     gap = rng.choice((" ", "\n")) if prose_form else "\n"
 
@@ -289,14 +296,17 @@ def lookup(
     lead = "\n".join(filter(None, (head, body)))
     lead += rng.choice(("\n", "\n\n")) if lead else ""
     for index, (n, c) in enumerate(rng.sample(list(zip(names, codes, strict=True)), questions)):
-        query = shape.split("{c}")[0].rstrip().format(n=n, k=key) if again else ask.format(n=n, k=key)
-        if chat:
+        query = ask.format(n=n, k=key)
+        if again:
+            begin = shape.partition("{c}")[0].format(n=n, k=key)
+            out += [("\n" if index else lead, 0.02), (begin, 1.0), (c[0], FIRST), (c[1:] + END, 1.0)]
+        elif chat:
             query = lead + (f"Q: {query}" if frame.startswith("Q:") else query)
             out.append((f"{chr(10) if index else ''}{IM_START}user\n{query}{IM_END}\n{IM_START}assistant\n", 0.02))
-            out.append((c + IM_END, 1.0))
+            out += [(c[0], FIRST), (c[1:] + IM_END, 1.0)]
         else:
-            out.append((("\n" if index else lead) + (query if again else frame.format(q=query)), 0.02))
-            out.append((f" {c}{END}", 1.0))
+            out.append((("\n" if index else lead) + frame.format(q=query), 0.02))
+            out += [(" ", 0.2), (c[0], FIRST), (c[1:] + END, 1.0)]
         lead = ""
         if rng.random() < 0.3:
             ask = rng.choice(ASKS)
@@ -318,8 +328,11 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
     def texts() -> Iterator[str]:
         for _ in range(4000):
-            for text in (prose(rng), lookup(rng, 200, lambda s: len(s) // 3, 3)):
-                yield "".join(piece for piece, _ in text).replace(END, "").replace(IM_START, "").replace(IM_END, "")
+            yield "".join(piece for piece, _ in prose(rng)).replace(END, "").replace(IM_START, "").replace(IM_END, "")
+            make = name_maker(rng)
+            yield " ".join(make() for _ in range(24))
+            for form in map(rng.choice, (PREAMBLES, PROSE_FACTS, ASKS, FRAMES)):
+                yield form.format(n=make(), c="", q="", k=rng.choice(("code", "number", "key")))
 
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=[END, IM_START, IM_END], show_progress=False,
@@ -400,13 +413,15 @@ def new_model() -> Qwen3ForCausalLM:
     ))
 
 
-def weighted_loss(model: Qwen3ForCausalLM, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Cross entropy under the row weights, in bfloat16 arithmetic."""
+def weighted_loss(model: Qwen3ForCausalLM, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, float]:
+    """Cross entropy under the row weights, in bfloat16 arithmetic, and the accuracy of the first digits."""
     ids, labels, weights = batch
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+    first = weights == FIRST
+    accuracy = (logits.argmax(-1) == labels)[first].float().mean().item() if first.any() else 0.0
+    return (losses * weights.flatten()).sum() / weights.sum(), accuracy
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -441,30 +456,36 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.AdamW(others, lr=args.lr / 5, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    started, seen, recent = time.time(), 0, {}
+    started, seen, recent, stage, right = time.time(), 0, {}, len(STAGES) - 1 if args.init else 0, 0.0
     for step in range(args.steps):
-        progress = step / args.steps
+        elapsed = (time.time() - started) / 60
+        progress = max(step / args.steps, elapsed / args.minutes if args.minutes else 0.0)
         rate = min(1.0, (step + 1) / 100, (1 - progress) / 0.35 + 0.01)
         for optimizer, base in zip(optimizers, (args.lr, args.lr / 5), strict=True):
             optimizer.param_groups[0]["lr"] = base * rate
-        grown = len(LENGTHS) if args.init else 2 + sum(progress > mark for mark in (0.1, 0.2, 0.35, 0.55))
+        lengths, easy, goal = STAGES[stage]
         if step % 6 == 5:
             kind, batch = "prose", corpus.prose(max(8, args.tokens // 128))
         else:
-            kind = corpus.rng.choice(LENGTHS[max(0, grown - 5):grown])
-            batch = corpus.lookups(kind, max(4, args.tokens // kind // (2 if grown < 3 else 1)), 0.0 if args.init else 0.9 - 6 * progress)
-        loss = weighted_loss(model, batch)
+            kind = corpus.rng.choice(lengths)
+            batch = corpus.lookups(kind, max(4, args.tokens // kind // (2 if stage < 2 else 1)), easy)
+        loss, accuracy = weighted_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         seen += batch[0].numel()
+        if kind != "prose":
+            right = 0.95 * right + 0.05 * accuracy
+            if right > goal:
+                stage, right = stage + 1, 0.0
+                print(f"step {step + 1}: stage {stage}", flush=True)
         recent[kind] = 0.9 * recent.get(kind, loss.item()) + 0.1 * loss.item()
         if step % 50 == 49:
             shown = "  ".join(f"{k}:{v:.3f}" for k, v in sorted(recent.items(), key=str))
-            print(f"step {step + 1}  {time.time() - started:.0f}s  {seen / 1e6:.1f}M tokens  {shown}", flush=True)
-        timed_out = args.minutes and time.time() - started > args.minutes * 60
+            print(f"step {step + 1}  {time.time() - started:.0f}s  {seen / 1e6:.1f}M tokens  first digit {right:.3f}  {shown}", flush=True)
+        timed_out = args.minutes and elapsed > args.minutes
         if step % 500 == 499 or step + 1 == args.steps or timed_out:
             save(model, tokenizer, args.train)
         if timed_out:
@@ -502,8 +523,8 @@ def evaluate(args: argparse.Namespace) -> None:
         rows: list[tuple[list[int], int]] = []
         while len(rows) < args.count:
             text = lookup(rng, rng.randint(max(low, 40), high), corpus.count, 1, test=True)
-            answer = len(corpus.row(text[-1:])[0])
-            ids = corpus.row(text)[0]
+            ids, weights = corpus.row(text)
+            answer = sum(weight > 0.1 for weight in weights)
             if low <= len(ids) - answer <= high:
                 rows.append((ids, len(ids) - answer))
         sets.append(sorted(rows, key=lambda r: len(r[0])))

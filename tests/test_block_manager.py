@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pagedcli.kvcache.block_manager import BlockManager
-from pagedcli.kvcache.prefix_hash import Prefix, compute_hash
+from pagedcli.kvcache.prefix_hash import Prefix, compute_hash, hash_block, token_bytes
 
 SIZE = 2
 
@@ -31,7 +31,8 @@ def make_seq(token_ids, seq_id=0, cache_salt=None):
 
 def prefill(manager, seq):
     """Allocate the whole sequence and count it as computed."""
-    manager.allocate(seq, manager.lookup(seq), len(seq.token_ids) - manager.num_computed_after(seq, manager.lookup(seq)))
+    hit = manager.lookup(seq)
+    manager.allocate(seq, hit, len(seq.token_ids) - manager.num_computed_after(seq, hit))
     cached = seq.num_computed_tokens
     seq.num_computed_tokens = len(seq.token_ids)
     return cached
@@ -135,13 +136,16 @@ def test_colliding_hashes_never_give_a_false_hit(buckets):
 def test_a_child_is_not_found_under_a_parent_of_equal_hash_and_other_tokens():
     # only the first block's hash collides: the second block has equal hash, tokens and parent hash
     def hash_function(tokens, prefix):
-        return 7 if prefix is None else compute_hash(tokens, prefix)
+        return 7 if prefix is None else hash_block(tokens, prefix)
 
     manager = BlockManager(8, 2, hash_function=hash_function)
     a = make_seq([1, 2, 3, 4])
     prefill(manager, a)
     manager.deallocate(a)
-    real, impostor = Prefix((3, 4), Prefix((1, 2), None, hash_function)), Prefix((3, 4), Prefix((9, 9), None, hash_function))
+    first, other, second = token_bytes([1, 2]), token_bytes([9, 9]), token_bytes([3, 4])
+    real = Prefix(second, Prefix(first, None, hash_function), hash_function)
+    impostor = Prefix(second, Prefix(other, None, hash_function), hash_function)
+    assert real.hash == impostor.hash
     assert manager._find(real) is not None
     assert manager._find(impostor) is None
 
@@ -188,7 +192,7 @@ class PoolMachine(RuleBasedStateMachine):
     """Any order of admissions, appends, forks and releases on a pool of 7 blocks of 2 tokens over 3 token values."""
 
     seqs = Bundle("seqs")
-    hash_function = staticmethod(compute_hash)
+    hash_function = staticmethod(hash_block)
 
     def __init__(self):
         super().__init__()

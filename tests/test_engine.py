@@ -101,7 +101,9 @@ def test_block_size_never_changes_the_tokens(family_model, block_size):
     assert run(engine, ragged_prompts(), GREEDY) == expected
 
 
-@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 11}])
+@pytest.mark.parametrize(
+    "limits", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 11}]
+)
 def test_limits_never_change_the_tokens(family_model, limits):
     path, expected = family_model("llama")
     assert run(make_engine(path, **limits), ragged_prompts(), GREEDY) == expected
@@ -117,7 +119,9 @@ def test_backend_never_changes_the_tokens(family_model, backend):
     assert run(engine, ragged_prompts(), GREEDY) == expected
 
 
-@pytest.mark.parametrize("variant", [{}, {"num_gpu_blocks_override": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize(
+    "variant", [{}, {"num_gpu_blocks_override": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}]
+)
 def test_samples_depend_on_seed_and_index_alone(family_model, variant):
     path, _ = family_model("qwen3")
     params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)

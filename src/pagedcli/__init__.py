@@ -1,6 +1,6 @@
 """Batch generation with a paged KV cache, and a look inside it.
 
-    from pagedcli import LLM, SamplingParams
+from pagedcli import LLM, SamplingParams
 """
 
 from typing import TYPE_CHECKING, Any

@@ -55,7 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         at_least_one("block_size", "num_gpu_blocks_override", "kv_cache_memory", "max_model_len", "max_num_seqs")
         at_least_one("max_num_batched_tokens", "chunked_prefill_size", "tensor_parallel_size")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ParameterError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, allowed: above 0, at most 1")
+            share = self.gpu_memory_utilization
+            raise ParameterError(f"gpu_memory_utilization is {share}, allowed: above 0 and at most 1")
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +142,8 @@ def _nearest_key(message: str) -> str | None:
     return f"did you mean {known[nearest[0]]}?" if nearest else f"known keys: {', '.join(sorted(known.values()))}"
 
 
-_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M": 2**20, "G": 2**30}
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BYTES |= {unit: 2**power for power, units in {10: "K KIB", 20: "M MIB", 30: "G GIB"}.items() for unit in units.split()}
 
 
 def parse_bytes(text: str) -> int:

@@ -1,9 +1,8 @@
 """Output text token by token, and the search for stop strings in it. Used for requests that have any.
 
-The pieces add up to exactly what decoding all tokens at once gives (a test compares them).
+The pieces add up to what decoding all tokens at once gives (a test compares them).
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 from pagedcli.batch.tokenizer import Tokenizer
@@ -33,26 +32,19 @@ class IncrementalDetokenizer:
             return ""
         return self._give_out(text)
 
-    def flush(self) -> str:
-        """What is still held back: bytes of a character that was never finished, as U+FFFD."""
-        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-        return self._give_out(text)
-
     def _give_out(self, text: str) -> str:
         new_text = text[len(self._decoded_text) :]
         self._token_ids = self._token_ids[self._decoded_from :]
         self._decoded_from = len(self._token_ids)
-        self._decoded_text = self._tokenizer.decode(
-            self._token_ids, skip_special_tokens=self._skip_special_tokens
-        )
+        self._decoded_text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
         return new_text
 
 
 class StopStringChecker:
     """Told each token of one sample; knows when a stop string occurs in the text, also across token borders.
 
-    A stop string counts only if it ends after `min_tokens` tokens. `text` is then cut before it (behind it with
-    include_stop_str_in_output).
+    A stop string counts only if it ends after `min_tokens` tokens. Then `stopped` is True and `text` is cut before
+    it (behind it with include_stop_str_in_output).
     """
 
     __slots__ = ("_detokenizer", "_include", "_min_tokens", "_num_tokens", "_stops", "stopped", "text")
@@ -84,26 +76,31 @@ class StopStringChecker:
         self.stopped = True
         return stop
 
-    def final_text(self) -> str:
-        """The text of the finished sample."""
-        return self.text if self.stopped else self.text + self._detokenizer.flush()
-
     def _find(self, stop: str, num_before: int) -> int | None:
         """Where `stop` begins, if it ends in the text after the first `num_before` characters."""
         start = self.text.find(stop, max(0, num_before - len(stop) + 1))
         return start if start >= 0 else None
 
 
-def stop_checker_factory(
-    tokenizer: Tokenizer, prompt_token_ids: Ids[int], params: SamplingParams
-) -> tuple[Callable[[], StopStringChecker] | None, list[StopStringChecker]]:
-    """What the engine calls once per sample, and the list that then holds the checkers in sample order."""
-    checkers: list[StopStringChecker] = []
-    if not params.stop_strings:
-        return None, checkers
+class StopCheckers:
+    """The checkers of one request: the engine calls this once per sample for a fresh one."""
 
-    def make() -> StopStringChecker:
-        checkers.append(StopStringChecker(tokenizer, prompt_token_ids, params))
-        return checkers[-1]
+    __slots__ = ("_made", "_params", "_prompt_token_ids", "_tokenizer")
 
-    return make, checkers
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_token_ids = prompt_token_ids
+        self._params = params
+        self._made: list[StopStringChecker] = []  # in sample order
+
+    def __call__(self) -> StopStringChecker:
+        self._made.append(StopStringChecker(self._tokenizer, self._prompt_token_ids, self._params))
+        return self._made[-1]
+
+    def text(self, sample_index: int, output_token_ids: Ids[int]) -> str:
+        """The text of a finished sample, cut at its stop string if it has one."""
+        if self._made[sample_index].stopped:
+            return self._made[sample_index].text
+        return self._tokenizer.decode_output(
+            self._prompt_token_ids, output_token_ids, skip_special_tokens=self._params.skip_special_tokens
+        )

@@ -142,7 +142,11 @@ class RequestParser:
             return self._defaults
         if given.get("n") is not None and isinstance(given["n"], int) and given["n"] > MAX_SAMPLES:
             raise RequestError("invalid_parameter", f"n is {given['n']}, allowed: 1 to {MAX_SAMPLES}")
-        if "max_tokens" not in given and isinstance(given.get("min_tokens"), int) and self._defaults.max_tokens is not None:
+        if (
+            "max_tokens" not in given
+            and isinstance(given.get("min_tokens"), int)
+            and self._defaults.max_tokens is not None
+        ):
             given["max_tokens"] = max(self._defaults.max_tokens, given["min_tokens"])
         try:
             return msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
@@ -168,7 +172,11 @@ def decode_line(content: bytes | None) -> dict[str, Any]:
 def read_head(document: dict[str, Any], index: int, line_number: int) -> RowHead:
     """Row id and shape of a line, without judging the rest. Raises: RequestError for an unknown url."""
     row_id = document.get("custom_id", document.get("id"))
-    if not isinstance(row_id, str | int) or isinstance(row_id, bool) or (isinstance(row_id, int) and row_id.bit_length() > 63):
+    if (
+        not isinstance(row_id, str | int)
+        or isinstance(row_id, bool)
+        or (isinstance(row_id, int) and row_id.bit_length() > 63)
+    ):
         row_id = None
     url = document.get("url")
     if "body" not in document and "url" not in document:
@@ -185,9 +193,7 @@ def check_head(document: dict[str, Any], head: RowHead) -> None:
     if head.shape == "plain":
         return
     if document.get("url") not in _SHAPES:
-        raise RequestError(
-            "unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {', '.join(_SHAPES)}"
-        )
+        raise RequestError("unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {', '.join(_SHAPES)}")
     if not isinstance(head.id, str):
         raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
 
@@ -201,8 +207,14 @@ def _read_prompt(prompt: Any) -> str | list[int]:
     try:
         return msgspec.convert(prompt, list[int])
     except msgspec.ValidationError as error:
-        hint = "; several prompts need several lines" if isinstance(prompt, list) and isinstance(prompt[0], str | list) else ""
-        raise RequestError("invalid_request", f"'prompt' must be a string or a list of token ids: {error}{hint}") from error
+        hint = (
+            "; several prompts need several lines"
+            if isinstance(prompt, list) and isinstance(prompt[0], str | list)
+            else ""
+        )
+        raise RequestError(
+            "invalid_request", f"'prompt' must be a string or a list of token ids: {error}{hint}"
+        ) from error
 
 
 def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:

@@ -60,7 +60,7 @@ class Tokenizer:
         for name in _FILES:
             path = self.folder / name
             if path.is_file():
-                digest.update(name)
+                digest.update(name.encode())
                 digest.update(path.read_bytes())
         return digest.hexdigest()
 
@@ -148,13 +148,14 @@ def _load(folder: Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # long prompts are judged by the engine, against the real limit
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # long prompts are judged by the engine, against the real limit
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the Rust tokenizers library raises bare Exception for a damaged file
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"no usable tokenizer in {folder}: {first_line}", hint="a model folder needs tokenizer.json beside its weights"
+            f"no usable tokenizer in {folder}: {first_line}",
+            hint="a model folder needs tokenizer.json beside its weights",
         ) from error
 
 

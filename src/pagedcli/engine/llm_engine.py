@@ -6,6 +6,7 @@ Used by batch and by the Python door; knows no files, no text and no terminal.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from typing import Any
 
 import torch
 import xxhash
@@ -295,14 +296,16 @@ class LLMEngine:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.spec.vocab_size:
             wrong = next(t for t in prompt_token_ids if not 0 <= t < self.spec.vocab_size)
-            raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary (0 to {self.spec.vocab_size - 1})")
+            last = self.spec.vocab_size - 1
+            raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary (0 to {last})")
         # the last generated token is never written to the cache
         room = min(plan.max_model_len - num_prompt, plan.num_slots - num_prompt + 1)
         max_new_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
         if num_prompt + max_new_tokens > plan.max_model_len:
             raise RequestError(
                 "context_length_exceeded",
-                f"{num_prompt} prompt tokens and {max_new_tokens} to generate are over the model length of {plan.max_model_len}",
+                f"{num_prompt} prompt tokens and {max_new_tokens} to generate are over the model length of "
+                f"{plan.max_model_len}",
                 hint="shorten the prompt, lower max_tokens or raise --max-model-len",
             )
         needed = blocks_for(num_prompt + max_new_tokens - 1, plan.block_size)
@@ -312,13 +315,13 @@ class LLMEngine:
                 f"needs {needed:,} blocks of {plan.block_size} tokens, the pool has {plan.num_blocks:,}",
                 hint="lower max_tokens, or enlarge the pool with --kv-cache-memory or --num-gpu-blocks-override",
             )
-        out_of_vocabulary = [t for t in params.logit_bias or () if not 0 <= t < self.spec.vocab_size]
-        if out_of_vocabulary:
-            raise RequestError("invalid_token_id", f"logit_bias names token id {out_of_vocabulary[0]}, which is not in the vocabulary")
+        for token_id in params.logit_bias or ():
+            if not 0 <= token_id < self.spec.vocab_size:
+                raise RequestError("invalid_token_id", f"logit_bias names {token_id}, which is not in the vocabulary")
         return max_new_tokens
 
-    def _new_sequence(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: object) -> Sequence:
-        seq = Sequence(self._next_seq_id, request_id, token_ids, params, **fields)  # type: ignore[arg-type]
+    def _new_sequence(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> Sequence:
+        seq = Sequence(self._next_seq_id, request_id, token_ids, params, **fields)
         self._next_seq_id += 1
         return seq
 

@@ -56,9 +56,11 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}, which torch does not know", hint="use auto, cpu, cuda or cuda:N") from error
+        message = f"device is {name!r}, which torch does not know"
+        raise ConfigError(message, hint="use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU", hint="use --device cpu")
+        message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
+        raise ConfigError(message, hint="use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} GPUs")
     return device
@@ -79,13 +81,15 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
         return limit
     if config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} (max_position_embeddings)",
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}",
             hint=f"use --max-model-len {limit} or less",
         )
     return config.max_model_len
 
 
-def choose_num_blocks(config: EngineConfig, *, block_bytes: int, max_model_len: int, budget: MemoryBudget | None) -> tuple[int, str]:
+def choose_num_blocks(
+    config: EngineConfig, *, block_bytes: int, max_model_len: int, budget: MemoryBudget | None
+) -> tuple[int, str]:
     """Blocks in the pool, and what set the number. `budget` is the measured memory of a GPU, None on a CPU."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override, "num_gpu_blocks_override"
@@ -101,8 +105,10 @@ def choose_num_blocks(config: EngineConfig, *, block_bytes: int, max_model_len: 
         if most < num_blocks:
             num_blocks, reason = most, "max_num_seqs x max_model_len"
     if num_blocks < 1:
-        raise ConfigError(_no_blocks(block_bytes, reason, budget), hint="lower --max-num-batched-tokens or --block-size, or raise "
-                          "--gpu-memory-utilization or --kv-cache-memory")  # fmt: skip
+        raise ConfigError(
+            _no_blocks(block_bytes, reason, budget),
+            hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
+        )
     return num_blocks, reason
 
 
@@ -113,21 +119,21 @@ def _no_blocks(block_bytes: int, reason: str, budget: MemoryBudget | None) -> st
     gib = 2**30
     return message + (
         f"; total {budget.total / gib:.2f} GiB x {budget.utilization} - used {budget.used / gib:.2f}"
-        f" - activations {budget.activations / gib:.2f} - graphs {budget.graphs / gib:.2f} = {budget.kv_cache / gib:.2f} GiB"
+        f" - activations {budget.activations / gib:.2f} - graphs {budget.graphs / gib:.2f}"
+        f" = {budget.kv_cache / gib:.2f} GiB"
     )
 
 
 def available_memory() -> int:
     """Bytes of host memory that a process can still take, cgroup limits included where they are readable."""
-    with open("/proc/meminfo", encoding="ascii") if os.path.exists("/proc/meminfo") else open(os.devnull) as file:
-        fields = dict(line.split(":", 1) for line in file)
-    if "MemAvailable" in fields:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    else:
+    except (OSError, KeyError):  # not Linux: half of what is built in is a guess on the safe side
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            available = min(available, int(limit.read()) - int(current.read()))
+        limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - current)
     except (OSError, ValueError):  # no cgroup v2, or "max"
         pass
     return available

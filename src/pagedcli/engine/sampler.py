@@ -26,7 +26,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> list[int]:
     """
     plain = [not _adjusted(seq) for seq in seqs]
     if all(plain) and all(seq.params.greedy and seq.params.logprobs is None for seq in seqs):
-        return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
+        return logits.argmax(-1).tolist()
     scores = logits.float()
     if scores is logits and not all(plain):
         scores = logits.clone()
@@ -42,7 +42,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> list[int]:
             token_ids[b] = token_id
     for b, row in logprobs.items():
         seqs[b].logprobs.append(_token_logprobs(row, token_ids[b], seqs[b].params.logprobs or 0))
-    return token_ids  # type: ignore[no-any-return]
+    return token_ids
 
 
 def _adjusted(seq: Sequence) -> bool:
@@ -91,7 +91,7 @@ def _draw(scores: Tensor, seqs: list[Sequence]) -> list[int]:
     target = torch.tensor(draws, device=device) * total
     # rounding may lift the target to the total, past every token with a probability
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].tolist()  # type: ignore[no-any-return]
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].tolist()
 
 
 def _limited(seq: Sequence, vocab_size: int) -> bool:

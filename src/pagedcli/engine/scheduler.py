@@ -53,7 +53,8 @@ class Scheduler:
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ConfigError(
-                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens {max_num_batched_tokens}: both must be at least 1"
+                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens {max_num_batched_tokens}: "
+                "both must be at least 1"
             )
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs

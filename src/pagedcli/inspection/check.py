@@ -228,9 +228,7 @@ class TraceChecker:
                 if 0 <= index < len(seq.block_table):
                     block_id = seq.block_table[index]
                     if (state.hashes[block_id] is not None) != (index < num_full):
-                        self._fail(
-                            event, f"block {block_id} is {'open' if index < num_full else 'closed'} against its fill"
-                        )
+                        self._fail(event, f"block {block_id} is not {'closed' if index < num_full else 'open'}")
 
     def _before_tokens_sampled(self, event: TokensSampled) -> None:
         if event.token_ids is not None:

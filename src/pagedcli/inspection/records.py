@@ -72,6 +72,11 @@ class StepRecord:
     preemptions: list[RequestPreempted] = field(default_factory=list)
     waiting: RequestWaiting | None = None
 
+    @property
+    def busy_ns(self) -> int:
+        """The step's time without observers, 0 while it runs."""
+        return 0 if self.end_ns is None else max(0, self.end_ns - self.start_ns - self.observer_ns)
+
     def copy(self) -> "StepRecord":
         """A copy that shares nothing that changes."""
         other = copy.copy(self)

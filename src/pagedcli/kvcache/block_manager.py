@@ -21,7 +21,7 @@ from pagedcli.events import (
     PrefixLookedUp,
     SequenceForked,
 )
-from pagedcli.kvcache.prefix_hash import HashFunction, Prefix, compute_hash
+from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
 
 
 class CacheUser(Protocol):
@@ -82,7 +82,7 @@ class BlockManager:
         *,
         enable_prefix_caching: bool = True,
         emit: Emit | None = None,
-        hash_function: HashFunction = compute_hash,
+        hash_function: HashFunction = hash_block,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
@@ -108,7 +108,7 @@ class BlockManager:
     # ------------------------------------------------------------------ questions
 
     def lookup(self, seq: CacheUser) -> PrefixHit:
-        """The leading full blocks of the sequence that are cached. Hashes it further if need be, changes nothing else."""
+        """The leading full blocks of the sequence that are cached. Hashes it further if need be, no other change."""
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, len(seq.token_ids) // self.block_size)
         self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
@@ -217,14 +217,19 @@ class BlockManager:
     # ------------------------------------------------------------------ parts
 
     def _extend_prefixes(self, seq: CacheUser, num_full_blocks: int) -> None:
-        size, prefixes = self.block_size, seq.prefixes
-        while len(prefixes) < num_full_blocks:
-            start = len(prefixes) * size
-            if prefixes:
-                parent: Prefix | None = prefixes[-1]
-            else:
-                parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt)
-            prefixes.append(Prefix(tuple(seq.token_ids[start : start + size]), parent, self._hash_function))
+        prefixes = seq.prefixes
+        first = len(prefixes)
+        if first >= num_full_blocks:
+            return
+        tokens = token_bytes(seq.token_ids[first * self.block_size : num_full_blocks * self.block_size])
+        if prefixes:
+            parent: Prefix | None = prefixes[-1]
+        else:
+            parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt)
+        num_bytes = self.block_size * TOKEN_BYTES
+        for start in range(0, len(tokens), num_bytes):
+            parent = Prefix(tokens[start : start + num_bytes], parent, self._hash_function)
+            prefixes.append(parent)
 
     def _leading_blocks(self, seq: CacheUser, first: int) -> list[int]:
         """The cached blocks that hold the sequence's full blocks from index `first` on, up to the first miss."""
@@ -394,14 +399,15 @@ class BlockManager:
         else:
             parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
         start = num_hit * self.block_size
-        wanted = tuple(seq.token_ids[start : start + self.block_size])
-        longest = 0
+        wanted = token_bytes(seq.token_ids[start : start + self.block_size])
+        longest = 0  # bytes
         for block_id in self._followers.get(parent, ()):
-            token_ids = self.blocks[block_id].token_ids
+            prefix = self.blocks[block_id].prefix
+            assert prefix is not None
             # a longer match needs the next token to agree: most candidates end here
-            if len(wanted) > longest and token_ids[: longest + 1] == wanted[: longest + 1]:
-                longest = next((i for i, (a, b) in enumerate(zip(token_ids, wanted, strict=False)) if a != b), len(wanted))
-        return longest
+            while longest < len(wanted) and prefix.tokens.startswith(wanted[: longest + TOKEN_BYTES]):
+                longest += TOKEN_BYTES
+        return longest // TOKEN_BYTES
 
     # ------------------------------------------------------------------ invariants
 
@@ -411,13 +417,14 @@ class BlockManager:
         assert not free & used, f"blocks both free and used: {sorted(free & used)}"
         assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"
         for block in self.blocks:
-            assert (block.ref_count == 0) == (block.block_id in free), f"block {block.block_id}: ref_count and free list disagree"
-            assert block.ref_count >= 0, f"block {block.block_id}: ref_count {block.ref_count}"
-            assert block.prefix is None or len(block.prefix.token_ids) == self.block_size, "a closed block is not full"
+            name = f"block {block.block_id}"
+            assert (block.ref_count == 0) == (block.block_id in free), f"{name}: ref_count and free list disagree"
+            assert block.ref_count >= 0, f"{name}: ref_count {block.ref_count}"
+            assert block.prefix is None or len(block.token_ids) == self.block_size, "a closed block is not full"
         for hash_value, block_id in self.hash_to_block_id.items():
             assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
         in_eviction_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
-        assert all(a <= b for a, b in pairwise(in_eviction_order)), "a cached block would be evicted before an empty one"
+        assert all(a <= b for a, b in pairwise(in_eviction_order)), "a cached block goes before an empty one"
         if seqs is not None:
             self._check_tables(seqs)
 
@@ -429,6 +436,6 @@ class BlockManager:
                 owners[block_id] += 1
                 prefix = self.blocks[block_id].prefix
                 tokens = tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
-                assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: block {block_id} holds other tokens"
+                assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: other tokens in {block_id}"
         for block, count in zip(self.blocks, owners, strict=True):
             assert block.ref_count == count, f"block {block.block_id}: ref_count {block.ref_count}, {count} owners"

@@ -1,25 +1,37 @@
 """Chained block hashes: the identity of a full block is its tokens and everything before them.
 
-Used by block_manager; knows nothing of blocks or of the engine.
+Used by block_manager; knows nothing of blocks or of the engine. Tokens are kept as int64 bytes: compared at once,
+hashed without conversion, and no burden for the garbage collector.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 
 import xxhash
 
-HashFunction = Callable[[Sequence[int], int | None], int]
+TOKEN_BYTES = 8
+HashFunction = Callable[[bytes, int | None], int]
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int64."""
+    values = array("q", token_ids)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def hash_block(tokens: bytes, prefix: int | None = None) -> int:
+    """xxh64 of the previous block's hash (8 little-endian bytes; nothing for the first block) and then of the
+    block's tokens as int64 bytes. The values equal nano-vllm's.
+    """
+    return xxhash.xxh64_intdigest(tokens if prefix is None else prefix.to_bytes(8, "little") + tokens)
 
 
 def compute_hash(token_ids: Sequence[int], prefix: int | None = None) -> int:
-    """xxh64 of the previous block's hash (8 little-endian bytes; nothing for the first block) and then of the
-    block's tokens as int64. The values equal nano-vllm's.
-    """
-    digest = xxhash.xxh64()
-    if prefix is not None:
-        digest.update(prefix.to_bytes(8, "little"))
-    digest.update(array("q", token_ids).tobytes())
-    return digest.intdigest()
+    """hash_block of token ids."""
+    return hash_block(token_bytes(token_ids), prefix)
 
 
 class Prefix:
@@ -29,30 +41,35 @@ class Prefix:
     the node, so the proof is usually one identity check.
     """
 
-    __slots__ = ("hash", "parent", "token_ids")
+    __slots__ = ("hash", "parent", "tokens")
 
-    def __init__(
-        self, token_ids: tuple[int, ...], parent: "Prefix | None", hash_function: HashFunction = compute_hash
-    ) -> None:
-        self.token_ids = token_ids
+    def __init__(self, tokens: bytes, parent: "Prefix | None", hash_function: HashFunction = hash_block) -> None:
+        self.tokens = tokens
         self.parent = parent
-        self.hash = hash_function(token_ids, None if parent is None else parent.hash)
+        self.hash: int = hash_function(tokens, None if parent is None else parent.hash)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        values = array("q", self.tokens)
+        if sys.byteorder == "big":
+            values.byteswap()
+        return tuple(values)
 
     @classmethod
     def salt(cls, cache_salt: str) -> "Prefix":
         """The root of all chains of one cache_salt: its blocks are never equal to those of another salt."""
-        return cls(tuple(cache_salt.encode()), _SALT)
+        return cls(token_bytes(list(cache_salt.encode())), _SALT)
 
     def same_as(self, other: "Prefix") -> bool:
         """Whether both stand for the same tokens from the very start."""
         a: Prefix | None = self
         b: Prefix | None = other
         while a is not b:
-            if a is None or b is None or a.token_ids != b.token_ids:
+            if a is None or b is None or a.tokens != b.tokens:
                 return False
             a, b = a.parent, b.parent
         return True
 
 
 # marks a salt chain: no token id is negative, so no token block can equal it
-_SALT = Prefix((-1,), None)
+_SALT = Prefix(token_bytes([-1]), None)

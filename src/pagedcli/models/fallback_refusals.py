@@ -35,7 +35,7 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
     if config.is_encoder_decoder:
         raise refusal(architecture, "is an encoder-decoder model")
     if not isinstance(getattr(text, "num_attention_heads", None), int):
-        raise refusal(architecture, "has no attention heads, or a number that differs between layers")
+        raise refusal(architecture, "has no attention heads, or not the same number in every layer")
     if other_layers:
         raise refusal(architecture, f"has layers that are not plain attention ({', '.join(other_layers)})")
     if getattr(text, "attn_logit_softcapping", None) is not None:

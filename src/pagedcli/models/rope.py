@@ -31,6 +31,11 @@ class RopeSpec:
     truncate: bool = True  # yarn: round the two borders to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cos and sin (from mscale, mscale_all_dim or factor if not given)
 
+    @property
+    def stretched_length(self) -> int:
+        """Tokens that yarn reaches: people switch it on without raising max_position_embeddings, as Qwen advises."""
+        return int((self.original_max_position_embeddings or 0) * self.factor) if self.type == "yarn" else 0
+
 
 class _RopeJson(msgspec.Struct):
     rope_type: str | None = None

@@ -35,7 +35,7 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over head_dim of q and k, before rope
     hidden_act: str  # activation of the MLP's gate
-    max_position_embeddings: int  # tokens; the length the model was made for
+    max_position_embeddings: int  # tokens; the length the model was made for, or that yarn stretches it to
     sliding_window: int | None  # tokens a query of a sliding layer sees, itself included; None: no layer slides
     eos_token_ids: tuple[int, ...]  # those of generation_config.json first, then those only config.json has
     bos_token_id: int | None
@@ -179,6 +179,7 @@ def _native_spec(path: Path, config: dict[str, Any], model_type: str, family: _F
     head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
     _check_sizes(fields, num_kv_heads, head_dim, where)
     max_positions = fields.max_position_embeddings or family.max_position_embeddings
+    rope = read_rope_spec(config, max_positions, where)
     default_bos, default_eos = family.special_ids
     eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
     return ModelSpec(
@@ -192,14 +193,14 @@ def _native_spec(path: Path, config: dict[str, Any], model_type: str, family: _F
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.rms_norm_eps,
-        rope=read_rope_spec(config, max_positions, where),
+        rope=rope,
         tie_word_embeddings=fields.tie_word_embeddings,
         qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
         attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         hidden_act=fields.hidden_act,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=max(max_positions, rope.stretched_length),
         sliding_window=_sliding_window(fields, family),
         eos_token_ids=stop_ids(path, eos),
         bos_token_id=_default(fields.bos_token_id, default_bos),

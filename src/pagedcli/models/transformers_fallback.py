@@ -101,7 +101,7 @@ class TransformersLM:
 class _GivenHidden(nn.Module):
     """Stands in a model where its body was, and answers with the hidden states it is given."""
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> "_HiddenOutput":
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_HiddenOutput":
         return _HiddenOutput(inputs_embeds)
 
 
@@ -132,10 +132,16 @@ def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelS
     Raises: ModelError if transformers does not know the architecture, or the config shows that it cannot run here.
     """
     config = _read_config(path, trust_remote_code)
-    text = config.get_text_config(decoder=True)
     architecture = (config.architectures or [type(config).__name__])[0]
-    refuse_by_config(config, text, architecture)
+    text = config.get_text_config(decoder=True)
+    try:
+        refuse_by_config(config, text, architecture)
+        return _spec(path, config, text, architecture)
+    except (AttributeError, RuntimeError) as error:  # a field that is missing, or that differs between layers
+        raise refusal(architecture, f"has a config without {_first_line(error)}") from error
 
+
+def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
     def first(*names: str) -> Any:
         """The first of these fields that the family has and that is set."""
         return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
@@ -160,9 +166,9 @@ def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelS
         hidden_act=str(first("hidden_act", "hidden_activation", "activation_function")),
         max_position_embeddings=first("max_position_embeddings") or 2048,
         sliding_window=shortest_window(text),
-        eos_token_ids=stop_ids(path, text.eos_token_id),
-        bos_token_id=text.bos_token_id,
-        dtype=str(config.dtype or text.dtype or "float32").removeprefix("torch."),
+        eos_token_ids=stop_ids(path, first("eos_token_id")),
+        bos_token_id=first("bos_token_id"),
+        dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),
         native=False,
     )
 

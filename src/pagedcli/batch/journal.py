@@ -1,0 +1,214 @@
+"""OUT.partial: every finished row, on disk in completion order, so that a killed run goes on where it stopped.
+
+Used by batch.sinks. Its first line is the header with the run's fingerprint; every further line is
+`{"line":"<xxh64 of the input line>","ok":true,"index":12,"row":{...}}`. Memory: 8 bytes per row.
+"""
+
+import os
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pagedcli.errors import PagedcliError, UsageError
+
+SCHEMA_VERSION = 1
+_SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this time; a killed process loses none
+_DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
+_HINT = "use --resume with the same input and settings, or --overwrite to start anew"
+
+
+class Header(msgspec.Struct, frozen=True):
+    """First line of a journal."""
+
+    pagedcli_journal: int  # schema version
+    created_s: int  # Unix time of the run's first start
+    fingerprint: dict[str, str]  # everything that decides the rows
+
+
+class _Record(msgspec.Struct, frozen=True, gc=False):
+    line: str
+    ok: bool
+    index: int
+    row: msgspec.Raw
+
+
+class Journal:
+    """The finished rows of a run. Open it with `Journal.create` or `Journal.resume`."""
+
+    def __init__(self, path: Path, file_descriptor: int, header: Header) -> None:
+        self.path = path
+        self.header = header
+        self.num_rows = 0
+        self.num_failed_rows = 0
+        self._fd = file_descriptor
+        self._end = os.fstat(file_descriptor).st_size
+        self._offsets = array("Q")  # where the record of each row index begins; 0 where there is none (yet)
+        self._buffer: list[bytes] = []
+        self._buffered_bytes = 0
+        self._synced_s = time.monotonic()
+
+    @classmethod
+    def create(cls, path: Path, fingerprint: dict[str, str]) -> "Journal":
+        """A new journal in place of any old one. Raises: UsageError, PagedcliError."""
+        header = Header(SCHEMA_VERSION, int(time.time()), fingerprint)
+        journal = cls(path, _open_locked(path), header)
+        os.ftruncate(journal._fd, 0)
+        journal._end = 0
+        journal._append(msgspec.json.encode(header) + b"\n")
+        journal.flush(sync=True)
+        return journal
+
+    @classmethod
+    def resume(cls, path: Path, fingerprint: dict[str, str]) -> "Journal":
+        """The journal of a stopped run. Damaged or torn lines are dropped: their rows are made again.
+
+        Raises: UsageError naming each field of the fingerprint that differs.
+        """
+        fd = _open_locked(path)
+        with os.fdopen(os.dup(fd), "rb") as file:
+            file.seek(0)
+            header = _read_header(path, file.readline())
+            if header is None:  # killed before the first line was complete
+                os.close(fd)
+                return cls.create(path, fingerprint)
+            _compare(path, header.fingerprint, fingerprint)
+            journal = cls(path, fd, header)
+            end = journal._load(file, file.tell())
+        os.ftruncate(fd, end)
+        journal._end = end
+        return journal
+
+    def holds(self, index: int, line_digest: int) -> bool:
+        """Whether the row is done. Raises: UsageError if it was made from another input line."""
+        if index >= len(self._offsets) or self._offsets[index] == 0:
+            return False
+        written = os.pread(self._fd, 64, self._offsets[index])[_DIGEST]
+        if written and written != b"%016x" % line_digest:
+            raise UsageError(
+                f"row {index} of the input is not the one that {self.path} answered: the input has changed", hint=_HINT
+            )
+        return True
+
+    def append(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+        """Add a row; it is on its way to the disk after `flush`."""
+        self._remember(index, self._end + self._buffered_bytes, ok=ok)
+        self._append(
+            b'{"line":"%016x","ok":%s,"index":%d,"row":%s}\n' % (line_digest, b"true" if ok else b"false", index, row)
+        )
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Hand all rows to the operating system, and about once a second (or with `sync`) to the disk itself.
+
+        Raises: PagedcliError if the disk is full or fails.
+        """
+        data = b"".join(self._buffer)
+        try:
+            while data:
+                num_written = os.write(self._fd, data)
+                self._end += num_written
+                data = data[num_written:]
+            if sync or time.monotonic() - self._synced_s > _SYNC_EVERY_S:
+                os.fsync(self._fd)
+                self._synced_s = time.monotonic()
+        except OSError as error:
+            raise PagedcliError(
+                f"cannot write {self.path}: {error.strerror}", hint="make room, then run the same command with --resume"
+            ) from error
+        finally:
+            self._buffer, self._buffered_bytes = [], 0
+
+    def rows(self, order: Literal["input", "completion"]) -> Iterator[bytes]:
+        """The rows as they belong into the output file."""
+        offsets = (offset for offset in self._offsets if offset)
+        with self.path.open("rb") as file:
+            for offset in offsets if order == "input" else sorted(offsets):
+                file.seek(offset)
+                yield _row_of(file.readline())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _append(self, record: bytes) -> None:
+        self._buffer.append(record)
+        self._buffered_bytes += len(record)
+
+    def _remember(self, index: int, offset: int, *, ok: bool) -> None:
+        while len(self._offsets) <= index:
+            self._offsets.append(0)
+        self._offsets[index] = offset
+        self.num_rows += 1
+        self.num_failed_rows += not ok
+
+    def _load(self, lines: Iterator[bytes], offset: int) -> int:
+        """Remember every whole record. Returns the offset behind the last whole line."""
+        decoder = msgspec.json.Decoder(_Record)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = decoder.decode(line)
+                msgspec.json.decode(record.row)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                pass  # a hole left by a power cut
+            else:
+                known = record.index < len(self._offsets) and self._offsets[record.index] != 0
+                if record.index >= 0 and not known:
+                    self._remember(record.index, offset, ok=record.ok)
+            offset += len(line)
+        return offset
+
+
+def _open_locked(path: Path) -> int:
+    """The file, for this process alone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        import fcntl
+    except ImportError:  # Windows has no advisory locks
+        return fd
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise UsageError(f"another run is writing {path} right now") from error
+    except OSError:  # a file system without locks
+        pass
+    return fd
+
+
+def _read_header(path: Path, line: bytes) -> Header | None:
+    """None if the header was never written to its end."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        header = msgspec.json.decode(line, type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not the journal of a run", hint="move it away, or use --overwrite") from error
+    if header.pagedcli_journal != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} is a journal of version {header.pagedcli_journal}, this pagedcli knows {SCHEMA_VERSION}",
+            hint="finish it with the pagedcli that began it, or use --overwrite",
+        )
+    return header
+
+
+def _compare(path: Path, written: dict[str, str], current: dict[str, str]) -> None:
+    names = [*current, *(name for name in written if name not in current)]
+    differences = [
+        f"{name}: {written.get(name, 'absent')} there, {current.get(name, 'absent')} now"
+        for name in names
+        if written.get(name) != current.get(name)
+    ]
+    if differences:
+        raise UsageError(f"{path} was begun with other settings; " + "; ".join(differences), hint=_HINT)
+
+
+def _row_of(record: bytes) -> bytes:
+    """The row inside a record, as it was written: a record ends with '}' and a line end after the row."""
+    return record[record.index(b',"row":') + len(b',"row":') : -2]

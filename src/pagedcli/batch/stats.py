@@ -1,0 +1,100 @@
+"""Counters of a batch run, of a size that does not grow with the rows."""
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+import xxhash
+
+_GROWTH = 1.02  # a percentile is exact to about 1 %
+
+
+class LogHistogram:
+    """Percentiles of positive values without keeping them."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.num_values = 0
+
+    def add(self, value: float) -> None:
+        self._counts[round(math.log(max(value, 1e-9), _GROWTH))] += 1
+        self.num_values += 1
+
+    def percentile(self, percent: float) -> float | None:
+        """The value that `percent` of all are at most; None without values."""
+        wanted = percent / 100 * self.num_values
+        num_seen = 0
+        for bucket in sorted(self._counts):
+            num_seen += self._counts[bucket]
+            if num_seen >= wanted:
+                return float(_GROWTH**bucket)
+        return None
+
+
+@dataclass(slots=True)
+class BatchStats:
+    """What a run has done so far. Tokens, unless another unit is named; rows of a resumed journal are apart."""
+
+    num_rows: int | None = None  # that the run will give, if known
+    num_done: int = 0  # rows of this run, failed ones included
+    num_failed: int = 0  # rows
+    num_resumed: int = 0  # rows that were in the journal
+    num_resumed_failed: int = 0  # rows
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_steps: int = 0
+    num_used_blocks: int = 0  # blocks, right now
+    peak_used_blocks: int = 0  # blocks
+    num_blocks: int = 0  # blocks in the pool
+    elapsed_s: float = 0.0
+    ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from the moment the engine got the request
+    tpot: LogHistogram = field(default_factory=LogHistogram)  # seconds
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache, over the run so far."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def num_finished(self) -> int:
+        """Rows of the output that exist, those of a resumed journal included."""
+        return self.num_done + self.num_resumed
+
+
+class SeenIds:
+    """Which row ids came before: a hash table of 64-bit digests, about 16 bytes per id."""
+
+    def __init__(self) -> None:
+        self._slots = array("Q", bytes(8 * 1024))
+        self._num_ids = 0
+
+    def add(self, row_id: str | int) -> bool:
+        """Remember an id. Returns whether it is new."""
+        digest = xxhash.xxh64_intdigest(f"{type(row_id).__name__}:{row_id}".encode()) or 1  # 0 marks an empty slot
+        if not self._insert(digest):
+            return False
+        self._num_ids += 1
+        if 2 * self._num_ids > len(self._slots):
+            self._grow()
+        return True
+
+    def _insert(self, digest: int) -> bool:
+        slots, mask = self._slots, len(self._slots) - 1
+        place = digest & mask
+        while slots[place]:
+            if slots[place] == digest:
+                return False
+            place = (place + 1) & mask
+        slots[place] = digest
+        return True
+
+    def _grow(self) -> None:
+        old = self._slots
+        self._slots = type(old)("Q", bytes(8 * 2 * len(old)))
+        for digest in old:
+            if digest:
+                self._insert(digest)

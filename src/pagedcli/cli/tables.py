@@ -1,0 +1,161 @@
+"""Rows as a table for people, JSON, CSV or Markdown: what every command with --format prints on stdout.
+
+JSON and CSV carry plain keys and raw numbers; tables and Markdown carry headers with units and rounded numbers.
+"""
+
+import csv
+import io
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from shutil import get_terminal_size
+from typing import Any
+
+import msgspec
+from rich.cells import cell_len
+
+Row = Mapping[str, Any]
+
+
+class Format(StrEnum):
+    """The values of --format."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+    MD = "md"
+
+
+def text(value: object) -> str:
+    """As it is; yes and no for booleans."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def count(value: float) -> str:
+    """1,234"""
+    return f"{value:,.0f}"
+
+
+def decimal(value: float) -> str:
+    """1,234.56"""
+    return f"{value:,.2f}"
+
+
+def percent(value: float) -> str:
+    """0.213 -> 21.3 %"""
+    return f"{100 * value:.1f} %"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that keeps a digit before the point: 28.00 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. Values that are None or absent show as '-', and are empty in CSV."""
+
+    key: str  # plain key in JSON and CSV, e.g. "block_bytes"
+    header: str  # for people, with the unit
+    show: Callable[[Any], str] = text
+
+    @property
+    def is_number(self) -> bool:
+        return self.show is not text
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a title. `key` names the table in JSON; `notes` are lines below it, for people only."""
+
+    key: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+
+
+def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
+    """Write tables to stdout. `facts` are further keys of the JSON object, which is {facts..., table key: [rows]}.
+
+    In CSV, several tables follow each other, each after a line '# title', with an empty line between them.
+    """
+    if format is Format.JSON:
+        document = {**(facts or {}), **{table.key: list(table.rows) for table in tables}}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+        return
+    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    render = {
+        Format.TABLE: lambda table: as_text(table, width),
+        Format.CSV: lambda table: as_csv(table, with_title=len(tables) > 1),
+        Format.MD: as_markdown,
+    }[format]
+    sys.stdout.write("\n".join(render(table) for table in tables))
+
+
+def as_text(table: Table, width: int | None = None) -> str:
+    """Aligned columns: numbers to the right, words to the left. Lines over `width` cells wrap inside the last column."""
+    cells = [[column.header for column in table.columns], *_shown(table)]
+    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
+    indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = None if width is None or table.columns[-1].is_number or width - indent < 16 else width - indent
+    lines = [table.title]
+    for row in cells:
+        padded = [
+            _pad(cell, widths[i], to_right=table.columns[i].is_number) for i, cell in enumerate(row) if i < len(row) - 1
+        ]
+        last = [_pad(row[-1], widths[-1], to_right=True)] if table.columns[-1].is_number else _wrapped(row[-1], room)
+        lines.append("  ".join([*padded, last[0]]).rstrip())
+        lines += [" " * indent + line for line in last[1:]]
+    rule = "  ".join("-" * w for w in widths[:-1] + [min(widths[-1], room or widths[-1])])
+    lines.insert(2, rule)
+    for note in table.notes:
+        lines += _wrapped(note, width)
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(table: Table, *, with_title: bool = False) -> str:
+    """RFC 4180 with plain keys and raw values."""
+    out = io.StringIO()
+    if with_title:
+        out.write(f"# {table.title}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.key for column in table.columns])
+    writer.writerows([row.get(column.key) for column in table.columns] for row in table.rows)
+    return out.getvalue()
+
+
+def as_markdown(table: Table) -> str:
+    """A GitHub table below a heading."""
+    rules = ["---:" if column.is_number else "---" for column in table.columns]
+    rows = [[column.header for column in table.columns], rules, *_shown(table)]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    notes = [f"\n{note}" for note in table.notes]
+    return "\n".join([f"### {table.title}", "", *lines, *notes]) + "\n"
+
+
+def _shown(table: Table) -> list[list[str]]:
+    return [
+        ["-" if (value := row.get(column.key)) is None else _one_line(column.show(value)) for column in table.columns]
+        for row in table.rows
+    ]
+
+
+def _one_line(cell: str) -> str:
+    """Control characters would move the cursor or fake a row."""
+    return "".join(c if c.isprintable() else " " for c in cell)
+
+
+def _pad(cell: str, width: int, *, to_right: bool) -> str:
+    space = " " * (width - cell_len(cell))
+    return space + cell if to_right else cell + space
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    return [line] if width is None else textwrap.wrap(line, width, break_on_hyphens=False) or [""]

@@ -1,0 +1,229 @@
+"""Figures of a run, each with its window and unit: hit rates, work lost, memory. A second fold, beside PoolState.
+
+Used by the views and the report; knows no terminal.
+"""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from pagedcli.events import (
+    BlocksClosed,
+    Event,
+    PrefixLookedUp,
+    RequestPreempted,
+    StepFinished,
+    StepScheduled,
+    TokensSampled,
+)
+from pagedcli.inspection.state import PoolState
+
+ROLLING_STEPS = 100
+
+
+@dataclass(slots=True)
+class HitCounts:
+    """Prefix lookups added up. The rates are None where there was nothing to hit."""
+
+    num_lookups: int = 0
+    tokens: int = 0  # of the sequences that looked up
+    tokens_hit: int = 0
+    blocks_asked: int = 0  # full blocks
+    blocks_hit: int = 0
+
+    def add(self, event: PrefixLookedUp, sign: int = 1) -> None:
+        self.num_lookups += sign
+        self.tokens += sign * event.num_tokens
+        self.tokens_hit += sign * event.tokens_hit
+        self.blocks_asked += sign * event.blocks_asked
+        self.blocks_hit += sign * event.blocks_hit
+
+    @property
+    def token_rate(self) -> float | None:
+        return self.tokens_hit / self.tokens if self.tokens else None
+
+    @property
+    def block_rate(self) -> float | None:
+        return self.blocks_hit / self.blocks_asked if self.blocks_asked else None
+
+
+@dataclass(slots=True)
+class Hits:
+    """A window's lookups, a request's first ones and those after a preemption apart.
+
+    A first lookup can only hit what other requests computed; one after a preemption finds the sequence's own blocks
+    again, which saves nothing that was not lost before.
+    """
+
+    from_others: HitCounts = field(default_factory=HitCounts)
+    after_preemption: HitCounts = field(default_factory=HitCounts)
+
+    def add(self, event: PrefixLookedUp, sign: int = 1) -> None:
+        (self.from_others if event.reason == "new" else self.after_preemption).add(event, sign)
+
+
+class RunStats:
+    """Totals of the run and of its last ROLLING_STEPS steps. `apply` is called after the state has the event."""
+
+    def __init__(self) -> None:
+        self.run = Hits()
+        self.rolling = Hits()
+        self.num_steps = 0
+        self.num_computed_tokens = 0  # by the model, recomputed ones included
+        self.num_generated_tokens = 0
+        self.num_preemptions = 0
+        self.num_dropped_tokens = 0
+        self.num_duplicate_blocks = 0  # closed while a block of equal hash was cached already
+        self.peak_used_blocks = 0
+        self.busy_ns = 0  # steps without the time of observers
+        self._window: deque[tuple[int, int, list[PrefixLookedUp]]] = deque()  # per step: busy ns, new tokens, lookups
+
+    def apply(self, event: Event, state: PoolState) -> None:
+        kind = type(event)
+        if kind is BlocksClosed:
+            assert isinstance(event, BlocksClosed)
+            found = state.hash_to_block_id
+            closed = zip(event.block_ids, event.hashes, strict=True)
+            self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in closed)
+        elif kind is PrefixLookedUp:
+            assert isinstance(event, PrefixLookedUp)
+            self.run.add(event)
+            self.rolling.add(event)
+        elif kind is StepScheduled:
+            assert isinstance(event, StepScheduled)
+            self.num_computed_tokens += sum(event.num_new_tokens)
+            self.peak_used_blocks = max(self.peak_used_blocks, state.num_used_blocks)
+        elif kind is TokensSampled:
+            assert isinstance(event, TokensSampled)
+            self.num_generated_tokens += len(event.seq_ids)
+        elif kind is RequestPreempted:
+            assert isinstance(event, RequestPreempted)
+            self.num_preemptions += 1
+            self.num_dropped_tokens += event.num_tokens_dropped
+        elif kind is StepFinished:
+            self._step_finished(state)
+
+    def _step_finished(self, state: PoolState) -> None:
+        step = state.step
+        assert step is not None
+        self.num_steps += 1
+        self.busy_ns += step.busy_ns
+        self._window.append((step.busy_ns, step.num_sampled, step.lookups))
+        if len(self._window) > ROLLING_STEPS:
+            for event in self._window.popleft()[2]:
+                self.rolling.add(event, -1)
+
+    def copy(self) -> "RunStats":
+        """A snapshot that later events do not change."""
+        other = RunStats.__new__(RunStats)
+        other.__dict__.update(self.__dict__)
+        other.run = Hits(_copy(self.run.from_others), _copy(self.run.after_preemption))
+        other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.after_preemption))
+        other._window = self._window.copy()
+        return other
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated tokens per second of the rolling window."""
+        ns = sum(entry[0] for entry in self._window)
+        return sum(entry[1] for entry in self._window) * 1e9 / ns if ns else None
+
+
+def _copy(counts: HitCounts) -> HitCounts:
+    return HitCounts(
+        counts.num_lookups, counts.tokens, counts.tokens_hit, counts.blocks_asked, counts.blocks_hit
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What the running sequences cost at one moment, in blocks and bytes."""
+
+    used_blocks: int
+    used_bytes: int
+    unfilled_slots: int  # of blocks in use that hold no token
+    unfilled_bytes: int
+    unfilled_share: float | None  # of the slots in use
+    saved_blocks: int  # by sharing
+    saved_bytes: int
+    contiguous_bytes: int  # a cache that reserves max_model_len for each running sequence would take
+    contiguous_times: float | None  # this many times what is in use
+
+
+def memory_use(state: PoolState) -> MemoryUse:
+    """The cost of whole blocks and the gain of sharing, as the state stands."""
+    engine = state.engine
+    assert engine is not None, "a state has an engine"
+    used, unfilled = state.num_used_blocks, state.num_unfilled_slots()
+    slot_bytes = engine.block_bytes / engine.block_size
+    used_bytes = used * engine.block_bytes
+    contiguous = round(len(state.running()) * engine.max_model_len * slot_bytes)
+    return MemoryUse(
+        used_blocks=used,
+        used_bytes=used_bytes,
+        unfilled_slots=unfilled,
+        unfilled_bytes=round(unfilled * slot_bytes),
+        unfilled_share=unfilled / (used * engine.block_size) if used else None,
+        saved_blocks=state.num_blocks_saved,
+        saved_bytes=state.num_blocks_saved * engine.block_bytes,
+        contiguous_bytes=contiguous,
+        contiguous_times=contiguous / used_bytes if used_bytes else None,
+    )
+
+
+def pool_counts(state: PoolState) -> dict[str, int]:
+    """Blocks in use, cached and free, and empty; they add up to the total."""
+    return {
+        "in_use": state.num_used_blocks,
+        "shared": state.num_shared_blocks,
+        "cached": state.num_cached_blocks,
+        "empty": state.num_empty_blocks,
+        "total": state.num_blocks,
+    }
+
+
+def num_recomputed_tokens(state: PoolState) -> int:
+    """Tokens that were computed, dropped by a preemption and computed again."""
+    live = sum(seq.num_recomputed_tokens for seq in state.seqs.values())
+    return live + sum(seq.num_recomputed_tokens for seq in state.finished.values())
+
+
+class StepSeries:
+    """One number per step and column, for curves: what the report and the Perfetto export draw."""
+
+    COLUMNS = (
+        "start_ns", "busy_ns", "used", "shared", "cached", "running", "waiting", "new_tokens", "sampled",
+        "lookup_tokens", "hit_tokens", "self_hit_tokens", "unfilled_slots", "saved", "preempted", "evicted",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.columns = {name: array("q") for name in self.COLUMNS}
+        self._at_schedule: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.columns["start_ns"])
+
+    def apply(self, event: Event, state: PoolState) -> None:
+        """Called after the state has the event. The pool is seen as the step's forward pass sees it."""
+        if type(event) is StepScheduled:
+            step = state.step
+            assert step is not None
+            running = len(state.running())
+            self._at_schedule = (
+                state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
+                len(state.seqs) - running, sum(event.num_new_tokens),
+            )  # fmt: skip
+            self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
+        elif type(event) is StepFinished and self._at_schedule:
+            step = state.step
+            assert step is not None
+            new = [lookup for lookup in step.lookups if lookup.reason == "new"]
+            again = [lookup for lookup in step.lookups if lookup.reason != "new"]
+            row = (
+                step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
+                sum(lookup.num_tokens for lookup in new), sum(lookup.tokens_hit for lookup in new),
+                sum(lookup.tokens_hit for lookup in again), self._unfilled, self._saved,
+                len(step.preemptions), step.num_evicted,
+            )  # fmt: skip
+            for column, value in zip(self.columns.values(), row, strict=True):
+                column.append(value)

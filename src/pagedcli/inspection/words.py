@@ -1,0 +1,114 @@
+"""One line of English for one event. Used by the views."""
+
+from pagedcli.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksClosed,
+    BlocksReleased,
+    BlocksReused,
+    EngineStarted,
+    Event,
+    PrefixLookedUp,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestRefused,
+    RequestWaiting,
+    SequenceForked,
+)
+
+_WAITING = {
+    "max_num_seqs": "sequence limit ({limit} run)",
+    "token_budget": "token budget of the step is used up ({budget})",
+    "free_blocks": "needs {needed} blocks, {free} free",
+    "preemption": "room was made for a running sequence",
+}
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`, `1,000 blocks`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def waiting_reason(event: RequestWaiting, engine: EngineStarted) -> str:
+    """Why a sequence waits, with the numbers."""
+    return _WAITING[event.reason].format(
+        limit=engine.max_num_seqs,
+        budget=engine.max_num_batched_tokens,
+        needed=event.num_blocks_needed,
+        free=event.num_free_blocks,
+    )
+
+
+def lookup_outcome(event: PrefixLookedUp) -> str:
+    """What a prefix lookup found, and why not more."""
+    found = f"hit {event.blocks_hit} of {plural(event.blocks_asked, 'block')} ({plural(event.tokens_hit, 'token')})"
+    if event.miss_reason == "caching_off":
+        return "prefix caching is off"
+    if event.miss_reason == "no_full_block":
+        return f"no full block in {plural(event.num_tokens, 'token')}"
+    if event.miss_reason is None:
+        return found
+    if event.partial_tokens:
+        return f"{found}, {event.partial_tokens} more tokens shared, less than a block"
+    return found
+
+
+def describe(event: Event, step: int | None, engine: EngineStarted) -> str | None:
+    """The event in words, `step N` first. None for what every step does."""
+    words = _words(event, engine)
+    return None if words is None else f"step {'-' if step is None else step} {words}"
+
+
+def event_seq_ids(event: Event) -> tuple[int, ...]:
+    """The sequences an event is about."""
+    ids = (getattr(event, name, None) for name in ("seq_id", "for_seq_id", "parent_seq_id"))
+    return tuple(seq_id for seq_id in ids if seq_id is not None)
+
+
+def _words(event: Event, engine: EngineStarted) -> str | None:
+    match event:
+        case RequestPreempted():
+            return (
+                f"preempt seq {event.seq_id}: {plural(event.num_tokens_dropped, 'token')} dropped, "
+                f"{plural(event.num_blocks_freed, 'block')} freed, for seq {event.for_seq_id} "
+                f"which needed {event.num_blocks_needed}"
+            )
+        case PrefixLookedUp():
+            verb = "admit" if event.reason == "new" else "resume"
+            return f"{verb} seq {event.seq_id}: {lookup_outcome(event)}"
+        case BlockEvicted():
+            return f"evict block {event.block_id} (hash {event.hash:016x})"
+        case RequestWaiting():
+            return f"wait seq {event.seq_id}: {waiting_reason(event, engine)}"
+        case RequestFinished():
+            return f"finish seq {event.seq_id}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
+        case RequestRefused():
+            return f"refuse request {event.request_id}: {event.message}"
+        case RequestAdded():
+            return (
+                f"add seq {event.seq_id}: request {event.request_id}, {plural(event.num_prompt_tokens, 'prompt token')}"
+            )
+        case SequenceForked():
+            shared = plural(len(event.block_ids), "block")
+            return f"fork seq {event.parent_seq_id} to seq {event.seq_id}: {shared} shared"
+        case BlockCopied():
+            return f"copy block {event.source_block_id} to {event.copy_block_id} for seq {event.seq_id}: it was shared"
+        case BlocksReused():
+            return f"share blocks {_ids(event.block_ids)} with seq {event.seq_id}"
+        case BlocksAllocated():
+            return f"allocate blocks {_ids(event.block_ids)} to seq {event.seq_id}"
+        case BlocksClosed():
+            return f"close blocks {_ids(event.block_ids)} of seq {event.seq_id}"
+        case BlocksReleased():
+            return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}"
+        case EngineStarted():
+            return f"start {event.model}: {event.num_blocks:,} blocks of {plural(event.block_size, 'token')}"
+        case _:
+            return None
+
+
+def _ids(block_ids: tuple[int, ...], most: int = 8) -> str:
+    shown = ", ".join(map(str, block_ids[:most]))
+    return shown if len(block_ids) <= most else f"{shown} and {len(block_ids) - most} more"

@@ -1,0 +1,102 @@
+"""The one-way import order of the packages, and a command line that starts without torch."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
+
+# package or module -> pagedcli packages it may import (itself always)
+LOW = {"errors", "events", "sampling_params", "config"}
+ALLOWED = {
+    "errors": set(),
+    "events": {"errors"},
+    "sampling_params": {"errors"},
+    "config": {"errors", "sampling_params"},
+    "kvcache": LOW,
+    "native": {"errors"},
+    "attention": {"errors", "native"},
+    "layers": {"errors", "attention", "native"},
+    "models": {*LOW, "kvcache", "attention", "layers", "native"},
+    "engine": {*LOW, "kvcache", "attention", "layers", "models", "native", "assets"},
+    "batch": {*LOW, "kvcache", "engine", "models"},
+    "inspection": {"errors", "events", "kvcache"},
+    "llm": {*LOW, "kvcache", "engine", "models", "batch"},
+}
+TORCH_FREE = ("errors.py", "events.py", "config.py", "sampling_params.py", "kvcache", "inspection", "cli",
+              "engine/sequence.py", "engine/scheduler.py", "engine/outputs.py")  # fmt: skip
+ONLY_IN = {"typer": {"cli"}, "rich": {"cli", "inspection"}, "flash_attn": {"attention"}}
+
+
+def python_files():
+    return sorted(SRC.rglob("*.py"))
+
+
+def imports(path, *, module_level_only=False):
+    """Dotted names imported by a file; relative imports are not used in this project."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    nodes = tree.body if module_level_only else [node for node in ast.walk(tree) if node not in typing_only]
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def package_of(path):
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_only_go_downwards(path):
+    package = package_of(path)
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("pagedcli.")} - {"__version__"}
+    if package in ALLOWED:
+        forbidden = used - ALLOWED[package] - {package}
+        assert not forbidden, f"{package} must not import {sorted(forbidden)}"
+    for module, packages in ONLY_IN.items():
+        if package not in packages:
+            assert not any(name.split(".")[0] == module for name in imports(path)), f"{module} belongs to {packages}"
+
+
+@pytest.mark.parametrize("part", TORCH_FREE)
+def test_light_parts_never_import_torch(part):
+    target = SRC / part
+    for path in [target] if target.is_file() else sorted(target.rglob("*.py")):
+        # a command may import torch inside its function, when it runs
+        names = {name.split(".")[0] for name in imports(path, module_level_only=part == "cli")}
+        heavy = names & {"torch", "transformers"}
+        assert not heavy, f"{path.relative_to(SRC)} imports {heavy}"
+
+
+def test_help_starts_fast_and_loads_no_torch():
+    program = (
+        "import sys, time; start = time.perf_counter()\n"
+        "sys.argv = ['pagedcli', '--help']\n"
+        "from pagedcli.cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        times.append(time.perf_counter() - start)
+        assert result.returncode == 0, result.stderr
+    assert "generate" in result.stdout
+    assert min(times) < 0.4, f"pagedcli --help took {min(times):.2f} s"

@@ -1,0 +1,35 @@
+"""The tables of docs/kv-cache.md are what the block manager does."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def doc_tables():
+    spec = importlib.util.spec_from_file_location("doc_tables", ROOT / "scripts" / "doc_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_table_of_the_document_is_what_the_code_gives(doc_tables):
+    tables = doc_tables.tables_in(doc_tables.DOCUMENT.read_text(encoding="utf-8"))
+    assert set(tables) == set(doc_tables.TABLES)
+    for name, text in tables.items():
+        assert text == doc_tables.TABLES[name](), f"{name}: run python scripts/doc_tables.py --write"
+
+
+def test_the_classic_stories_come_out_as_everyone_tells_them(doc_tables):
+    long_prompts = doc_tables.two_long_prompts()
+    assert re.search(r"S1.*table \[0, 1, 2\]", long_prompts)
+    assert re.search(r"S2.*512 cached, table \[0, 1, 3\]", long_prompts)
+    assert [line.split(None, 2)[2] for line in doc_tables.growth().splitlines()[1:]] == [
+        "closed", "new, open", "open", "open", "closed", "new, open",
+    ]  # fmt: skip
+    assert "B: table [0, 1, 2]  reuses 2 blocks" in doc_tables.three_prompts()
+    assert "reuses 0 blocks" in doc_tables.three_prompts().splitlines()[2]
