@@ -45,6 +45,7 @@ STAGES = (  # row lengths in tokens, share of easy rows, first-digit accuracy th
     ((48, 64), 1.0, 0.9), ((64, 96), 0.6, 0.9), ((64, 96, 160), 0.2, 0.9), ((96, 160, 288), 0.1, 0.93),
     ((96, 160, 288, 544), 0.0, 0.96), ((96, 160, 288, 544, 544, 1056), 0.0, 2.0),
 )
+CONTEXT = 0.02  # loss weight of the text that an answer is looked up in
 FIRST = 3.0  # loss weight of the first digit of an answer, the one that needs the look-up
 BUCKETS = ((1, 100), (101, 200), (201, 350), (351, 500), (501, 1000))  # prompt lengths of the evaluation
 
@@ -54,11 +55,11 @@ Text = list[Segment]
 # ----------------------------------------------------------------------------------------------- word lists
 
 PEOPLE = {
-    "he": "Ben Tom Sam Max Leo Jack Oscar Felix Hugo Paul".split(),
-    "she": "Anna Lily Rosa Emma Nora Ella Ruby Clara Ivy Jane".split(),
+    "he": ["Ben", "Tom", "Sam", "Max", "Leo", "Jack", "Oscar", "Felix", "Hugo", "Paul"],
+    "she": ["Anna", "Lily", "Rosa", "Emma", "Nora", "Ella", "Ruby", "Clara", "Ivy", "Jane"],
 }
 FORMS = {"he": ("he", "his", "him"), "she": ("she", "her", "her")}
-ADJECTIVES = "little brave kind quiet clever young happy shy curious gentle".split()
+ADJECTIVES = ["little", "brave", "kind", "quiet", "clever", "young", "happy", "shy", "curious", "gentle"]
 ANIMALS = {  # animal: (home, food, habit)
     "fox": ("in the forest", "berries and mice", "sleeps in a den"),
     "bear": ("in the mountains", "fish and honey", "sleeps all winter"),
@@ -101,9 +102,11 @@ SCENES = (  # wish, trouble, help, result
      "the door shone bright and blue"),
     ("see the stars", "the sky was full of clouds", "led {him} to the top of the mountain",
      "they saw a thousand stars"),
-    ("send a letter", "the road was closed by the snow", "took the letter over the hill", "an answer came the next day"),
+    ("send a letter", "the road was closed by the snow", "took the letter over the hill",
+     "an answer came the next day"),
 )
-DAYS = "One sunny morning|One cold evening|One rainy day|Early one morning|On a windy day|Late one night".split("|")
+DAYS = ["One sunny morning", "One cold evening", "One rainy day", "Early one morning", "On a windy day",
+        "Late one night"]
 ENDINGS = (
     "{name} thanked {friend} and smiled.",
     "From that day on, {name} and {friend} were good friends.",
@@ -231,6 +234,22 @@ def name_maker(rng: random.Random, easy: bool = False) -> Callable[[], str]:
     return make
 
 
+def filler(rng: random.Random, room: int, count: Callable[[str], int]) -> list[str]:
+    """English sentences that have nothing to do with the codes, at most `room` tokens of them."""
+    sentences: list[str] = []
+    while True:
+        for sentence in rng.choice((facts, story))(rng).split(". ")[: rng.randint(1, 4)]:
+            room -= count(sentence) + 2
+            if room < 0:
+                return sentences
+            sentences.append(sentence.removesuffix(".") + ".")
+
+
+def turn(role: str, content: str) -> str:
+    """A finished message in the form of the chat template."""
+    return f"{IM_START}{role}\n{content}{IM_END}\n"
+
+
 def lookup(
     rng: random.Random, budget: int, count: Callable[[str], int], questions: int, *, test: bool = False,
     easy: bool = False,
@@ -240,77 +259,56 @@ def lookup(
     Easy ones, for the start of the training, have shorter names, no other text, and often just begin a line of
     the list again instead of asking a question.
     """
-    key = rng.choice(("code", "code", "number", "key"))
-    frame, ask = rng.choice(FRAMES), rng.choice(ASKS)
-    prose_form, chat = rng.random() < 0.4 * (not easy), rng.random() < 0.35 * (not easy)
+    key, frame, ask = rng.choice(("code", "code", "number", "key")), rng.choice(FRAMES), rng.choice(ASKS)
+    in_prose, chat = rng.random() < 0.4 * (not easy), rng.random() < 0.35 * (not easy)
     again = rng.random() < (0.7 if easy else 0.06) and not chat and not test
-    if again:
-        questions = budget // 24
-    room = budget - (12 if again else 26) * questions
-    most = max(2, room // (15 if prose_form else 10))
-    pairs = max(2, min(most, rng.choice((rng.randint(2, 12), rng.randint(2, max(2, most))))))
-    pairs = most if again else pairs
-    questions = min(questions, pairs)
+    mixed = rng.random() < 0.2 and not easy and not again  # every fact in its own wording
+    forms = PROSE_FACTS if in_prose else EASY_FACTS if easy and rng.random() < 0.6 else LIST_FACTS
+    form = rng.choice(forms)
+    gap = rng.choice((" ", "\n")) if in_prose else "\n"
+    head = rng.choice(PREAMBLES) if rng.random() < 0.5 and not easy else ""
+    where = "none" if easy else rng.choice(("between", "between", "before", "after", "none"))
+
+    questions = budget // 24 if again else questions
+    room = budget - (12 if again else 26) * questions - count(head)
+    most = max(2, room // (15 if in_prose else 10))
+    pairs = most if again else min(most, rng.choice((rng.randint(2, 12), rng.randint(2, most))))
     digits = 4 if rng.random() < 0.85 else rng.choice((3, 5, 6))
     names = draw(name_maker(rng, easy), pairs, test)
     codes = draw(lambda: "".join(rng.choices("0123456789", k=digits)), pairs, test)
-    shape = rng.choice(PROSE_FACTS if prose_form else LIST_FACTS)
-    if easy and rng.random() < 0.6:
-        shape = rng.choice(EASY_FACTS)
-    mixed = rng.random() < 0.2 and not easy and not again  # every fact in its own wording
-    gap = rng.choice((" ", "\n")) if prose_form else "\n"
-
-    def fact(n: str, c: str) -> str:
-        form = rng.choice(PROSE_FACTS if prose_form else LIST_FACTS) if mixed else shape
-        return form.format(n=n, c=c, k=key)
-
-    lines = [fact(n, c) for n, c in zip(names, codes, strict=True)]
-    where = rng.choice(("between", "before", "after", "none")) if not easy else "none"
-    head = rng.choice(PREAMBLES) if rng.random() < 0.5 and not easy else ""
-    used = count(gap.join(lines)) + count(head)
-    fill: list[str] = []
-    while not easy and (where != "none" or rng.random() < 0.75):  # pad with English up to the budget
-        fill.extend(rng.choice((facts, story))(rng).split(". ")[:rng.randint(1, 4)])
-        used += sum(count(s) + 2 for s in fill[-1:])
-        if used > room:
-            break
-    while fill and count(gap.join(fill)) + 2 * len(fill) + count(gap.join(lines)) + count(head) > room:
-        fill.pop()
-    fill = [s if s.endswith(".") else s + "." for s in fill]
-    if where == "before":
-        lines = fill + lines
-    elif where == "after":
-        lines = lines + fill
-    else:
+    lines = [(rng.choice(forms) if mixed else form).format(n=n, c=c, k=key) for n, c in zip(names, codes, strict=True)]
+    fill = filler(rng, room - count(gap.join(lines)), count) if where != "none" else []
+    if where == "between":
         for sentence in fill:
             lines.insert(rng.randint(0, len(lines)), sentence)
-    body = gap.join(lines)
+    else:
+        lines = fill + lines if where == "before" else lines + fill
+
     out: Text = []
-    if chat:
-        if rng.random() < 0.5 and head:
-            out.append((f"{IM_START}system\n{head}{IM_END}\n", 0.02))
-            head = ""
-        elif rng.random() < 0.4:
-            out.append((f"{IM_START}system\n{head}{chr(10) if head else ''}{body}{IM_END}\n", 0.02))
-            head = body = ""
+    body, place = gap.join(lines), rng.random()
+    if chat and head and place < 0.5:
+        out.append((turn("system", head), CONTEXT))
+        head = ""
+    elif chat and place > 0.7:
+        out.append((turn("system", f"{head}\n{body}".strip()), CONTEXT))
+        head = body = ""
     lead = "\n".join(filter(None, (head, body)))
     lead += rng.choice(("\n", "\n\n")) if lead else ""
-    for index, (n, c) in enumerate(rng.sample(list(zip(names, codes, strict=True)), questions)):
-        query = ask.format(n=n, k=key)
-        if again:
-            begin = shape.partition("{c}")[0].format(n=n, k=key)
-            out += [("\n" if index else lead, 0.02), (begin, 1.0), (c[0], FIRST), (c[1:] + END, 1.0)]
-        elif chat:
-            query = lead + (f"Q: {query}" if frame.startswith("Q:") else query)
-            out.append((f"{chr(10) if index else ''}{IM_START}user\n{query}{IM_END}\n{IM_START}assistant\n", 0.02))
-            out += [(c[0], FIRST), (c[1:] + IM_END, 1.0)]
+    for name, code in rng.sample(list(zip(names, codes, strict=True)), min(questions, pairs)):
+        query = ask.format(n=name, k=key)
+        if chat:
+            query = lead + ("Q: " + query if frame.startswith("Q:") else query)
+            out += [(turn("user", query) + f"{IM_START}assistant\n", CONTEXT), (code[0], FIRST)]
+            out += [(code[1:] + IM_END, 1.0), ("\n", CONTEXT)]
+        elif again:
+            out += [(lead, CONTEXT), (form.partition("{c}")[0].format(n=name, k=key), 1.0), (code[0], FIRST)]
+            out += [(code[1:] + END, 1.0), ("\n", CONTEXT)]
         else:
-            out.append((("\n" if index else lead) + frame.format(q=query), 0.02))
-            out += [(" ", 0.2), (c[0], FIRST), (c[1:] + END, 1.0)]
+            out += [(lead + frame.format(q=query), CONTEXT), (" ", 0.2), (code[0], FIRST)]
+            out += [(code[1:] + END, 1.0), ("\n", CONTEXT)]
         lead = ""
-        if rng.random() < 0.3:
-            ask = rng.choice(ASKS)
-    return out
+        ask = rng.choice(ASKS) if rng.random() < 0.3 else ask
+    return out[:-1]
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer
@@ -484,7 +482,8 @@ def train(args: argparse.Namespace) -> None:
         recent[kind] = 0.9 * recent.get(kind, loss.item()) + 0.1 * loss.item()
         if step % 50 == 49:
             shown = "  ".join(f"{k}:{v:.3f}" for k, v in sorted(recent.items(), key=str))
-            print(f"step {step + 1}  {time.time() - started:.0f}s  {seen / 1e6:.1f}M tokens  first digit {right:.3f}  {shown}", flush=True)
+            print(f"step {step + 1}  {elapsed:.1f} min  {seen / 1e6:.1f}M tokens  first digit {right:.3f}  {shown}",
+                  flush=True)
         timed_out = args.minutes and elapsed > args.minutes
         if step % 500 == 499 or step + 1 == args.steps or timed_out:
             save(model, tokenizer, args.train)
@@ -543,10 +542,11 @@ def evaluate(args: argparse.Namespace) -> None:
             losses = F.cross_entropy(model(input_ids=ids).logits.float().flatten(0, 1), labels.flatten(),
                                      reduction="none")
             mask = weights.flatten() == 1.0
-            print(f"{str(dtype)[6:]:<10}prose perplexity {math.exp(losses[mask].mean()):.3f} ({int(mask.sum())} tokens)")
+            perplexity = math.exp(losses[mask].mean())
+            print(f"{str(dtype)[6:]:<10}prose perplexity {perplexity:.3f} ({int(mask.sum())} tokens)")
     model = AutoModelForCausalLM.from_pretrained(args.evaluate, dtype=torch.float32)
-    for prompt in ("Once upon a time", "The owl", "Lily was a brave", "Mira: 4821\nTobel: 9304\nQ: What is the code of "
-                   "Tobel?\nA:"):
+    for prompt in ("Once upon a time", "The owl", "Lily was a brave",
+                   "Mira: 4821\nTobel: 9304\nJuno: 5077\nQ: What is the code of Tobel?\nA:"):
         inputs = tokenizer(prompt, return_tensors="pt")
         out = model.generate(**inputs, max_new_tokens=160)[0, inputs["input_ids"].shape[1]:]
         print(f"{prompt!r} -> {tokenizer.decode(out)!r}")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -30,21 +31,26 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-# family -> (transformers model class, what differs from _BASE)
+# family -> (transformers config class, what differs from _BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
-    "llama-untied": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT_ROPE}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    "llama3": ("Llama", {"rope_parameters": _LLAMA3}),
-    "llama-yarn": ("Llama", {"rope_parameters": _YARN}),
-    "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
-    "gemma": ("Gemma", {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}),
-    "phi3": ("Phi3", {"original_max_position_embeddings": 512, "sliding_window": None}),
-    "olmo2": ("Olmo2", {}),
-    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 6.0}),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
+    "llama-untied": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT_ROPE}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": _YARN}),
+    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}),
+    "phi3": ("Phi3Config", {"original_max_position_embeddings": 512, "sliding_window": None}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 6.0}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 256}),
+    "gpt2": ("GPT2Config", {}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
@@ -56,19 +62,24 @@ def tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = 
     Norm weights and biases are random, too: at their initial ones and zeros a forgotten one would not show.
     """
     class_name, differences = _FAMILIES[family]
-    config_class = getattr(transformers, f"{class_name}Config")
-    model_class = getattr(transformers, f"{class_name}ForCausalLM")
-    config = config_class(**{**_BASE, "initializer_range": 0.2, **differences, **overrides})
-    return save_random(model_class(config), path, seed=seed, max_shard_size=max_shard_size)
+    config = getattr(transformers, class_name)(**{**_BASE, **differences, **overrides})
+    return random_model(config, path, seed=seed, max_shard_size=max_shard_size)
 
 
-def save_random(model: Any, path: Path, *, seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """Fill a transformers model with seeded noise and write it to `path`."""
+def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str = "5GB") -> Path:
+    """Write a model of a transformers config, filled with seeded noise, to `path`."""
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.1
             noise = torch.randn(parameter.shape, generator=generator) * spread
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
-    model.to(torch.float32).save_pretrained(path, max_shard_size=max_shard_size)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
+
+
+def cached_model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The family's tiny model without overrides, written once per test session and shared by all test files."""
+    path = tmp_path_factory.getbasetemp() / "model_zoo" / family
+    return path if path.is_dir() else tiny_model(family, path)

@@ -68,6 +68,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     order: Literal["input", "completion"] = "input"
     limit: int | None = None  # rows
     max_errors: int | None = None  # stop after this many error rows
+    strict: bool = False  # an unknown field in a line is an error row, not a note at the end
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_errors"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParameterError(f"{name} is {value}, but must be at least 1")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

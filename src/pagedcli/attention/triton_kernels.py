@@ -217,20 +217,23 @@ def _prefill_tile(
         block = tl.load(table_row + token // S).to(tl.int64)
     offset = ((block * G + head) * S + token % S) * D
     k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
+    owned = token < total
     if MASK:
-        owned = token < total
         k = tl.load(k_cache_ptr + k_at, mask=owned[None, :] & in_head[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
     elif D == BLOCK_D:
         k = tl.load(k_cache_ptr + k_at)
-        v = tl.load(v_cache_ptr + v_at)
     else:
         k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
     scores = _dot(q, k, UPCAST) * factor
     if MASK:
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
     weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
+    if MASK:
+        v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
+    elif D == BLOCK_D:
+        v = tl.load(v_cache_ptr + v_at)
+    else:
+        v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
     acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
     return top, weight_sum, acc
 

@@ -5,7 +5,7 @@ The pieces add up to what decoding all tokens at once gives (a test compares the
 
 from collections.abc import Sequence as Ids
 
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tokenizer import Tokenizer, text_after
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -28,12 +28,9 @@ class IncrementalDetokenizer:
         """The text that this token adds; empty while a character is unfinished."""
         self._token_ids.append(token_id)
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-        if len(text) <= len(self._decoded_text) or text.endswith("\ufffd"):
+        new_text = text_after(self._decoded_text, text)
+        if not new_text or new_text.endswith("\ufffd"):
             return ""
-        return self._give_out(text)
-
-    def _give_out(self, text: str) -> str:
-        new_text = text[len(self._decoded_text) :]
         self._token_ids = self._token_ids[self._decoded_from :]
         self._decoded_from = len(self._token_ids)
         self._decoded_text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -162,6 +162,14 @@ class Journal:
         return offset
 
 
+def has_rows(path: Path) -> bool:
+    """Whether there is a journal that holds more than its header."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return bool(file.readline() and file.readline())
+
+
 def _open_locked(path: Path) -> int:
     """The file, for this process alone."""
     try:

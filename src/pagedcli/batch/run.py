@@ -65,8 +65,8 @@ class _InWork:
 class BatchRun:
     """One pass over an input.
 
-    `observe` is called after each step with the counters; `stop_requested` is asked before each step, and True ends
-    the run after the rows so far are written.
+    `num_rows` is how many rows the output will have, if known. `observe` is called after each step with the counters;
+    `stop_requested` is asked before each step, and True ends the run after the rows so far are written.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class BatchRun:
         rows: RowWriter,
         options: BatchOptions,
         *,
+        num_rows: int | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -94,7 +95,7 @@ class BatchRun:
         self._in_work: dict[str, _InWork] = {}
         # one engine step may end every running request: as many again are ready, tokenized, behind them
         self._max_in_work = 2 * engine.plan.max_num_seqs
-        self.stats = BatchStats(num_blocks=engine.plan.num_blocks)
+        self.stats = BatchStats(num_rows=num_rows, num_blocks=engine.plan.num_blocks)
 
     def run(self) -> BatchResult:
         """Serve every line. The sink is finished if the run is complete, and abandoned if it stops early."""
@@ -241,6 +242,7 @@ class BatchRun:
         self._sink.write(line.index, line.digest, self._rows.encode_error(head, error), ok=False)
         self.stats.num_done += 1
         self.stats.num_failed += 1
+        self.stats.error_codes[error.code] += 1
 
     def _update_stats(self, start_s: float) -> None:
         stats, engine = self.stats, self._engine

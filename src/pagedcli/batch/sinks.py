@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
-from pagedcli.batch.journal import Journal
+from pagedcli.batch.journal import Journal, has_rows
 from pagedcli.errors import PagedcliError, UsageError
 
 Order = Literal["input", "completion"]
@@ -133,6 +133,8 @@ class FileSink:
     def abandon(self) -> None:
         self.journal.flush(sync=True)
         self.journal.close()
+        if not self.journal.num_rows:
+            self.journal.path.unlink()  # nothing to resume
 
 
 def journal_path(path: Path) -> Path:
@@ -151,7 +153,7 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise UsageError(f"there is no folder {path.parent} for the output", hint=f"mkdir -p {path.parent}")
     if overwrite:
         return
-    if partial.exists() and not resume:
+    if not resume and has_rows(partial):
         raise UsageError(
             f"{partial} holds the rows of a run that was stopped",
             hint="go on with --resume, or start anew with --overwrite",

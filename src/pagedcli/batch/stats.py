@@ -39,6 +39,7 @@ class BatchStats:
     num_rows: int | None = None  # that the run will give, if known
     num_done: int = 0  # rows of this run, failed ones included
     num_failed: int = 0  # rows
+    error_codes: Counter[str] = field(default_factory=Counter)  # rows by error code
     num_resumed: int = 0  # rows that were in the journal
     num_resumed_failed: int = 0  # rows
     num_prompt_tokens: int = 0

@@ -24,7 +24,6 @@ _FILES = (
     "vocab.txt",
     "merges.txt",
 )
-_REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no UTF-8, so also for the first half of a character
 
 
 class Tokenizer:
@@ -105,24 +104,21 @@ class Tokenizer:
         """The last prompt tokens and their text, after which output text begins.
 
         Decoding them before the output keeps a space at its start, which many tokenizers drop from a text's first
-        word. Half a character at the end of the prompt belongs to the output, which completes it.
+        word.
         """
         tail = list(prompt_token_ids[-_TAIL:])
         text = self.decode(tail, skip_special_tokens=skip_special_tokens)
         if not text:  # special tokens only
             tail = list(prompt_token_ids)
             text = self.decode(tail, skip_special_tokens=skip_special_tokens)
-        return tail, text.rstrip(_REPLACEMENT)
+        return tail, text
 
     def decode_output(
         self, prompt_token_ids: Ids[int], output_token_ids: Ids[int], *, skip_special_tokens: bool = True
     ) -> str:
         """The text that the output adds to the prompt."""
         tail, tail_text = self.prompt_tail(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        text = self.decode([*tail, *output_token_ids], skip_special_tokens=skip_special_tokens)
-        if text.startswith(tail_text):
-            return text[len(tail_text) :]
-        return self.decode(output_token_ids, skip_special_tokens=skip_special_tokens)
+        return text_after(tail_text, self.decode([*tail, *output_token_ids], skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
         """One token as text; U+FFFD where it is only a part of a character."""
@@ -142,6 +138,15 @@ class Tokenizer:
         if "\u2581" in token:  # SentencePiece's mark for a space
             return token.replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def text_after(before: str, text: str) -> str:
+    """What `text` adds to `before`, its beginning. They may differ in the last character of `before`: U+FFFD stood for
+    its first bytes, and `text` has it whole."""
+    if text.startswith(before):
+        return text[len(before) :]
+    num_equal = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
+    return text[num_equal:]
 
 
 def _load(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -1,15 +1,29 @@
-"""Measures on a GPU what the KV cache may take: one largest step on a throw-away cache before the real one."""
+"""Measures memory: what the largest step takes, what a GPU leaves for the KV cache, what a host has and who holds it.
+
+Used by LLMEngine before it sizes its KV cache, and by `pagedcli profile-memory`.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.model_runner import ModelRunner
+from pagedcli.engine.plan import available_memory
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.budget import MemoryBudget, blocks_for
+from pagedcli.kvcache.budget import MemoryBudget, StepShape, blocks_for
 from pagedcli.models.base import CausalLM
 from pagedcli.sampling_params import SamplingParams
+
+_PROC = Path("/proc")
 
 
 def measure_budget(
@@ -29,7 +43,21 @@ def measure_budget(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current = torch.cuda.memory_allocated(device)
-    peak = current + _largest_step(config, model, backend, device, dtype, max_model_len)
+    step = StepShape.largest(config.max_num_batched_tokens, config.max_num_seqs, max_model_len)
+    runner = ModelRunner(
+        model,
+        backend,
+        device=device,
+        kv_dtype=dtype,
+        num_blocks=step_blocks(step, config.block_size),
+        block_size=config.block_size,
+        max_num_seqs=step.num_seqs,
+        max_model_len=max_model_len,
+    )
+    taken = measure_step(runner, step)
+    assert taken is not None, "a CUDA device counts its memory"
+    peak = current + taken
+    del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryBudget(
@@ -41,41 +69,129 @@ def measure_budget(
     )
 
 
-def _largest_step(
-    config: EngineConfig,
-    model: CausalLM,
-    backend: AttentionBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
-) -> int:
-    """Bytes that a step of max_num_batched_tokens over max_num_seqs sequences takes beside weights and cache."""
-    budget, size = config.max_num_batched_tokens, config.block_size
-    num_seqs = min(config.max_num_seqs, budget)
-    lengths = [min(max_model_len, budget // num_seqs + (i < budget % num_seqs)) for i in range(num_seqs)]
-    num_blocks = sum(blocks_for(length, size) for length in lengths)
-    runner = ModelRunner(
-        model,
-        backend,
-        device=device,
-        kv_dtype=dtype,
-        num_blocks=num_blocks,
-        block_size=size,
-        max_num_seqs=num_seqs,
-        max_model_len=max_model_len,
-    )
-    runner.kv_cache.zero_()  # every slot is owned in this step
+def step_blocks(step: StepShape, block_size: int) -> int:
+    """Blocks that the step's sequences take."""
+    return sum(blocks_for(length, block_size) for length in step.lengths)
+
+
+def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
+    """Bytes that a step of new prompts takes beside weights and cache; None where the system does not tell (a CPU
+    outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
+    """
+    work = _prompts(runner, step)
+    runner.kv_cache[:, :, : step_blocks(step, runner.block_size)].zero_()  # every slot is owned in this step
+    on_cuda = runner.device.type == "cuda"
+    before = _reset_cuda_peak(runner.device) if on_cuda else reset_host_peak()
+    logits, _ = runner.execute(work)
+    logits.float().softmax(-1)  # what sampling takes
+    if on_cuda:
+        torch.cuda.synchronize(runner.device)
+        peak: int | None = torch.cuda.max_memory_allocated(runner.device)
+    else:
+        peak = _process_bytes("VmHWM")
+    return None if before is None or peak is None else peak - before
+
+
+def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
+    """A step of new prompts of the same token, in the first blocks of the cache."""
     work, next_block = ScheduledStep(), 0
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(step.lengths):
         seq = Sequence(row, str(row), [0] * length, SamplingParams(), max_new_tokens=1)
-        count = blocks_for(length, size)
+        count = blocks_for(length, runner.block_size)
         seq.row, seq.block_table = row, list(range(next_block, next_block + count))
         next_block += count
         work.seqs.append(seq)
         work.num_new_tokens.append(length)
+    return work
+
+
+def _reset_cuda_peak(device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    logits, _ = runner.execute(work)
-    logits.float().softmax(-1)  # what sampling takes
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.memory_allocated(device)
+
+
+# ---------------------------------------------------------------------- the host
+
+
+def reset_host_peak() -> int | None:
+    """Start a new high-water mark of this process's resident memory; returns what it holds now. None where Linux's
+    /proc does not let it."""
+    with suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide what is taken next
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        (_PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return None
+    return _process_bytes("VmRSS")
+
+
+def process_memory() -> int | None:
+    """Resident bytes of this process; None where it is not readable."""
+    return _process_bytes("VmRSS")
+
+
+def _process_bytes(key: str) -> int | None:
+    try:
+        lines = (_PROC / "self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line for line in lines if line.startswith(key + ":")]
+    return int(found[0].split()[1]) * 1024 if found else None
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of the host, or of the cgroup that this process may not outgrow."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total, available_memory()
+
+
+# ---------------------------------------------------------------------- who else
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Another process and the memory it holds."""
+
+    pid: int
+    name: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}) {self.num_bytes / 2**30:.2f} GiB"
+
+
+def other_holders(device: torch.device, limit: int = 3) -> list[Holder]:
+    """Other processes with most memory on the device, largest first; empty where the system does not tell."""
+    found = _gpu_processes(device) if device.type == "cuda" else _host_processes()
+    others = (holder for holder in found if holder.pid != os.getpid())
+    return sorted(others, key=lambda holder: -holder.num_bytes)[:limit]
+
+
+def _gpu_processes(device: torch.device) -> list[Holder]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    query = [command, "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    holders = []
+    for line in answer.splitlines():
+        fields = [part.strip() for part in line.split(",", 3)]
+        if len(fields) == 4 and fields[0].endswith(uuid) and fields[1].isdigit() and fields[2].isdigit():
+            holders.append(Holder(int(fields[1]), Path(fields[3]).name, int(fields[2]) * 2**20))
+    return holders
+
+
+def _host_processes() -> list[Holder]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    holders = []
+    for folder in _PROC.glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):  # it ended meanwhile, or is not ours to read
+            resident = int((folder / "statm").read_text().split()[1]) * page
+            holders.append(Holder(int(folder.name), (folder / "comm").read_text().strip(), resident))
+    return holders

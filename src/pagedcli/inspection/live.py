@@ -4,9 +4,11 @@ Used by `pagedcli trace` and `pagedcli generate`. It only looks: events that con
 the run.
 """
 
+import signal
 import time
 from types import TracebackType
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -24,25 +26,33 @@ KEYS = " space pause · . one step · + - speed · q quit "
 
 
 class StepPrinter:
-    """Prints the tables of each step (or of one), as its forward pass sees the cache."""
+    """Prints each step (or one) as its forward pass sees the cache: as tables, or as one JSON object per line."""
 
-    def __init__(self, console: Console, *, follow: str | None = None, only_step: int | None = None) -> None:
+    def __init__(
+        self, console: Console, *, follow: str | None = None, only_step: int | None = None, as_json: bool = False
+    ) -> None:
         self.moment = Moment(follow=follow)
+        self.num_printed = 0
         self._console = console
         self._only_step = only_step
+        self._as_json = as_json
 
     def on_event(self, event: Event) -> None:
-        """Take in an event of the engine."""
+        """Take in an event of the engine. Raises TraceError if it contradicts the ones before."""
         self.moment.apply(event)
         if isinstance(event, StepScheduled) and self._only_step in (None, event.step):
-            print_step_tables(self.moment, self._console)
+            self.num_printed += 1
+            if self._as_json:
+                self._console.file.write(msgspec.json.encode(self.moment.summary()).decode() + "\n")
+            else:
+                print_step_tables(self.moment, self._console)
 
 
 class LiveView:
     """A context manager whose `on_event` is given to the engine as `emit`.
 
     On a terminal a full screen, redrawn at most every 100 ms and never for more than a twentieth of the time; space
-    pauses, `.` makes one step, `q` raises KeyboardInterrupt in the engine's loop. Elsewhere a plain line every ten
+    pauses, `.` makes one step, `q` is Ctrl-C. Elsewhere a plain line every ten
     seconds and for each preemption.
     """
 
@@ -117,12 +127,12 @@ class LiveView:
         elif key in "-_":
             self._speed_index = max(self._speed_index - 1, 0)
         elif key == "q":
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)  # what Ctrl-C does: the run ends after this step, in order
 
     def _wait_for_step(self) -> None:
         self._draw()
         while self._paused:
-            key = self._keyboard.read(0.5)
+            key = self._keyboard.read(3600.0)
             if key in (".", "n", "right"):
                 break
             if key is not None:
@@ -162,12 +172,4 @@ class LiveView:
                     self._console.print(Text(line), soft_wrap=True)
         if now >= self._next_draw:
             self._next_draw = now + 10
-            rate = self.moment.stats.tokens_per_s
-            self._console.print(
-                Text(
-                    f"step {state.step.step}: {len(state.running())} running, {len(state.waiting())} waiting, "
-                    f"{len(state.finished)} finished, {state.num_used_blocks} of {state.num_blocks} blocks in use"
-                    + ("" if rate is None else f", {rate:,.0f} tok/s")
-                ),
-                soft_wrap=True,
-            )
+            self._console.print(Text(self.moment.line()), soft_wrap=True)

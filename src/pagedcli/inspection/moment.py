@@ -3,7 +3,11 @@
 Used by the live view and by replay, so that they cannot disagree.
 """
 
+import dataclasses
 from collections import deque
+from typing import Any
+
+import msgspec
 
 from pagedcli.events import (
     BlockCopied,
@@ -17,7 +21,7 @@ from pagedcli.events import (
     SequenceForked,
 )
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.stats import RunStats
+from pagedcli.inspection.stats import ROLLING_STEPS, Hits, RunStats, memory_use, num_recomputed_tokens, pool_counts
 from pagedcli.inspection.words import describe, event_seq_ids, plural
 
 _NOTABLE = (
@@ -94,3 +98,59 @@ class Moment:
             elif engine is not None and (line := describe(event, step, engine)) is not None:
                 lines.append(line)
         return lines[::-1]
+
+    def line(self) -> str:
+        """The moment in one line."""
+        state, rate = self.state, self.stats.tokens_per_s
+        counts = pool_counts(state)
+        return (
+            f"step {'-' if state.step is None else state.step.step}: {len(state.running())} running, "
+            f"{len(state.waiting())} waiting, {len(state.finished)} finished; blocks {counts['in_use']:,} in use "
+            f"({counts['shared']:,} shared) + {counts['cached']:,} cached + {counts['empty']:,} empty"
+            + ("" if rate is None else f"; {rate:,.0f} tok/s")
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The moment in plain keys, for `--format json`. Rates are shares (0 to 1), None where there was no lookup."""
+        state, stats = self.state, self.stats
+        step = state.step
+        waiting = step.waiting if step is not None else None
+        new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+        return {
+            "step": state.step_number,
+            "blocks": pool_counts(state),
+            "ref_count_histogram": {str(ref): count for ref, count in state.ref_count_histogram().items()},
+            "sequences": [
+                {
+                    "seq_id": seq.seq_id, "request_id": seq.request_id, "sample_index": seq.sample_index,
+                    "status": seq.status, "num_tokens": seq.num_tokens, "num_computed_tokens": seq.num_computed_tokens,
+                    "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
+                    "num_output_tokens": seq.num_output_tokens, "max_new_tokens": seq.max_new_tokens,
+                    "num_preemptions": seq.num_preemptions, "block_table": seq.block_table,
+                    "ref_counts": [state.ref_counts[block_id] for block_id in seq.block_table],
+                    "waiting_reason": waiting.reason if waiting is not None and waiting.seq_id == seq.seq_id else None,
+                }
+                for seq in state.running() + state.waiting()
+            ],
+            "lookups": msgspec.to_builtins(step.lookups) if step is not None else [],
+            "hit_rates": {
+                "run": _rates(stats.run), f"last_{ROLLING_STEPS}_steps": _rates(stats.rolling),
+            },
+            "memory": dataclasses.asdict(memory_use(state)),
+            "num_finished": len(state.finished),
+            "num_preemptions": stats.num_preemptions,
+            "num_dropped_tokens": stats.num_dropped_tokens,
+            "num_recomputed_tokens": num_recomputed_tokens(state),
+            "num_computed_tokens": stats.num_computed_tokens,
+            "num_generated_tokens": stats.num_generated_tokens,
+            "num_duplicate_blocks": stats.num_duplicate_blocks,
+            "peak_used_blocks": stats.peak_used_blocks,
+            "events": self.last_words(1000, of_step=state.step_number),
+        }  # fmt: skip
+
+
+def _rates(hits: Hits) -> dict[str, Any]:
+    return {
+        name: {**dataclasses.asdict(counts), "token_rate": counts.token_rate, "block_rate": counts.block_rate}
+        for name, counts in (("from_others", hits.from_others), ("after_preemption", hits.after_preemption))
+    }

@@ -5,7 +5,7 @@ Used by view.py. Draws what Moment holds and decides nothing.
 
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
@@ -15,7 +15,7 @@ from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, HitCounts, memory_use, num_recomputed_tokens, pool_counts
-from pagedcli.inspection.words import plural, waiting_reason
+from pagedcli.inspection.words import plural, printable, waiting_reason
 
 # state of a block: glyph, the same where only ASCII can be shown, style
 _GLYPHS = {
@@ -162,40 +162,49 @@ def block_ids_text(state: PoolState, block_table: Sequence[int], width: int | No
 
 
 def sequence_table(moment: Moment, *, width: int, most: int) -> Table:
-    """Running sequences with their block tables, then waiting ones with the reason."""
+    """Running sequences with their block tables, then waiting ones with the reason; at most so many rows."""
     state = moment.state
-    table = Table(box=None, expand=True, pad_edge=False, header_style="bold", show_edge=False)
-    for name in ("seq", "request", "state", "tokens", "out"):
-        table.add_column(
-            name, justify="left" if name in ("request", "state") else "right", no_wrap=True, max_width=12,
-            overflow="ellipsis",
-        )  # fmt: skip
-    table.add_column("block table (×: ref count) / why it waits", ratio=1, no_wrap=True, overflow="ellipsis")
-    new_tokens = dict(zip(state.step.seq_ids, state.step.num_new_tokens, strict=True)) if state.step else {}
     running, waiting = state.running(), state.waiting()
     if moment.follow is not None:
         running.sort(key=lambda seq: seq.seq_id not in moment.follow_seq_ids)
         waiting.sort(key=lambda seq: seq.seq_id not in moment.follow_seq_ids)
-    num_waiting_rows = min(len(waiting), max(1, most - len(running), most // 3))
-    num_running_rows = min(len(running), most - num_waiting_rows)
-    room = max(12, width - 46)
-    for seq in running[:num_running_rows]:
-        marked = "bold yellow" if seq.seq_id in moment.follow_seq_ids else ""
-        plus = f"+{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else "idle"
-        table.add_row(
-            str(seq.seq_id), seq.request_id, f"{seq.status} {plus}", f"{seq.num_computed_tokens}/{seq.num_tokens}",
-            f"{seq.num_output_tokens}/{seq.max_new_tokens}", block_ids_text(state, seq.block_table, room), style=marked,
-        )  # fmt: skip
-    for place, seq in enumerate(waiting[:num_waiting_rows]):
-        table.add_row(
-            str(seq.seq_id), seq.request_id, seq.status, f"0/{seq.num_tokens}",
-            f"{seq.num_output_tokens}/{seq.max_new_tokens}", why_waiting(state, seq, place),
-        )  # fmt: skip
-    hidden = len(running) - num_running_rows, len(waiting) - num_waiting_rows
-    if any(hidden):
-        table.caption = f"and {hidden[0]} more running, {hidden[1]} more waiting"
+    num_waiting = min(len(waiting), max(1, most - len(running), most // 3))
+    num_running = min(len(running), most - num_waiting)
+    shown = running[:num_running] + waiting[:num_waiting]
+    step = state.step
+    new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+    rows = [_sequence_cells(seq, new_tokens) for seq in shown]
+    table = Table(box=None, expand=True, pad_edge=False, header_style="bold", show_edge=False)
+    room = width
+    for place, name in enumerate(_SEQUENCE_COLUMNS):
+        column_width = min(14, max(len(name), *(len(cells[place]) for cells in rows), 0))
+        room -= column_width + 2
+        justify: JustifyMethod = "left" if name in ("request", "state") else "right"
+        table.add_column(name, justify=justify, no_wrap=True, width=column_width, overflow="ellipsis")
+    table.add_column("block table (×: ref count) / why it waits", ratio=1, no_wrap=True, overflow="ellipsis")
+    for seq, cells in zip(shown, rows, strict=True):
+        last = (
+            block_ids_text(state, seq.block_table, room) if seq.running else why_waiting(state, seq, waiting.index(seq))
+        )
+        table.add_row(*cells, last, style="bold yellow" if seq.seq_id in moment.follow_seq_ids else "")
+    if len(shown) < len(running) + len(waiting):
+        table.caption = f"and {len(running) - num_running} more running, {len(waiting) - num_waiting} more waiting"
         table.caption_justify = "left"
     return table
+
+
+_SEQUENCE_COLUMNS = ("seq", "request", "state", "tokens", "out")
+
+
+def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...]:
+    plus = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else " idle" if seq.running else ""
+    return (
+        str(seq.seq_id),
+        printable(seq.request_id),
+        seq.status + plus,
+        f"{seq.num_computed_tokens}/{seq.num_tokens}",
+        f"{seq.num_output_tokens}/{seq.max_new_tokens}",
+    )
 
 
 def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:

@@ -20,7 +20,7 @@ from pagedcli.inspection.panels import (
     work_lines,
 )
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.words import lookup_outcome
+from pagedcli.inspection.words import lookup_outcome, printable
 
 # ---------------------------------------------------------------------- the whole screen
 
@@ -174,7 +174,7 @@ def _full_sequence_table(moment: Moment) -> Table:
             else why_waiting(state, seq, state.waiting().index(seq))
         )
         table.add_row(
-            str(seq.seq_id), seq.request_id, seq.status, str(new_tokens.get(seq.seq_id, 0)),
+            str(seq.seq_id), printable(seq.request_id), seq.status, str(new_tokens.get(seq.seq_id, 0)),
             str(seq.num_computed_tokens), str(seq.num_tokens), str(seq.num_cached_tokens),
             f"{seq.num_output_tokens}/{seq.max_new_tokens}", last,
         )  # fmt: skip

@@ -26,6 +26,11 @@ _WAITING = {
 }
 
 
+def printable(text: str) -> str:
+    """Text from a request, with everything that could steer a terminal shown as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def plural(count: int, noun: str) -> str:
     """`1 block`, `2 blocks`, `1,000 blocks`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -85,11 +90,10 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
         case RequestFinished():
             return f"finish seq {event.seq_id}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
         case RequestRefused():
-            return f"refuse request {event.request_id}: {event.message}"
+            return f"refuse request {printable(event.request_id)}: {printable(event.message)}"
         case RequestAdded():
-            return (
-                f"add seq {event.seq_id}: request {event.request_id}, {plural(event.num_prompt_tokens, 'prompt token')}"
-            )
+            prompt = plural(event.num_prompt_tokens, "prompt token")
+            return f"add seq {event.seq_id}: request {printable(event.request_id)}, {prompt}"
         case SequenceForked():
             shared = plural(len(event.block_ids), "block")
             return f"fork seq {event.parent_seq_id} to seq {event.seq_id}: {shared} shared"

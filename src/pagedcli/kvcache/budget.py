@@ -1,6 +1,6 @@
 """How many blocks fit: arithmetic only, the same for a measured machine and for one described by numbers.
 
-Used by the engine's plan and by `pagedcli profile-memory`; knows no torch.
+Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; knows no torch.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,22 @@ def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold num_tokens tokens."""
     return -(-num_tokens // block_size)
+
+
+def concurrency(num_blocks: int, block_size: int, num_tokens: int, *, shared_tokens: int = 0) -> float:
+    """Requests of num_tokens tokens each that a pool holds at once, if all share their first shared_tokens tokens.
+
+    Only whole blocks are shared, so shared_tokens counts rounded down to blocks. Not rounded: 4.61 is four requests
+    and 61 % of the blocks of a fifth. Without sharing it is vLLM's "maximum concurrency".
+    """
+    shared = min(shared_tokens, num_tokens - 1) // block_size
+    return max(0.0, (num_blocks - shared) / (blocks_for(num_tokens, block_size) - shared))
+
+
+def blocks_for_requests(num_requests: int, block_size: int, num_tokens: int, *, shared_tokens: int = 0) -> int:
+    """The inverse of concurrency: blocks that num_requests such requests need at once."""
+    shared = min(shared_tokens, num_tokens - 1) // block_size
+    return shared + num_requests * (blocks_for(num_tokens, block_size) - shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +55,99 @@ class MemoryBudget:
         return self.peak - self.current
 
     @property
+    def reserve(self) -> int:
+        """What the utilization leaves to others."""
+        return self.total - int(self.total * self.utilization)
+
+    @property
     def kv_cache(self) -> int:
         """Bytes left for the KV cache; negative if there is nothing left."""
-        return int(self.total * self.utilization) - self.used - self.activations - self.graphs
+        return self.total - self.reserve - self.used - self.activations - self.graphs
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Whole blocks that fit, at least 0."""
         return max(0, self.kv_cache) // bytes_per_block
+
+    def utilization_for(self, kv_bytes: int) -> float:
+        """The utilization at which kv_bytes are left for the KV cache; above 1 if the device is too small."""
+        return (self.used + self.activations + self.graphs + kv_bytes) / self.total
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The largest step that the limits allow: it sets the activation peak."""
+
+    num_tokens: int
+    num_seqs: int
+
+    @classmethod
+    def largest(cls, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> "StepShape":
+        """As many tokens and, among them, as many sequences as allowed: each sequence gives a row of logits."""
+        num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        return cls(min(max_num_batched_tokens, num_seqs * max_model_len), num_seqs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """New tokens of each sequence, as equal as can be."""
+        short, longer = divmod(self.num_tokens, self.num_seqs)
+        return [short + (i < longer) for i in range(self.num_seqs)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes of our decoder that its memory depends on, under the names of models.spec.ModelSpec."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, a tied embedding counted once."""
+        width, inner = self.hidden_size, self.intermediate_size
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = width * (2 * q_rows + 2 * kv_rows)
+        biases = self.qkv_bias * (q_rows + 2 * kv_rows) + self.attention_out_bias * width
+        biases += self.mlp_bias * (2 * inner + width)
+        norms = 2 * width + self.qk_norm * 2 * self.head_dim
+        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * width
+        return tables + width + self.num_layers * (attention + 3 * width * inner + biases + norms)
+
+    def block_bytes(self, block_size: int, itemsize: int) -> int:
+        """Bytes of one block over all layers."""
+        return block_bytes(
+            num_layers=self.num_layers,
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            itemsize=itemsize,
+        )
+
+    def activation_bytes(self, step: StepShape, itemsize: int) -> int:
+        """What a step takes beside weights and cache, predicted from the decoder's plain torch code: the tensors alive
+        at the widest of three places. Fused kernels take less.
+        """
+        width, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        wide = ITEMSIZE["float32"]  # norms and softmax are computed in float32
+        # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, and what attention
+        # was last given: q, k (a view into q and k together) and v (a view into all three)
+        given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
+        always = itemsize * (3 * width + 2 * head + given)
+        # q, k and v, and what turns q and k: three copies to rotate them, or two float32 ones and a result to norm them
+        rotating = 3 * itemsize
+        norming = self.qk_norm * (2 * wide + itemsize)
+        attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
+        mlp = itemsize * 3 * inner  # gate, up and their product
+        # logits of one token per sequence, again in float32, and their softmax
+        sampling = step.num_tokens * itemsize * width + step.num_seqs * self.vocab_size * (itemsize + 2 * wide)
+        return max(step.num_tokens * (always + max(attention, mlp)), sampling)

@@ -5,6 +5,8 @@ code. Loaded by models.base and models.spec when a family is not native; with fa
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +63,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers. It keeps nothing: the step comes with the call."""
     if paged_step is None:
-        raise ModelError(f"{type(module).__name__} does not receive the keyword arguments of the model's forward")
+        raise refusal(type(module).__name__, "does not receive the keyword arguments of the model's forward")
     return paged_step.attend(module, query, key, value, scaling, attention_mask=attention_mask, **kwargs), None
 
 
@@ -101,6 +103,11 @@ class TransformersLM:
 class _GivenHidden(nn.Module):
     """Stands in a model where its body was, and answers with the hidden states it is given."""
 
+    @property
+    def decoder(self) -> "_GivenHidden":
+        """OPT's head calls the decoder within the body."""
+        return self
+
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_HiddenOutput":
         return _HiddenOutput(inputs_embeds)
 
@@ -138,7 +145,7 @@ def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelS
         refuse_by_config(config, text, architecture)
         return _spec(path, config, text, architecture)
     except (AttributeError, RuntimeError) as error:  # a field that is missing, or that differs between layers
-        raise refusal(architecture, f"has a config without {_first_line(error)}") from error
+        raise refusal(architecture, f"has a config of its own kind ({_first_sentence(error)})") from error
 
 
 def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
@@ -202,7 +209,7 @@ def load_fallback(
         else:
             model = _from_pretrained(path, config, options)
     except ValueError as error:  # transformers' way of saying that it has no causal language model of this kind
-        raise ModelError(f"transformers cannot load {spec.architecture}: {_first_line(error)}") from error
+        raise ModelError(f"transformers cannot load {spec.architecture}: {_first_sentence(error)}") from error
     model.eval().to(device)
     _refuse_by_class(model, spec)
     try:
@@ -216,7 +223,7 @@ def load_fallback(
         fallback_probe.check_equal(paged, expected, backend, dtype)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         # whatever the code of a model that was not written for this stumbles over is a reason to refuse it
-        raise refusal(spec.architecture, f"fails there ({type(error).__name__}: {_first_line(error)})") from error
+        raise refusal(spec.architecture, f"fails there ({type(error).__name__}: {_first_sentence(error)})") from error
     return paged
 
 
@@ -225,42 +232,56 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(
-            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read it: {_first_line(error)}",
+            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read it: {_first_sentence(error)}",
             hint="check model_type; a newer transformers may know it; a folder with own code needs --trust-remote-code",
         ) from error
 
 
 def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> Any:
-    logging: Any = transformers.utils.logging
-    had_progress_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    """The model with its weights. transformers would fill what is missing with noise: here that is an error."""
+    options = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True, **options}
     try:
-        model, found = _AUTO_MODEL.from_pretrained(
-            path, config=config, use_safetensors=True, output_loading_info=True, local_files_only=True, **options
-        )
+        with _quiet():
+            model, found = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"the weights in {path} are missing, damaged or cut short: {_first_line(error)}",
+            f"the weights in {path} are missing, damaged or cut short: {_first_sentence(error)}",
             hint="download the *.safetensors files again, or use --load-format dummy for random weights",
         ) from error
+    hint = "the folder is incomplete, or config.json describes another model"
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(f"{path}: {len(missing)} tensors are missing, the first is {missing[0]!r}", hint=hint)
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise ModelError(
+            f"{path}: tensor {name!r} has shape {list(stored)}, but config.json asks for {list(expected)}", hint=hint
+        )
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no load report: what is wrong with the weights becomes an error of ours."""
+    logging: Any = transformers.utils.logging
+    had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
+        logging.set_verbosity(verbosity)
         if had_progress_bar:
             logging.enable_progress_bar()
-    for kind in ("missing", "mismatched"):
-        if names := sorted(map(str, found[f"{kind}_keys"])):
-            raise ModelError(
-                f"{path}: {len(names)} tensors are {kind}, the first is {names[0]!r}",
-                hint="the folder is incomplete, or config.json describes another model",
-            )
-    return model
 
 
 def _refuse_by_class(model: Any, spec: ModelSpec) -> None:
     if not model._supports_attention_backend:
         raise refusal(spec.architecture, "does not call transformers' attention interface")
+    if model.base_model is model:
+        raise refusal(spec.architecture, "does not keep its layers and its head apart")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise refusal(spec.architecture, "takes no position ids")
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0].split(". ")[0]

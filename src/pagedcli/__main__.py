@@ -1,0 +1,6 @@
+"""`python -m pagedcli`."""
+
+from pagedcli.cli.main import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,179 @@
+"""`pagedcli generate`: a JSONL file of prompts in, one JSON row per prompt out."""
+
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, ShowConfig, config_flags
+from pagedcli.cli.session import Job, parse_shard, run_job
+from pagedcli.cli.summary import config_document, config_rows
+from pagedcli.cli.terminal import printable
+from pagedcli.config import LoadedConfig, load_config
+from pagedcli.errors import UsageError
+from pagedcli.events import Emit, Event
+
+_FILES, _INSPECTION = "Files", "Inspection"
+
+
+class ShownFormat(StrEnum):
+    """The values of --format for --show-config."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
+def generate(
+    prompts: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPTS.jsonl", help="Input file; .gz is read as such, - is stdin.", show_default=False
+        ),
+    ] = None,
+    *,
+    input_file: Annotated[
+        str | None,
+        typer.Option("-i", "--input-file", help="The same as an option.", rich_help_panel=_FILES, show_default=False),
+    ] = None,
+    output_file: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output-file",
+            help="Output file. Default: -, which is stdout.",
+            rich_help_panel=_FILES,
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped.", rich_help_panel=_FILES)
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output and start anew.", rich_help_panel=_FILES)
+    ] = False,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="Only every n-th row, beginning with the i-th.", rich_help_panel=_FILES)
+    ] = "1/1",
+    dump_kv: Annotated[
+        bool,
+        typer.Option(
+            "--dump-kv",
+            help="Print block tables, ref counts and prefix hits of each step.",
+            rich_help_panel=_INSPECTION,
+        ),
+    ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE.jsonl",
+            help="Write every event of the KV cache to a trace file.",
+            rich_help_panel=_INSPECTION,
+            show_default=False,
+        ),
+    ] = None,
+    record_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--record-tokens",
+            help="Put token ids into the trace. They are private otherwise.",
+            rich_help_panel=_INSPECTION,
+        ),
+    ] = False,
+    config: ConfigFile = None,
+    show_config: ShowConfig = False,
+    format_: Annotated[ShownFormat, typer.Option("--format", help="Of --show-config.")] = ShownFormat.TABLE,
+    flags: Flags,
+) -> None:
+    """Generate from a JSONL file of prompts.
+
+    Each line is {"prompt": "..."}, {"prompt": [token ids]}, {"messages": [...]} or an OpenAI batch line, and may bring
+    its own max_tokens, temperature, stop, seed, n, logprobs, ... A line that cannot be served becomes a row with an
+    error. Rows go to stdout or to the file given with -o, everything else to stderr.
+
+    \b
+    Examples:
+      pagedcli generate prompts.jsonl -o out.jsonl
+      pagedcli generate prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
+      cat prompts.jsonl | pagedcli generate - | jq -r .text
+      pagedcli generate prompts.jsonl -o out.jsonl --resume     (after Ctrl-C)
+
+    Exit codes: 0 all rows are good, 1 fatal error, 2 wrong usage or configuration, 3 finished with error rows,
+    130 interrupted.
+    """  # fmt: skip
+    loaded = load_config(config, flags)
+    if show_config:
+        _show_config(loaded, format_)
+        return
+    job = _job(prompts, input_file, output_file, loaded, resume=resume, overwrite=overwrite, shard=shard)
+    with ExitStack() as stack:
+        emit = _observers(stack, job, dump_kv=dump_kv, record=record)
+        code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=dump_kv)
+    raise typer.Exit(code)
+
+
+def _job(
+    prompts: str | None,
+    input_file: str | None,
+    output_file: str | None,
+    loaded: LoadedConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    shard: str,
+) -> Job:
+    if prompts is not None and input_file is not None:
+        raise UsageError(f"two inputs are given: {prompts} and -i {input_file}")
+    input_name = prompts if prompts is not None else input_file
+    if input_name is None:
+        raise UsageError("no prompts are given", hint="name a JSONL file, or - for stdin; see pagedcli generate --help")
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    output = None if output_file in (None, "-") else Path(str(output_file))
+    return Job(loaded, input_name, output, resume=resume, overwrite=overwrite, shard=parse_shard(shard))
+
+
+def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None) -> Emit | None:
+    """Who gets the engine's events; None if nobody asked."""
+    observers: list[Emit] = []
+    if record is not None:
+        from pagedcli.inspection.trace_file import TraceWriter
+
+        observers.append(stack.enter_context(TraceWriter(record)))
+    if dump_kv:
+        from rich.console import Console
+
+        from pagedcli.inspection.live import StepPrinter
+
+        # rows own stdout unless they go to a file
+        observers.append(StepPrinter(Console(stderr=not job.output_is_file)).on_event)
+    if not observers:
+        return None
+
+    def emit(event: Event) -> None:
+        for observer in observers:
+            observer(event)
+
+    return emit
+
+
+def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
+    """The effective configuration on stdout."""
+    if format_ is ShownFormat.JSON:
+        document = {"config": config_document(loaded), "sources": loaded.sources}
+        print(msgspec.json.format(msgspec.json.encode(document)).decode())
+        return
+    rows = config_rows(loaded)
+    if format_ is ShownFormat.YAML:
+        import yaml
+
+        print(yaml.safe_dump(config_document(loaded), sort_keys=False, allow_unicode=True), end="")
+        return
+    shown = [(str(row["key"]), "none" if row["value"] is None else str(row["value"]), str(row["from"])) for row in rows]
+    widths = [max(len(cells[column]) for cells in shown) for column in range(2)]
+    for key, value, source in [("key", "value", "from"), *shown]:
+        print(printable(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}"))

@@ -1,0 +1,134 @@
+"""`pagedcli`: the commands and what happens when one fails. Commands are imported when they are called."""
+
+import os
+import sys
+import traceback
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from pagedcli import __version__
+from pagedcli.cli.terminal import say
+from pagedcli.errors import PagedcliError
+
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal's number, as shells do
+
+# name: what `pagedcli --help` says about it; the command is the function of that name in pagedcli.cli.<name>
+COMMANDS = {
+    "generate": "Generate from a JSONL file of prompts.",
+}
+
+
+class _Commands(TyperGroup):
+    """Commands by name, loaded only when called, and one place where errors become a message and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command for the list of commands: its name and one line of help."""
+        if cmd_name not in COMMANDS:
+            return None
+        return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command to run, imported now."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is None or name is None:
+            return name, command, rest
+        function = getattr(import_module(f"pagedcli.cli.{name.replace('-', '_')}"), name.replace("-", "_"))
+        return name, _as_command(function, name), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PagedcliError as error:
+            if _debug():
+                traceback.print_exc()
+            say(f"error: {error.message}")
+            if error.hint is not None:
+                say(f"hint: {error.hint}")
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            say("interrupted")
+            raise typer.Exit(_INTERRUPTED) from error
+        except BrokenPipeError as error:
+            # whoever read our output has gone; Python must not flush into the pipe again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(_BROKEN_PIPE) from error
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if _debug() or _is_usage_error(error):
+                raise
+            say(f"error: {type(error).__name__}: {error}")
+            say("hint: this is a bug in pagedcli; PAGEDCLI_DEBUG=1 shows the traceback")
+            raise typer.Exit(1) from error
+
+
+class _Command(TyperCommand):
+    """Help with one section per group of flags, names never shortened: a flag that is cut off cannot be typed."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        sections["Options"] = sections.pop("Options")  # the general ones last
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def _as_command(function: Any, name: str, help_: str | None = None) -> Any:
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+    )
+    app.command(name, help=help_, cls=_Command)(function)
+    return typer.main.get_command(app)
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Whether typer knows how to show it: a wrong flag or argument."""
+    return hasattr(error, "exit_code") and hasattr(error, "format_message")
+
+
+def _debug() -> bool:
+    return os.environ.get("PAGEDCLI_DEBUG", "") not in ("", "0")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pagedcli {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def pagedcli(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Batch generation with a paged KV cache, and a look inside it.
+
+    pagedcli generate prompts.jsonl -o out.jsonl
+    """
+
+
+def run() -> None:
+    """The console script."""
+    app(prog_name="pagedcli")

@@ -1,0 +1,162 @@
+"""How far a batch run is: one live display on a terminal, a plain line now and then elsewhere. Always on stderr."""
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pagedcli.batch.stats import BatchStats
+from pagedcli.cli.terminal import say
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_WINDOW_S = 10.0  # rates are over this time
+_REDRAW_EVERY_S = 0.1
+_LINE_EVERY_S = 5.0
+
+
+class ProgressView(Protocol):
+    """Shown while it is entered."""
+
+    def __enter__(self) -> "ProgressView": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def update(self, stats: BatchStats) -> None: ...
+
+
+def progress_view(*, quiet_terminal: bool) -> ProgressView:
+    """The view that suits stderr. `quiet_terminal`: something else is printed to the same terminal meanwhile."""
+    if sys.stderr.isatty():
+        return _Silent() if quiet_terminal else _LiveProgress()
+    return _PlainProgress()
+
+
+class _Rates:
+    """Tokens and rows per second over the last seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int, int, int]] = deque()
+
+    def add(self, stats: BatchStats) -> None:
+        now = time.monotonic()
+        self._points.append((now, stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_done))
+        while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+            self._points.popleft()
+
+    def per_s(self) -> tuple[float, float, float]:
+        """Prompt tokens, generated tokens, rows."""
+        first, last = self._points[0], self._points[-1]
+        elapsed = last[0] - first[0]
+        if elapsed <= 0:
+            return 0.0, 0.0, 0.0
+        return (last[1] - first[1]) / elapsed, (last[2] - first[2]) / elapsed, (last[3] - first[3]) / elapsed
+
+
+def rows_text(stats: BatchStats) -> str:
+    """`412/1,000 rows, 3 failed`"""
+    total = f"/{stats.num_rows:,}" if stats.num_rows is not None else ""
+    num_failed = stats.num_failed + stats.num_resumed_failed
+    return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
+
+
+def eta_text(stats: BatchStats) -> str | None:
+    """Time left if the rows go on at their average pace; None if nobody knows."""
+    if stats.num_rows is None or not stats.num_done:
+        return None
+    seconds = round((stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done)
+    return (
+        f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        if seconds >= 3600
+        else (f"{seconds // 60}:{seconds % 60:02}")
+    )
+
+
+def details(stats: BatchStats, rates: _Rates) -> list[str]:
+    """Speeds, cache and scheduling in short pieces."""
+    prompt_per_s, generated_per_s, _ = rates.per_s()
+    parts = [f"prompt {prompt_per_s:,.0f} tok/s", f"generated {generated_per_s:,.0f} tok/s"]
+    parts.append(f"KV {100 * stats.num_used_blocks / max(stats.num_blocks, 1):.0f} %")
+    parts.append(f"hits {100 * stats.hit_rate:.0f} %")
+    if stats.num_preemptions:
+        parts.append(f"preempted {stats.num_preemptions:,}")
+    return parts
+
+
+class _Silent:
+    """Rows scroll by on the same terminal: they are the progress."""
+
+    def __enter__(self) -> "_Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, stats: BatchStats) -> None: ...
+
+
+class _PlainProgress:
+    """For logs: whole lines, seldom."""
+
+    def __init__(self) -> None:
+        self._rates = _Rates()
+        self._next_s = time.monotonic() + _LINE_EVERY_S
+
+    def __enter__(self) -> "_PlainProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, stats: BatchStats) -> None:
+        self._rates.add(stats)
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _LINE_EVERY_S
+        eta = eta_text(stats)
+        parts = [rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]
+        say(", ".join(parts))
+
+
+class _LiveProgress:
+    """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._rates = _Rates()
+        self._next_s = 0.0
+        self._live: Any = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "_LiveProgress":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, stats: BatchStats) -> None:
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + _REDRAW_EVERY_S
+        self._rates.add(stats)
+        self._live.update(self._render(stats), refresh=True)
+
+    def _render(self, stats: BatchStats) -> "RenderableType":
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        eta = eta_text(stats)
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=stats.num_rows or None, completed=stats.num_finished, pulse=stats.num_rows is None)
+        line.add_row(rows_text(stats), bar, f"ETA {eta}" if eta else "")
+        return Group(line, Text(" · ".join(details(stats, self._rates)), no_wrap=True, overflow="ellipsis"))

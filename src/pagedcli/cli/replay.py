@@ -1,0 +1,184 @@
+"""`pagedcli replay`: look at a recorded run again, step by step, in either direction."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pagedcli.cli.terminal import say
+from pagedcli.errors import TraceError, UsageError
+
+
+class StepFormat(StrEnum):
+    """The values of --format."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+class Export(StrEnum):
+    """The values of --export."""
+
+    PERFETTO = "perfetto"
+
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="A trace, written by --record.")]
+Follow = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Follow one request, or one sequence as seq:31.", show_default=False),
+]
+
+
+def replay(
+    trace: TraceFile,
+    *,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Print the tables of step N and end.", show_default=False)
+    ] = None,
+    follow: Follow = None,
+    no_live: Annotated[bool, typer.Option("--no-live", help="Print the tables of every step.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Verify every law of the whole trace.")] = False,
+    export: Annotated[
+        Export | None, typer.Option(help="Write the run for ui.perfetto.dev.", show_default=False)
+    ] = None,
+    output_file: Annotated[
+        str | None,
+        typer.Option("-o", "--output-file", help="Of --export. Default: stdout.", show_default=False),
+    ] = None,
+    format_: Annotated[StepFormat, typer.Option("--format", help="Of what is printed.")] = StepFormat.TABLE,
+) -> None:
+    """Look at a recorded run again, forward and back. Needs no model and no GPU.
+
+    On a terminal: arrows step, space plays, p / e / m jump to the next preemption, eviction or prefix miss (P / E / M
+    back), a number and Enter goes to a step, q quits. Elsewhere a line per step. Each step is shown as its forward
+    pass sees the cache.
+
+    \b
+    Examples:
+      pagedcli replay run.jsonl.zst
+      pagedcli replay run.jsonl --step 812 --follow 31
+      pagedcli replay run.jsonl --check
+      pagedcli replay run.jsonl --export perfetto -o run.json    (open at ui.perfetto.dev)
+      pagedcli replay run.jsonl --no-live --format json | jq .blocks
+
+    Exit codes: 0 fine, 1 the trace breaks a law or is damaged, 2 wrong usage.
+    """  # fmt: skip
+    if output_file is not None and export is None:
+        raise UsageError("-o names the file of --export, which is not given")
+    if check:
+        _check(trace, format_)
+    elif export is not None:
+        _export(trace, output_file)
+    elif step is not None or no_live or format_ is StepFormat.JSON:
+        _print_steps(trace, step, follow, format_)
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        _play(trace, follow)
+    else:
+        _print_lines(trace, follow)
+
+
+def _check(trace: Path, format_: StepFormat) -> None:
+    from pagedcli.inspection.check import check_trace
+    from pagedcli.inspection.stats import pool_counts
+    from pagedcli.inspection.trace_file import TraceReader
+
+    result = check_trace(TraceReader(trace))
+    counts = pool_counts(result.state)
+    if format_ is StepFormat.JSON:
+        facts = {
+            "ok": True, "num_events": result.num_events, "num_steps": result.num_steps,
+            "blocks": counts, "notes": result.notes,
+        }  # fmt: skip
+        print(msgspec.json.encode(facts).decode())
+        return
+    for note in result.notes:
+        say(f"note: {note}")
+    print(
+        f"{trace}: ok, {result.num_events:,} events in {result.num_steps:,} steps; at the end in use "
+        f"{counts['in_use']:,} + cached {counts['cached']:,} + empty {counts['empty']:,} = {counts['total']:,} blocks"
+    )
+
+
+def _export(trace: Path, output_file: str | None) -> None:
+    from pagedcli.inspection.perfetto import export_perfetto
+    from pagedcli.inspection.trace_file import TraceReader
+
+    reader = TraceReader(trace)
+    if output_file in (None, "-"):
+        export_perfetto(reader, sys.stdout.buffer)
+    else:
+        path = Path(str(output_file))
+        try:
+            with path.open("wb") as file:
+                export_perfetto(reader, file)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        say(f"{path}: open it at https://ui.perfetto.dev")
+    _say_notes(reader.notes)
+
+
+def _print_steps(trace: Path, step: int | None, follow: str | None, format_: StepFormat) -> None:
+    from rich.console import Console
+
+    from pagedcli.inspection.live import StepPrinter
+    from pagedcli.inspection.trace_file import TraceReader
+
+    reader = TraceReader(trace)
+    printer = StepPrinter(Console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
+    for event in reader:
+        try:
+            printer.on_event(event)
+        except TraceError as error:
+            raise TraceError(f"{trace}:{reader.line_number}: {error.message}") from error
+        if step is not None and printer.num_printed:
+            return
+    _say_notes(reader.notes)
+    state = printer.moment.state
+    if step is not None:
+        raise UsageError(f"there is no step {step}: the last step of {trace} is {state.step_number}")
+    if follow is not None and not printer.moment.follow_seq_ids:
+        raise UsageError(f"there is no request {follow!r} in {trace}", hint="one sequence is named as seq:31")
+
+
+def _print_lines(trace: Path, follow: str | None) -> None:
+    from pagedcli.events import StepFinished
+    from pagedcli.inspection.moment import Moment
+    from pagedcli.inspection.trace_file import TraceReader
+
+    reader, moment = TraceReader(trace), Moment(follow=follow)
+    for event in reader:
+        try:
+            moment.apply(event)
+        except TraceError as error:
+            raise TraceError(f"{trace}:{reader.line_number}: {error.message}") from error
+        if isinstance(event, StepFinished):
+            for line in moment.last_words(1000, of_step=event.step):
+                print(line)
+            print(moment.line())
+    _say_notes(reader.notes)
+
+
+def _play(trace: Path, follow: str | None) -> None:
+    from rich.console import Console
+
+    from pagedcli.inspection.player import Player
+    from pagedcli.inspection.replay import Replay
+    from pagedcli.inspection.trace_file import TraceReader
+
+    reader = TraceReader(trace)
+    say(f"reading {trace} ...")
+    past = Replay(reader, follow=follow)
+    if follow is not None and not past.moment.follow_seq_ids and past.damage is None:
+        raise UsageError(f"there is no request {follow!r} in {trace}", hint="one sequence is named as seq:31")
+    Player(past, Console(), title=f"pagedcli replay {trace.name}").run()
+    _say_notes(reader.notes)
+    if past.damage is not None:
+        raise TraceError(past.damage)
+
+
+def _say_notes(notes: list[str]) -> None:
+    for note in notes:
+        say(f"note: {note}")

@@ -1,0 +1,122 @@
+"""What a run says on stderr before it starts and after it ended, and the effective configuration."""
+
+import shlex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagedcli import __version__
+from pagedcli.batch.run import BatchResult
+from pagedcli.batch.stats import BatchStats, LogHistogram
+from pagedcli.cli.terminal import say
+from pagedcli.config import BUILTIN_MODEL, LoadedConfig
+
+if TYPE_CHECKING:
+    from pagedcli.engine.plan import Plan
+
+
+def say_model(model: str) -> None:
+    """Which model is about to be loaded."""
+    shown = "built-in demo model (choose another with -m)" if model == BUILTIN_MODEL else model
+    say(f"pagedcli {__version__}, model: {shown}")
+
+
+def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
+    """What the machine will do with the configuration, and why nothing faster."""
+    say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {plan.max_model_len:,} tokens per request")
+    for reason in plan.refused:
+        say(f"  not used: {reason}")
+    pool_bytes = plan.num_blocks * plan.block_bytes
+    say(
+        f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens, {byte_text(pool_bytes)}"
+        f" ({plan.num_blocks_reason})"
+    )
+    if enable_prefix_caching:
+        say(f"minimum cacheable prefix: {plan.block_size} tokens (one block)")
+    else:
+        say("prefix caching is off")
+
+
+def say_summary(result: BatchResult) -> None:
+    """The end of a run in a few lines."""
+    stats = result.stats
+    say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
+    if stats.num_resumed:
+        say(f"  resumed      {stats.num_resumed:,} rows came from the journal; what follows is about the others")
+    if stats.num_prompt_tokens:
+        elapsed_s = max(stats.elapsed_s, 1e-9)
+        say(
+            f"  prompt       {stats.num_prompt_tokens:,} tokens, {stats.num_cached_tokens:,} of them cached"
+            f" ({100 * stats.hit_rate:.1f} % of this run's prompt tokens)"
+        )
+        say(
+            f"  generated    {stats.num_generated_tokens:,} tokens, {stats.num_generated_tokens / elapsed_s:,.0f} tok/s"
+            f" ({(stats.num_prompt_tokens + stats.num_generated_tokens) / elapsed_s:,.0f} with prompts)"
+        )
+        say(f"  latency      TTFT {_percentiles(stats.ttft)}; TPOT {_percentiles(stats.tpot)}")
+        say(
+            f"  KV blocks    {stats.peak_used_blocks:,} of {stats.num_blocks:,} at the peak"
+            f" ({100 * stats.peak_used_blocks / stats.num_blocks:.1f} %)"
+        )
+        say(f"  preemptions  {stats.num_preemptions:,}, {stats.num_recomputed_tokens:,} tokens recomputed")
+    for name, count in sorted(result.ignored.items()):
+        say(f"note: field {name!r} has no effect, {count:,} lines have it (--strict makes them errors)")
+
+
+def resume_command(arguments: Iterable[str]) -> str:
+    """The command line that goes on where this one stopped."""
+    kept = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
+    return shlex.join(["pagedcli", *kept, "--resume"])
+
+
+def config_document(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
+    """Every key of the effective configuration: section -> name -> value."""
+    document: dict[str, dict[str, object]] = msgspec.to_builtins(loaded.config)
+    return document
+
+
+def config_rows(loaded: LoadedConfig) -> list[dict[str, object]]:
+    """One row per key: its value and where the value is from."""
+    return [
+        {"key": f"{section}.{name}", "value": value, "from": loaded.sources.get(f"{section}.{name}", "default")}
+        for section, values in config_document(loaded).items()
+        for name, value in values.items()
+    ]
+
+
+def byte_text(num_bytes: float) -> str:
+    """`1.5 GiB`"""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} GiB"
+
+
+def _outcome(result: BatchResult) -> str:
+    num_rows = f"{result.stats.num_finished:,} {'row' if result.stats.num_finished == 1 else 'rows'}"
+    if result.outcome == "complete":
+        return f"done: {num_rows}"
+    if result.outcome == "interrupted":
+        return f"interrupted after {num_rows}"
+    return f"stopped by --max-errors after {num_rows}"
+
+
+def _failures(stats: BatchStats) -> str:
+    num_failed = stats.num_failed + stats.num_resumed_failed
+    if not num_failed:
+        return ""
+    codes = ", ".join(f"{code} {count:,}" for code, count in stats.error_codes.most_common())
+    return f"; {num_failed:,} failed" + (f" ({codes})" if codes else "")
+
+
+def _percentiles(histogram: LogHistogram) -> str:
+    p50, p95 = histogram.percentile(50), histogram.percentile(95)
+    if p50 is None or p95 is None:
+        return "-"
+    return f"p50 {_seconds(p50)}, p95 {_seconds(p95)}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:,.1f} ms"

@@ -1,0 +1,178 @@
+"""Answers about memory: where it goes, how many blocks fit, how many requests that serves, and what N requests need.
+
+Used by `pagedcli profile-memory` and `pagedcli plan`. Arithmetic on numbers that others measured or predicted; rows
+have plain keys, bytes and ratios.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pagedcli.kvcache.budget import ITEMSIZE, ModelSizes, blocks_for, blocks_for_requests, concurrency
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
+KV_DTYPES = ("float32", "bfloat16", "float8_e4m3")  # one of each item size
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTerms:
+    """Where the memory of a device goes, in bytes. The field names are the keys of the report."""
+
+    total: int
+    reserve: int = 0  # what the utilization leaves to others
+    others: int  # other processes
+    runtime: int = 0  # this process beside the model: CUDA context, interpreter, libraries
+    weights: int
+    activations: int  # of the largest step
+    graphs: int = 0  # CUDA graph pool
+
+    @property
+    def kv_cache(self) -> int:
+        """What is left for the KV cache; negative if something is missing."""
+        spent = (self.reserve, self.others, self.runtime, self.weights, self.activations, self.graphs)
+        return self.total - sum(spent)
+
+
+def waterfall_rows(
+    measured: MemoryTerms | None, predicted: MemoryTerms | None, labels: Mapping[str, tuple[str, str]]
+) -> list[Row]:
+    """One row per term and the remainder. `labels` maps a term to its name and a note; terms without one are left out.
+
+    `difference` is predicted / measured - 1, where both exist.
+    """
+    rows = []
+    for term in [*(field.name for field in fields(MemoryTerms)), "kv_cache"]:
+        if term not in labels:
+            continue
+        measured_bytes = None if measured is None else getattr(measured, term)
+        predicted_bytes = None if predicted is None else getattr(predicted, term)
+        name, note = labels[term]
+        rows.append(
+            {
+                "term": term,
+                "name": name,
+                "measured_bytes": measured_bytes,
+                "predicted_bytes": predicted_bytes,
+                "difference": predicted_bytes / measured_bytes - 1 if measured_bytes and predicted_bytes else None,
+                "note": note,
+            }
+        )
+    return rows
+
+
+def block_formula(sizes: ModelSizes, block_size: int, itemsize: int) -> str:
+    """Bytes per block with the numbers filled in."""
+    return (
+        f"2 (K and V) x {sizes.num_layers} layers x {block_size} tokens x {sizes.num_kv_heads} kv_heads x "
+        f"{sizes.head_dim} head_dim x {itemsize} bytes = {sizes.block_bytes(block_size, itemsize):,}"
+    )
+
+
+def size_rows(sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, dtypes: Iterable[str] = KV_DTYPES) -> list[Row]:
+    """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens that serves."""
+    rows = []
+    for dtype in dtypes:
+        for block_size in BLOCK_SIZES:
+            block_bytes = sizes.block_bytes(block_size, ITEMSIZE[dtype])
+            num_blocks = max(0, kv_bytes) // block_bytes
+            rows.append(
+                {
+                    "kv_dtype": dtype,
+                    "block_size": block_size,
+                    "block_bytes": block_bytes,
+                    "num_kvcache_blocks": num_blocks,
+                    "num_kvcache_tokens": num_blocks * block_size,
+                    "max_concurrency": concurrency(num_blocks, block_size, num_tokens),
+                }
+            )
+    return rows
+
+
+def concurrency_rows(
+    lengths: Mapping[str, int], *, num_blocks: int, block_size: int, shared_tokens: int | None = None
+) -> list[Row]:
+    """How many requests of each length the pool serves at once, alone and when they share their first tokens."""
+    rows = []
+    for name, num_tokens in lengths.items():
+        row: Row = {
+            "at": name,
+            "num_tokens": num_tokens,
+            "num_blocks": blocks_for(num_tokens, block_size),
+            "max_concurrency": concurrency(num_blocks, block_size, num_tokens),
+        }
+        if shared_tokens is not None:
+            row["max_concurrency_shared"] = concurrency(num_blocks, block_size, num_tokens, shared_tokens=shared_tokens)
+        rows.append(row)
+    return rows
+
+
+def target_rows(
+    num_requests: int,
+    lengths: Mapping[str, int],
+    *,
+    terms: MemoryTerms,
+    block_size: int,
+    block_bytes: int,
+    shared_tokens: int = 0,
+) -> list[Row]:
+    """What num_requests at once need at each length: blocks, KV bytes, and the utilization of this device that gives
+    them (above 1: it is too small). Shared tokens count once."""
+    rows = []
+    spent = terms.total - terms.reserve - terms.kv_cache
+    for name, num_tokens in lengths.items():
+        num_blocks = blocks_for_requests(num_requests, block_size, num_tokens, shared_tokens=shared_tokens)
+        kv_bytes = num_blocks * block_bytes
+        rows.append(
+            {
+                "at": name,
+                "num_tokens": num_tokens,
+                "num_blocks": num_blocks,
+                "kv_cache_bytes": kv_bytes,
+                "device_bytes": spent + kv_bytes,
+                "utilization": (spent + kv_bytes) / terms.total,
+                "fits": kv_bytes <= terms.kv_cache,
+            }
+        )
+    return rows
+
+
+def missing_memory(terms: MemoryTerms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:
+    """For a device where no block fits: (who holds the memory and how much is missing, what to change)."""
+    if terms.kv_cache >= block_bytes:
+        return None
+    held = {
+        "other processes": terms.others,
+        "what the utilization keeps free": terms.reserve,
+        "the weights": terms.weights,
+        "the activations of the largest step": terms.activations,
+        "the runtime": terms.runtime,
+        "CUDA graphs": terms.graphs,
+    }
+    ordered = sorted(((num_bytes, name) for name, num_bytes in held.items() if num_bytes > 0), reverse=True)
+    parts = ", ".join(f"{name} {num_bytes / 2**30:.2f} GiB" for num_bytes, name in ordered)
+    missing = block_bytes - terms.kv_cache
+    message = (
+        f"no KV block fits: one needs {block_bytes / 2**20:.2f} MiB, {missing / 2**20:,.2f} MiB are missing; of "
+        f"{terms.total / 2**30:.2f} GiB these hold: {parts}"
+    )
+    if holders:
+        message += f" (other processes: {holders})"
+    return message, _remedy(terms, missing, ordered[0][1])
+
+
+def _remedy(terms: MemoryTerms, missing: int, largest: str) -> str:
+    """What to change, the surest first."""
+    ways = []
+    if largest == "other processes" or terms.others >= missing:
+        ways.append("end other processes on the device")
+    if terms.reserve > missing:
+        needed = (terms.total - terms.reserve + missing) / terms.total
+        ways.append(f"--gpu-memory-utilization {min(1.0, needed + 0.005):.2f} or more")
+    if terms.activations > missing:
+        ways.append("a lower --max-num-batched-tokens (activations)")
+    if terms.graphs > missing:
+        ways.append("--enforce-eager (no CUDA graphs)")
+    if not ways:
+        ways.append("a larger device, a smaller model or a narrower --dtype")
+    return ", or ".join(ways)

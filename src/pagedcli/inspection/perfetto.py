@@ -1,0 +1,100 @@
+"""A trace as Chrome-trace JSON for ui.perfetto.dev: a row per sequence, the engine's steps, counters for the pool.
+
+Used by `pagedcli replay --export perfetto`. Written as a stream; times are microseconds from the first step.
+Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+"""
+
+from typing import Any, BinaryIO
+
+import msgspec
+
+from pagedcli.errors import TraceError
+from pagedcli.events import RequestFinished, RequestPreempted, StepFinished, StepStarted
+from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.stats import RunStats
+from pagedcli.inspection.timeline import SeqTimeline, Timelines
+from pagedcli.inspection.trace_file import TraceReader
+
+_ENGINE, _SEQUENCES = 1, 2  # process ids in the viewer
+
+
+def export_perfetto(reader: TraceReader, file: BinaryIO) -> None:
+    """Write the whole trace. Raises TraceError like the reader, or where the trace contradicts itself."""
+    out = _Writer(file)
+    state, stats, timelines = PoolState(), RunStats(), Timelines()
+    starts: list[float] = []  # per step, from the first
+    first_step = 0
+    for event in reader:
+        try:
+            state.apply(event)
+        except TraceError as error:
+            raise TraceError(f"{reader.path}:{reader.line_number}: {error.message}") from error
+        stats.apply(event, state)
+        timelines.apply(event, state)
+        if isinstance(event, StepStarted):
+            if not starts:
+                first_step, out.zero_ns = event.step, event.time_ns
+            starts.append(out.at(event.time_ns))
+        elif isinstance(event, StepFinished):
+            out.step(state, stats)
+        elif isinstance(event, RequestPreempted):
+            name = f"preempted for seq {event.for_seq_id}"
+            out.write(ph="i", s="t", name=name, pid=_SEQUENCES, tid=event.seq_id, ts=starts[-1] if starts else 0.0)
+        elif isinstance(event, RequestFinished):
+            out.sequence(timelines.seqs.pop(event.seq_id), starts, first_step, out.last)
+    timelines.finish(state)
+    for seq in timelines.seqs.values():
+        out.sequence(seq, starts, first_step, out.last)
+    out.close()
+
+
+class _Writer:
+    """One JSON object per call, in one array."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._separator = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+        self.zero_ns = 0
+        self.last = 0.0  # end of the last finished step
+        self.write(ph="M", name="process_name", pid=_ENGINE, args={"name": "engine"})
+        self.write(ph="M", name="process_name", pid=_SEQUENCES, args={"name": "sequences"})
+
+    def at(self, time_ns: int) -> float:
+        return (time_ns - self.zero_ns) / 1000
+
+    def write(self, **fields: Any) -> None:
+        self._file.write(self._separator + msgspec.json.encode(fields))
+        self._separator = b",\n"
+
+    def close(self) -> None:
+        self._file.write(b"\n]}\n")
+
+    def step(self, state: PoolState, stats: RunStats) -> None:
+        """The step that just finished, its parts, and the counters at its end."""
+        step = state.step
+        assert step is not None and step.end_ns is not None, "a finished step has an end"
+        start, self.last = self.at(step.start_ns), self.at(step.end_ns)
+        args = {"sequences": len(step.seq_ids), "new tokens": sum(step.num_new_tokens), "waiting": step.num_waiting}
+        self.write(ph="X", name=f"step {step.step}", pid=_ENGINE, tid=0, ts=start, dur=self.last - start, args=args)
+        for name, part_ns in (("schedule", step.schedule_ns), ("forward", step.forward_ns), ("sample", step.sample_ns)):
+            self.write(ph="X", name=name, pid=_ENGINE, tid=0, ts=start, dur=part_ns / 1000)
+            start += part_ns / 1000
+        blocks = {"in use": state.num_used_blocks, "cached": state.num_cached_blocks, "empty": state.num_empty_blocks}
+        self.write(ph="C", name="blocks", pid=_ENGINE, ts=self.last, args=blocks)
+        rate = stats.rolling.from_others.token_rate
+        if rate is not None:
+            self.write(
+                ph="C", name="prefix hit rate, last 100 steps (%)", pid=_ENGINE, ts=self.last, args={"rate": 100 * rate}
+            )
+
+    def sequence(self, seq: SeqTimeline, starts: list[float], first_step: int, end: float) -> None:
+        """The row of a sequence. A phase lasts until the next one begins."""
+        name = f"seq {seq.seq_id} (request {seq.request_id})"
+        self.write(ph="M", name="thread_name", pid=_SEQUENCES, tid=seq.seq_id, args={"name": name})
+        for phase in seq.phases:
+            assert phase.last_step is not None, "a finished timeline has no open phase"
+            begin, behind = phase.first_step - first_step, phase.last_step + 1 - first_step
+            if not 0 <= begin < len(starts):
+                continue
+            ts, after = starts[begin], starts[behind] if behind < len(starts) else max(end, starts[-1])
+            self.write(ph="X", name=phase.status, pid=_SEQUENCES, tid=seq.seq_id, ts=ts, dur=after - ts)

@@ -1,0 +1,270 @@
+"""What a prompt file would do to a KV cache, without generating: lengths, shared prefixes, ideal hit rates, waste.
+
+Used by `pagedcli plan` and `profile-memory --prompts`; knows no text and no files. It is told each prompt's token ids
+once and keeps only hashes of prefixes, 12 to 20 bytes for each 8 tokens that no earlier prompt began with.
+"""
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pagedcli.inspection.memory_report import BLOCK_SIZES
+from pagedcli.kvcache.budget import blocks_for
+
+UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
+_MIN_RECENT = 65536
+Row = dict[str, Any]
+
+
+class PrefixIndex:
+    """Which prefixes of whole units have been seen, and in which row first. Sorted arrays beside a small recent dict."""
+
+    def __init__(self) -> None:
+        self._digests = np.empty(0, dtype=np.uint64)
+        self._rows = np.empty(0, dtype=np.uint32)
+        self._recent: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests) + len(self._recent)
+
+    def first_row(self, digest: int) -> int | None:
+        """The row that brought the prefix with this digest; None if none did."""
+        row = self._recent.get(digest)
+        if row is not None or not len(self._digests):
+            return row
+        place = int(np.searchsorted(self._digests, np.uint64(digest)))
+        if place < len(self._digests) and int(self._digests[place]) == digest:
+            return int(self._rows[place])
+        return None
+
+    def num_known(self, digests: Sequence[int]) -> int:
+        """How many leading ones of a prompt's digests are known. Known ones come first, so a bisection finds it."""
+        low, high = 0, len(digests)
+        while low < high:
+            middle = (low + high) // 2
+            if self.first_row(digests[middle]) is None:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def add(self, digests: Sequence[int], row: int) -> None:
+        """Remember new prefixes."""
+        self._recent.update(dict.fromkeys(digests, row))
+        # an eighth of the whole at a time: what a merge copies is paid for by what was added
+        if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
+            self._merge()
+
+    def _merge(self) -> None:
+        digests = np.concatenate([self._digests, np.fromiter(self._recent.keys(), np.uint64, len(self._recent))])
+        rows = np.concatenate([self._rows, np.fromiter(self._recent.values(), np.uint32, len(self._recent))])
+        order = np.argsort(digests, kind="stable")
+        self._digests, self._rows, self._recent = digests[order], rows[order], {}
+
+
+def prefix_digests(token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:
+    """xxh64 of every prefix of whole units, shortest first, and last of the whole prompt. A salt sets them apart."""
+    data = memoryview(array("q", token_ids).tobytes())
+    digest = xxhash.xxh64() if cache_salt is None else xxhash.xxh64(b"salt" + cache_salt.encode())
+    digests = []
+    for start in range(0, len(token_ids) // UNIT * UNIT * 8, UNIT * 8):
+        digest.update(data[start : start + UNIT * 8])
+        digests.append(digest.intdigest())
+    digest.update(bytes(data[len(digests) * UNIT * 8 :]) + b"end")  # unlike any prefix of whole units
+    return [*digests, digest.intdigest()]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A prefix that at least two prompts begin with."""
+
+    num_units: int
+    first_row: int
+    last_row: int
+    parent: int | None  # digest of the prefix one unit shorter
+    num_rows: int = 2
+    has_equal_child: bool = False  # set by longest_shared: a longer prefix is shared by just as many
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Totals at one block size, in tokens and blocks over all prompts."""
+
+    hit_tokens: int = 0
+    prompt_blocks: int = 0  # blocks of prompt and output
+    hit_blocks: int = 0
+
+
+@dataclass(slots=True)
+class PromptPlan:
+    """The fold over a file's prompts. Rows are numbered as the caller likes (line numbers)."""
+
+    num_prompts: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0  # what the rows may generate
+    num_repeated: int = 0  # prompts equal to an earlier one
+    prompt_lengths: Counter[int] = field(default_factory=Counter)
+    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output
+    _index: PrefixIndex = field(default_factory=PrefixIndex)
+    _whole: PrefixIndex = field(default_factory=PrefixIndex)  # whole prompts
+    _shared: dict[int, _Shared] = field(default_factory=dict)
+    _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
+
+    def add(self, row: int, token_ids: Sequence[int], max_tokens: int, *, cache_salt: str | None = None) -> None:
+        """Count a prompt that may generate max_tokens tokens.
+
+        Hits are those of an unlimited cache that knows the earlier prompts; the last token is never one, because its
+        logits are the next token. What requests generate is not in the cache here.
+        """
+        num_prompt = len(token_ids)
+        num_total = num_prompt + max_tokens
+        *digests, whole = prefix_digests(token_ids, cache_salt)
+        num_known = self._index.num_known(digests)
+        self._note_shared(row, digests[:num_known])
+        self._index.add(digests[num_known:], row)
+        self.num_prompts += 1
+        self.prompt_tokens += num_prompt
+        self.output_tokens += max_tokens
+        self.num_repeated += self._whole.first_row(whole) is not None
+        self._whole.add([whole], row)
+        self.prompt_lengths[num_prompt] += 1
+        self.total_lengths[num_total] += 1
+        for size, tally in self._tallies.items():
+            hit_blocks = num_known * UNIT // size
+            tally.hit_tokens += min(hit_blocks * size, num_prompt - 1)
+            tally.hit_blocks += hit_blocks
+            tally.prompt_blocks += blocks_for(num_total, size)
+
+    def _note_shared(self, row: int, digests: Sequence[int]) -> None:
+        parent: int | None = None
+        for depth, digest in enumerate(digests, 1):
+            shared = self._shared.get(digest)
+            if shared is None:
+                first_row = self._index.first_row(digest)
+                assert first_row is not None, "a known prefix has a row"
+                self._shared[digest] = _Shared(depth, first_row, row, parent)
+            else:
+                shared.num_rows += 1
+                shared.last_row = row
+            parent = digest
+
+    # ------------------------------------------------------------------ answers
+
+    def block_size_rows(self) -> list[Row]:
+        """Each block size with its hit rate and waste.
+
+        waste: share of the slots of all requests at full length that stay unfilled; slots: what the whole file would
+        take if nothing were evicted, shared blocks counted once.
+        """
+        rows = []
+        num_tokens = self.prompt_tokens + self.output_tokens
+        for size, tally in self._tallies.items():
+            slots = tally.prompt_blocks * size
+            rows.append(
+                {
+                    "block_size": size,
+                    "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+                    "hit_tokens": tally.hit_tokens,
+                    "waste": 1 - num_tokens / slots if slots else 0.0,
+                    "num_blocks": tally.prompt_blocks - tally.hit_blocks,
+                    "num_slots": slots - tally.hit_blocks * size,
+                    "longest_table": blocks_for(max(self.total_lengths, default=0), size),
+                }
+            )
+        return rows
+
+    def recommended_block_size(self, *, tolerance: float = 0.02) -> int:
+        """The largest block size of at least 16 (what the GPU kernels take) at which the whole file takes at most
+        `tolerance` more slots than at the best: larger blocks mean shorter tables, smaller ones more sharing."""
+        slots = {row["block_size"]: row["num_slots"] for row in self.block_size_rows() if row["block_size"] >= 16}
+        return max(size for size in slots if slots[size] <= min(slots.values()) * (1 + tolerance))
+
+    def longest_shared(self, limit: int = 5) -> list[Row]:
+        """Shared prefixes, those that save most tokens first. A prefix is left out if a longer one is shared by just
+        as many prompts. num_tokens is exact to a unit below."""
+        for shared in self._shared.values():
+            parent = self._shared.get(shared.parent) if shared.parent is not None else None
+            if parent is not None and parent.num_rows == shared.num_rows:
+                parent.has_equal_child = True
+        candidates = (shared for shared in self._shared.values() if not shared.has_equal_child)
+        best = heapq.nlargest(limit, candidates, key=lambda s: ((s.num_rows - 1) * s.num_units, s.num_units))
+        return [
+            {
+                "num_tokens": shared.num_units * UNIT,
+                "num_prompts": shared.num_rows,
+                "first_line": shared.first_row,
+                "last_line": shared.last_row,
+                "saved_tokens": (shared.num_rows - 1) * shared.num_units * UNIT,
+                **{f"blocks_at_{size}": shared.num_units * UNIT // size for size in BLOCK_SIZES},
+            }
+            for shared in best
+        ]
+
+    def longest_shared_tokens(self) -> int:
+        """The longest prefix that any two prompts share, in whole units of tokens."""
+        return max((shared.num_units for shared in self._shared.values()), default=0) * UNIT
+
+    def common_prefix_tokens(self, share: float = 0.5) -> int:
+        """The longest prefix that at least this share of the prompts begins with, in whole units of tokens."""
+        enough = [s.num_units for s in self._shared.values() if s.num_rows >= share * self.num_prompts]
+        return max(enough, default=0) * UNIT
+
+    def length_rows(self) -> list[Row]:
+        """Mean and percentiles of prompt lengths and of prompt and output together."""
+        rows = []
+        for name, lengths in (("prompt", self.prompt_lengths), ("prompt and output", self.total_lengths)):
+            row: Row = {"what": name, "total": sum(n * count for n, count in lengths.items())}
+            row["mean"] = row["total"] / self.num_prompts if self.num_prompts else None
+            for key, share in (("min", 0.0), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
+                row[key] = percentile(lengths, share) if lengths else None
+            rows.append(row)
+        return rows
+
+    def histogram_rows(self) -> list[Row]:
+        """Prompts by length, in buckets of powers of two."""
+        buckets: Counter[int] = Counter()
+        for length, count in self.prompt_lengths.items():
+            buckets[max(length, 1).bit_length() - 1] += count
+        if not buckets:
+            return []
+        return [
+            {"from_tokens": 1 << b, "to_tokens": (2 << b) - 1, "num_prompts": buckets[b]}
+            for b in range(min(buckets), max(buckets) + 1)
+        ]
+
+    def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
+        """Pools of three sizes, in blocks, and what each is enough for."""
+        longest = blocks_for(max(self.total_lengths, default=0), block_size)
+        at_once = sum(blocks_for(length, block_size) for length in _largest(self.total_lengths, max_num_seqs))
+        whole = next(row["num_blocks"] for row in self.block_size_rows() if row["block_size"] == block_size)
+        num_seqs = min(max_num_seqs, self.num_prompts)
+        return [
+            {"enough_for": "the longest row alone", "num_blocks": longest},
+            {"enough_for": f"the {num_seqs:,} longest rows at once: no preemption", "num_blocks": at_once},
+            {"enough_for": "all rows kept: no eviction, ideal hit rate", "num_blocks": max(whole, longest)},
+        ]
+
+
+def percentile(lengths: Counter[int], share: float) -> int:
+    """The smallest length that at least this share of all is not above. `lengths` is not empty."""
+    wanted, num_seen = share * lengths.total(), 0
+    for length in sorted(lengths):
+        num_seen += lengths[length]
+        if num_seen >= wanted:
+            break
+    return length
+
+
+def _largest(lengths: Counter[int], limit: int) -> Iterator[int]:
+    for length in sorted(lengths, reverse=True):
+        for _ in range(min(lengths[length], limit)):
+            yield length
+        limit -= lengths[length]
+        if limit <= 0:
+            return

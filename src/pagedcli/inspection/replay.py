@@ -1,0 +1,124 @@
+"""Time travel through a trace file: the moment of any step, forward and back. No terminal here.
+
+A stop is the moment right after a step was scheduled, which is what its forward pass sees; the last stop is the end.
+"""
+
+from bisect import bisect_left, bisect_right
+from typing import Literal
+
+from pagedcli.errors import TraceError
+from pagedcli.events import BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepScheduled
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.trace_file import TraceReader
+
+Landmark = Literal["preemption", "eviction", "miss"]
+_SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
+
+
+class Replay:
+    """All stops of a trace. The events stay encoded; snapshots of the fold make going back cheap.
+
+    A trace that breaks a law in the middle can be looked at up to there; `damage` then says what is wrong.
+    Raises: TraceError if not even one step is sound; UsageError if the file cannot be read.
+    """
+
+    def __init__(self, reader: TraceReader, *, follow: str | None = None) -> None:
+        self.steps: list[int | None] = []  # per stop the step, None: the end
+        self.damage: str | None = None
+        self._reader = reader
+        self._chunks: list[bytes] = []  # per stop the lines that lead to it from the one before
+        self._landmarks: dict[Landmark, list[int]] = {"preemption": [], "eviction": [], "miss": []}  # stops, rising
+        self._position = -1
+        self._moment = Moment(follow=follow)
+        self._snapshots: dict[int, Moment] = {-1: self._moment.copy()}  # by stop
+        self._interval = 32  # stops between snapshots
+        self._read()
+
+    def _read(self) -> None:
+        reader, lines = self._reader, list[bytes]()
+        try:
+            for line in reader.lines():
+                event = reader.decode(line)
+                self._moment.apply(event)
+                lines.append(line)
+                self._note_landmark(event)
+                if isinstance(event, StepScheduled):
+                    self._add_stop(event.step, lines)
+                    lines.clear()
+        except TraceError as error:
+            if not self.steps:
+                raise
+            place = "" if error.message.startswith(str(reader.path)) else f"{reader.path}:{reader.line_number}: "
+            self.damage = place + error.message
+            self._position, self._moment = -1, self._snapshots[-1].copy()
+        else:
+            self._add_stop(None, lines)
+
+    def _add_stop(self, step: int | None, lines: list[bytes]) -> None:
+        self._position = len(self.steps)
+        self.steps.append(step)
+        self._chunks.append(b"\n".join(lines))
+        if self._position % self._interval == 0:
+            self._snapshots[self._position] = self._moment.copy()
+            state = self._moment.state
+            snapshot_bytes = 20_000 + 130 * state.num_blocks + 100 * len(state.finished) + 1000 * len(state.seqs)
+            if len(self._snapshots) * snapshot_bytes > _SNAPSHOT_BYTES:
+                self._interval *= 2
+                kept = (stop for stop in self._snapshots if stop < 0 or stop % self._interval == 0)
+                self._snapshots = {stop: self._snapshots[stop] for stop in kept}
+
+    def _note_landmark(self, event: Event) -> None:
+        if isinstance(event, RequestPreempted):
+            stops = self._landmarks["preemption"]
+        elif isinstance(event, BlockEvicted):
+            stops = self._landmarks["eviction"]
+        elif isinstance(event, PrefixLookedUp) and event.miss_reason == "no_match":
+            stops = self._landmarks["miss"]
+        else:
+            return
+        if not stops or stops[-1] != len(self.steps):
+            stops.append(len(self.steps))
+
+    # ------------------------------------------------------------------ going there
+
+    @property
+    def position(self) -> int:
+        """The stop that `moment` shows."""
+        return self._position
+
+    @property
+    def last_stop(self) -> int:
+        return len(self.steps) - 1
+
+    @property
+    def moment(self) -> Moment:
+        return self._moment
+
+    def go(self, stop: int) -> Moment:
+        """Show a stop; one before the first or after the last means these."""
+        stop = min(max(stop, 0), self.last_stop)
+        nearest = stop - stop % self._interval
+        nearest = nearest if nearest in self._snapshots else -1
+        if not nearest <= self._position <= stop:
+            self._position, self._moment = nearest, self._snapshots[nearest].copy()
+        while self._position < stop:
+            self._position += 1
+            for line in self._chunks[self._position].split(b"\n"):
+                if line:
+                    self._moment.apply(self._reader.decode(line))
+        return self._moment
+
+    def stop_of_step(self, step: int) -> int | None:
+        """The stop of a step, None if the trace has no such step."""
+        first = self.steps[0]
+        stop = step - first if first is not None else -1  # steps are numbered without gaps
+        return stop if 0 <= stop < len(self.steps) and self.steps[stop] == step else None
+
+    def next_landmark(self, name: Landmark, *, backward: bool = False) -> int | None:
+        """The next (or previous) stop with a preemption, an eviction or a prefix miss."""
+        stops = self._landmarks[name]
+        if backward:
+            place = bisect_left(stops, self._position) - 1
+            return stops[place] if place >= 0 else None
+        place = bisect_right(stops, self._position)
+        return stops[place] if place < len(stops) and stops[place] <= self.last_stop else None

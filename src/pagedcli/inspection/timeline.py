@@ -1,0 +1,83 @@
+"""What each sequence did in which steps: waiting, prefill, decode, preempted. A fold for the report and Perfetto."""
+
+from dataclasses import dataclass, field
+
+from pagedcli.events import (
+    Event,
+    PrefixLookedUp,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    SequenceForked,
+    TokensSampled,
+)
+from pagedcli.inspection.records import Status
+from pagedcli.inspection.state import PoolState
+
+
+@dataclass(slots=True)
+class Phase:
+    """Steps first_step ... last_step, both included."""
+
+    status: Status
+    first_step: int
+    last_step: int | None = None  # None while it lasts
+
+
+@dataclass(slots=True)
+class SeqTimeline:
+    """All phases of one sequence, without gaps."""
+
+    seq_id: int
+    request_id: str
+    num_prompt_tokens: int
+    phases: list[Phase] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_output_tokens: int = 0
+
+
+class Timelines:
+    """`apply` is called after the state has the event; `finish` after the last one."""
+
+    def __init__(self) -> None:
+        self.seqs: dict[int, SeqTimeline] = {}
+
+    def apply(self, event: Event, state: PoolState) -> None:
+        """Take in the next event."""
+        step = state.step
+        # between two steps, what happens belongs to the next one
+        now = 0 if step is None else step.step + (step.end_ns is not None)
+        if isinstance(event, TokensSampled):
+            for seq_id in event.seq_ids:
+                if self.seqs[seq_id].phases[-1].status == "prefill":
+                    self._enter(seq_id, "decode", now + 1)
+        elif isinstance(event, RequestAdded):
+            self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, event.num_prompt_tokens)
+            self._enter(event.seq_id, "waiting", now)
+        elif isinstance(event, PrefixLookedUp):
+            self._enter(event.seq_id, "prefill", now)
+        elif isinstance(event, SequenceForked):
+            self._enter(event.seq_id, "decode", now + 1)
+        elif isinstance(event, RequestPreempted):
+            self._enter(event.seq_id, "preempted", now)
+        elif isinstance(event, RequestFinished):
+            seq = self.seqs[event.seq_id]
+            self._end(seq, now)
+            seq.finish_reason, seq.num_output_tokens = event.reason, event.num_output_tokens
+
+    def finish(self, state: PoolState) -> None:
+        """Close the phases of sequences that the trace leaves unfinished."""
+        for seq in state.seqs.values():
+            self._end(self.seqs[seq.seq_id], state.step_number or 0)
+            self.seqs[seq.seq_id].num_output_tokens = seq.num_output_tokens
+
+    def _enter(self, seq_id: int, status: Status, step: int) -> None:
+        seq = self.seqs[seq_id]
+        if seq.phases:
+            self._end(seq, step - 1)
+        seq.phases.append(Phase(status, step))
+
+    def _end(self, seq: SeqTimeline, last_step: int) -> None:
+        seq.phases[-1].last_step = last_step
+        if last_step < seq.phases[-1].first_step:  # it did not last a step
+            seq.phases.pop()

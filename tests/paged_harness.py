@@ -1,0 +1,83 @@
+"""Drives a CausalLM over a paged cache without the engine: ragged prompts, in chunks, then token by token."""
+
+import torch
+
+from pagedcli.attention.base import PagedBatch
+
+
+class PagedHarness:
+    """A pool in which sequences own scattered blocks; every slot that no token was written to holds NaN."""
+
+    def __init__(self, model, backend, *, lengths, block_size, dtype=torch.float32):
+        spec = model.spec
+        self.model = model
+        self.block_size = block_size
+        widths = [-(-length // block_size) for length in lengths]
+        owned = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(0)).int()
+        # entries past a sequence's blocks are undefined: a backend that follows one leaves the cache
+        self.table = torch.full((len(lengths), max(widths)), 2**31 - 1, dtype=torch.int32)
+        for row, blocks in zip(self.table, owned.split(widths), strict=True):
+            row[: len(blocks)] = blocks
+        shape = backend.kv_shape(sum(widths), block_size, spec.num_kv_heads, spec.head_dim)
+        self.kv_cache = torch.full((2, spec.num_layers, *shape), float("nan"), dtype=dtype)
+
+    @torch.inference_mode()
+    def step(self, work):
+        """Logits [tokens of the sequence, V] per sequence; `work` lists (sequence, start, token ids)."""
+        spans = [(row, start, start + len(ids)) for row, start, ids in work]
+        counts = [end - start for _, start, end in spans]
+        positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        rows = torch.repeat_interleave(torch.tensor([row for row, _, _ in spans]), torch.tensor(counts))
+        slots = self.table[rows, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        cu_q = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        ends = [end for _, _, end in spans]
+        batch = PagedBatch(
+            cu_q=torch.tensor(cu_q, dtype=torch.int32),
+            num_tokens=torch.tensor(ends, dtype=torch.int32),
+            block_table=self.table[[row for row, _, _ in spans]],
+            slots=slots.int(),
+            max_new=max(counts),
+            max_total=max(ends),
+            cu_q_host=cu_q,
+            num_tokens_host=ends,
+        )
+        ids = torch.tensor([token for _, _, ids in work for token in ids])
+        hidden = self.model.forward(ids, positions, batch, self.kv_cache)
+        return self.model.compute_logits(hidden).split(counts)
+
+
+def paged_logits(model, backend, sequences, *, num_prompt, block_size, chunk, dtype=torch.float32):
+    """Logits [len, V] of every sequence: prompts in chunks of at most `chunk` tokens side by side (None: whole), then
+    the rest token by token."""
+    harness = PagedHarness(model, backend, lengths=[len(s) for s in sequences], block_size=block_size, dtype=dtype)
+    done = [0] * len(sequences)
+    logits = [[] for _ in sequences]
+    while any(count < len(sequence) for count, sequence in zip(done, sequences, strict=True)):
+        work = []
+        for row, sequence in enumerate(sequences):
+            start, prompt = done[row], num_prompt[row]
+            if start == len(sequence):
+                continue
+            end = min(prompt, start + (chunk or prompt)) if start < prompt else start + 1
+            work.append((row, start, sequence[start:end]))
+            done[row] = end
+        for (row, _, _), part in zip(work, harness.step(work), strict=True):
+            logits[row].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def ragged_sequences(vocab_size=320, seed=0):
+    """Six sequences whose prompts are 1 to 90 tokens long, each followed by 5 tokens to decode."""
+    generator = torch.Generator().manual_seed(seed)
+    num_prompt = [1, 3, 8, 16, 17, 90]
+    sequences = [torch.randint(3, vocab_size, (n + 5,), generator=generator).tolist() for n in num_prompt]
+    return sequences, num_prompt
+
+
+@torch.inference_mode()
+def transformers_logits(path, sequences, *, dtype=torch.float32):
+    """The same logits from transformers, one sequence at a time without a cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    return [model(input_ids=torch.tensor([s]), use_cache=False).logits[0] for s in sequences]

@@ -1,0 +1,247 @@
+"""config.json -> ModelSpec: old and new files mean the same, and what cannot run is refused with the reason."""
+
+import json
+from dataclasses import replace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors as hub_errors
+from model_zoo import NATIVE_FAMILIES, cached_model
+
+from pagedcli.errors import ModelError
+from pagedcli.models.hub import resolve_model
+from pagedcli.models.rope import RopeSpec
+from pagedcli.models.spec import read_spec
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+}
+
+
+def write(path, config, generation=None):
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def spec_of(path, **fields):
+    return read_spec(write(path, {**LLAMA, **fields}))
+
+
+def refusal_of(path, **fields):
+    with pytest.raises(ModelError) as caught:
+        spec_of(path, **fields)
+    return caught.value.message
+
+
+def test_a_bare_llama_config_gets_the_defaults_of_its_family(tmp_path):
+    spec = spec_of(tmp_path)
+    assert (spec.num_kv_heads, spec.head_dim, spec.max_position_embeddings) == (8, 8, 2048)
+    assert (spec.rms_norm_eps, spec.rope) == (1e-6, RopeSpec(type="default", theta=10000.0))
+    assert (spec.bos_token_id, spec.eos_token_ids, spec.dtype) == (1, (2,), "float32")
+    assert spec.native
+    assert {spec.tie_word_embeddings, spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm} == {False}
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path, tmp_path_factory):
+    from transformers import AutoConfig
+
+    full = json.loads((cached_model(family, tmp_path_factory) / "config.json").read_text())
+    needed = {"architectures", "model_type", *LLAMA}
+    write(tmp_path, {key: value for key, value in full.items() if key in needed} | {"num_attention_heads": 32})
+    ours, theirs = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    sliding = getattr(theirs, "sliding_window", None)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == head_dim
+    assert ours.sliding_window == sliding
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert (ours.bos_token_id, list(ours.eos_token_ids)) == (
+        theirs.bos_token_id,
+        [] if theirs.eos_token_id is None else [theirs.eos_token_id],
+    )
+
+
+ROPE_FORMS = {
+    "default": ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+    "linear": (
+        {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "yarn": (
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 128},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+    ),
+    "llama3": (
+        {
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPE_FORMS)
+def test_old_and_new_config_give_the_same_spec(rope_type, tmp_path):
+    old_rope, new_rope = ROPE_FORMS[rope_type]
+    length = {"max_position_embeddings": 128}
+    old = spec_of(tmp_path, **length, **{k: v for k, v in old_rope.items() if k not in length}, torch_dtype="bfloat16")
+    new = spec_of(tmp_path, **length, rope_parameters=new_rope, dtype="bfloat16")
+    assert old == new
+    assert new.rope.type == rope_type
+    assert new != replace(new, rope=RopeSpec(theta=1.0))
+
+
+def test_yarn_reaches_its_factor_times_the_original_length(tmp_path):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert spec_of(tmp_path, max_position_embeddings=32768, rope_scaling=yarn).max_position_embeddings == 131072
+    assert spec_of(tmp_path, max_position_embeddings=131072, rope_scaling=yarn).max_position_embeddings == 131072
+
+
+def test_stop_ids_of_generation_config_come_first_and_are_merged(tmp_path):
+    config = {**LLAMA, "eos_token_id": [7, 2]}
+    assert read_spec(write(tmp_path, config)).eos_token_ids == (7, 2)
+    assert read_spec(write(tmp_path, config, {"eos_token_id": [3, 2]})).eos_token_ids == (3, 2, 7)
+    assert read_spec(write(tmp_path, {**LLAMA, "eos_token_id": None}, {"eos_token_id": 9})).eos_token_ids == (9,)
+
+
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 32}, None),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}, 32),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 5}, None),
+        ({"use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 5}, None),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
+    ],
+)
+def test_qwen_slides_only_where_its_config_says(fields, window, tmp_path):
+    assert spec_of(tmp_path, **QWEN2, **fields).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_size": "64"}, r"Expected `int`, got `str` - at `$.hidden_size`"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights (quantization_config: awq)"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not a causal"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "needs 'high_freq_factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differs between layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": None}, "has no model_type"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_with_the_reason(fields, reason, tmp_path):
+    message = refusal_of(tmp_path, **fields)
+    assert reason in message
+    assert str(tmp_path) in message
+
+
+def test_a_missing_or_broken_folder_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"no model folder at .*absent"):
+        read_spec(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama",')
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json.*line 1 column"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds no JSON object"):
+        read_spec(tmp_path)
+
+
+def test_resolve_model_takes_a_folder_as_it_is(tmp_path):
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/absent/folder", "./absent", "~/absent-folder", "a/b/c", "folder/"])
+def test_what_can_only_be_a_path_is_never_looked_up_on_the_hub(model, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+    with pytest.raises(ModelError, match="no model folder at"):
+        resolve_model(model)
+
+
+def test_a_file_is_not_a_model(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ModelError, match="is a file") as caught:
+        resolve_model(str(file))
+    assert str(tmp_path) in caught.value.hint
+
+
+HUB_FAILURES = {
+    "cannot be reached": hub_errors.LocalEntryNotFoundError,
+    "no such model on the Hub": hub_errors.RepositoryNotFoundError,
+    "is gated": hub_errors.GatedRepoError,
+    "has no revision 'v9'": hub_errors.RevisionNotFoundError,
+    "the download of": hub_errors.HfHubHTTPError,
+    "no Hub id either": hub_errors.HFValidationError,
+}
+
+
+@pytest.mark.parametrize("reason", HUB_FAILURES)
+def test_each_failure_of_the_hub_has_its_own_message(reason, monkeypatch):
+    def download(*args, **kwargs):
+        # __init__ of the HTTP ones wants the server's response, which differs between versions of the hub client
+        raise HUB_FAILURES[reason].__new__(HUB_FAILURES[reason], "reason")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelError, match=reason) as caught:
+        resolve_model("owner/absent", revision="v9")
+    assert "owner/absent" in caught.value.message
+
+
+def test_the_hub_is_asked_for_weights_and_text_but_not_for_other_formats(monkeypatch, tmp_path):
+    asked = {}
+
+    def download(model, **options):
+        asked.update(options, model=model)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("owner/model", revision="main", download_dir=tmp_path) == tmp_path
+    assert (asked["model"], asked["revision"], asked["cache_dir"]) == ("owner/model", "main", tmp_path)
+    names = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "original/params.json",
+        "onnx/model.onnx",
+    ]
+    wanted = huggingface_hub.utils.filter_repo_objects(
+        names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert list(wanted) == names[:4]

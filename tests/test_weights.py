@@ -1,0 +1,173 @@
+"""Weights: shards, strict names, damage that is named, and seeded noise."""
+
+import json
+
+import pytest
+import torch
+from model_zoo import cached_model, tiny_model
+from safetensors.torch import load_file, save_file
+
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.errors import ModelError
+from pagedcli.models.base import load_model
+from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.spec import read_spec
+from pagedcli.models.weights import CheckpointWeights, DummyWeights
+
+CPU = torch.device("cpu")
+Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(path, **options):
+    options = {"dtype": torch.float32, **options}
+    return load_model(path, read_spec(path), backend=ReferenceAttention(), device=CPU, **options)
+
+
+def tensors_of(path, source=None, dtype=torch.float32, ignored=frozenset()):
+    source = source or CheckpointWeights(path)
+    return source.load(decoder_parameters(read_spec(path)), ignored=ignored, dtype=dtype, device=CPU)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_model("llama-untied", tmp_path / "model")
+
+
+@pytest.fixture
+def edit(folder):
+    """Change the checkpoint's tensors through a function of their dict."""
+
+    def apply(change):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+        return folder
+
+    return apply
+
+
+def refusal_of(path):
+    with pytest.raises(ModelError) as caught:
+        load(path)
+    return caught.value
+
+
+def test_shards_give_the_same_weights_as_one_file(tmp_path, tmp_path_factory):
+    whole = cached_model("qwen3", tmp_path_factory)
+    sharded = tiny_model("qwen3", tmp_path, max_shard_size="60KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 3
+    expected, actual = tensors_of(whole), tensors_of(sharded)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+def test_projections_are_stacked_in_order(folder):
+    stored = load_file(folder / "model.safetensors")
+    tensors = tensors_of(folder)
+    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
+    for kind in ("weight", "bias"):
+        qkv = torch.cat([stored[f"{attention}{part}_proj.{kind}"] for part in "qkv"])
+        gate_up = torch.cat([stored[f"{mlp}{part}_proj.{kind}"] for part in ("gate", "up")])
+        assert torch.equal(tensors[f"layers.1.qkv.{kind}"], qkv)
+        assert torch.equal(tensors[f"layers.1.gate_up.{kind}"], gate_up)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_rounded_once_to_the_asked_dtype(folder, dtype):
+    exact, rounded = tensors_of(folder), tensors_of(folder, dtype=dtype)
+    assert all(torch.equal(rounded[key], exact[key].to(dtype)) for key in exact)
+
+
+def test_a_missing_tensor_is_named(edit):
+    error = refusal_of(edit(lambda tensors: tensors.pop(Q_WEIGHT)))
+    assert f"tensor {Q_WEIGHT!r} is missing" in error.message
+
+
+def test_an_unexpected_tensor_is_named_with_its_file(edit):
+    folder = edit(lambda tensors: tensors.update({"model.layers.0.lora_A.weight": torch.zeros(2, 2)}))
+    error = refusal_of(folder)
+    assert "'model.layers.0.lora_A.weight' is not part of this architecture" in error.message
+    assert str(folder / "model.safetensors") in error.message
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(edit):
+    error = refusal_of(edit(lambda tensors: tensors.update({Q_WEIGHT: torch.zeros(60, 64)})))
+    assert f"{Q_WEIGHT!r} has shape [60, 64], but config.json asks for [64, 64]" in error.message
+
+
+def test_integer_weights_are_refused(edit):
+    error = refusal_of(edit(lambda tensors: tensors.update({Q_WEIGHT: torch.zeros(64, 64, dtype=torch.int8)})))
+    assert f"{Q_WEIGHT!r} is stored as int8" in error.message
+
+
+@pytest.mark.parametrize("num_bytes", [4, 200, -1])
+def test_a_truncated_file_is_named(folder, num_bytes):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    error = refusal_of(folder)
+    assert f"{file} is damaged or cut short ({file.stat().st_size} bytes)" in error.message
+    assert error.hint == "download the file again"
+
+
+def test_a_git_lfs_pointer_is_recognised(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    error = refusal_of(folder)
+    assert "is a Git LFS pointer" in error.message
+    assert "git lfs pull" in error.hint
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = tiny_model("llama", tmp_path, max_shard_size="60KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"lacks {shard.name}, which model.safetensors.index.json names" in refusal_of(folder).message
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": []}))
+    assert "has no weight_map" in refusal_of(folder).message
+    (folder / "model.safetensors.index.json").unlink()
+    assert "but no model.safetensors.index.json" in refusal_of(folder).message
+
+
+def test_a_folder_without_weights_says_what_to_do(folder):
+    (folder / "model.safetensors").unlink()
+    assert "--load-format dummy" in refusal_of(folder).hint
+    (folder / "pytorch_model.bin").touch()
+    assert "convert the model to safetensors" in refusal_of(folder).hint
+
+
+def test_copies_and_buffers_that_old_checkpoints_carry_are_ignored(tmp_path, tmp_path_factory):
+    folder = tiny_model("llama", tmp_path)  # tied
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, folder / "model.safetensors")
+    hidden = torch.randn(3, 64)
+    expected = load(cached_model("llama", tmp_path_factory)).compute_logits(hidden)
+    assert torch.equal(load(folder).compute_logits(hidden), expected)
+
+
+def test_one_safetensors_file_of_any_name_is_found(folder):
+    expected = tensors_of(folder)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    actual = tensors_of(folder)
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+def test_dummy_weights_need_only_the_config_and_repeat_by_seed(folder):
+    (folder / "model.safetensors").unlink()
+    first, again, other = (tensors_of(folder, DummyWeights(seed)) for seed in (5, 5, 6))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["lm_head"], other["lm_head"])
+    assert torch.equal(first["final_norm"], torch.ones(64))
+    noise = torch.cat([first["lm_head"].flatten(), first["layers.1.down.weight"].flatten()])
+    assert noise.mean().abs() < 1e-3
+    assert noise.std() == pytest.approx(0.02, rel=0.02)
+    rounded = tensors_of(folder, DummyWeights(5), dtype=torch.bfloat16)
+    assert all(torch.equal(rounded[key], first[key].bfloat16()) for key in first)
+    assert load(folder, load_format="dummy").weight_bytes == sum(tensor.nbytes for tensor in first.values())
+
+
+def test_dummy_noise_does_not_repeat_between_its_blocks(monkeypatch, folder):
+    monkeypatch.setattr(DummyWeights, "_BLOCK", 64)
+    rows = tensors_of(folder, DummyWeights(0))["lm_head"]
+    assert len(rows.unique(dim=0)) == len(rows)
