@@ -13,6 +13,7 @@ the evaluation draws only from that tenth.  A wrong or misplaced KV block theref
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import shutil
@@ -432,8 +433,12 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     copy.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[0], do_sample=False)
     copy.to(torch.bfloat16).save_pretrained(part)
     tokenizer.save_pretrained(part)
+    settings = part / "tokenizer_config.json"  # the class name that transformers 4 and 5 both know
+    known = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings.write_text(json.dumps(known, indent=2) + "\n")
     out.mkdir(parents=True, exist_ok=True)
     for file in part.iterdir():
+        file.chmod(0o644)
         file.replace(out / file.name)
     part.rmdir()
 

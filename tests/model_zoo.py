@@ -29,6 +29,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_MULTI_HEAD = {"num_key_value_heads": 4}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # family -> (transformers config class, what differs from _BASE)
@@ -47,9 +48,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 6.0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 256}),
-    "gpt2": ("GPT2Config", {}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
-    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt2": ("GPT2Config", _MULTI_HEAD),
+    "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
+    "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")

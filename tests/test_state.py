@@ -31,12 +31,12 @@ from pagedcli.kvcache.prefix_hash import Prefix, compute_hash
 
 
 def engine_started(num_blocks: int, block_size: int, **changes: object) -> EngineStarted:
-    fields = dict(
-        schema_version=SCHEMA_VERSION, pagedcli_version="0", time_ns=0, model="m", device="cpu", dtype="float32",
-        backend="b", refused=(), num_blocks=num_blocks, block_size=block_size, block_bytes=64 * block_size,
-        max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096, chunked_prefill_size=None,
-        enable_prefix_caching=True,
-    )  # fmt: skip
+    fields: dict[str, object] = {
+        "schema_version": SCHEMA_VERSION, "pagedcli_version": "0", "time_ns": 0, "model": "m", "device": "cpu",
+        "dtype": "float32", "backend": "b", "refused": (), "num_blocks": num_blocks, "block_size": block_size,
+        "block_bytes": 64 * block_size, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 4096,
+        "chunked_prefill_size": None, "enable_prefix_caching": True,
+    }  # fmt: skip
     return EngineStarted(**(fields | changes))  # type: ignore[arg-type]
 
 
@@ -144,6 +144,14 @@ class FoldMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
+    def reuse_more(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.running))
+        if len(user.token_ids) - user.num_computed_tokens > 1:
+            self.manager.reuse_more(user)
+            assert self.state.seqs[user.seq_id].num_computed_tokens == user.num_computed_tokens
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.running))
         child = self.new_user(parent.token_ids.copy(), parent.cache_salt)
@@ -232,7 +240,7 @@ def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
         (BlockEvicted(7, 1), "there is no block 7 in a pool of 3"),
         (BlocksClosed(0, (0,), (5,)), "not next in the block table"),
         (BlocksReleased(0, (2,)), "not the block table"),
-        (PrefixLookedUp(0, "new", 5, 3, 0, 0, None, None, None, 0), "2 full blocks, not 3"),
+        (PrefixLookedUp(0, "new", 5, 3, 0, 0, None, None, None, 0), "0 hits of 3 blocks, where 2 can be asked for"),
         (RequestPreempted(0, 0, 1, 0, 0), "seq 0 is waiting, not running"),
         (RequestFinished(0, "stop", 3), "0 output tokens, not 3"),
         (StepScheduled(0, (0,), (1,), 0), "step 0 is not the one that runs"),

@@ -41,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: the whole budget
     enable_prefix_caching: bool = True
     preemption_policy: Literal["last", "largest"] = "last"
+    async_scheduling: bool | None = None  # launch a step before the last one's tokens are read; None: on CUDA only
     enforce_eager: bool = False  # no CUDA graphs
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none, and of dummy weights

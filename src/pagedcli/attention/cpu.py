@@ -44,7 +44,7 @@ class CpuAttention:
         self._spec = spec
         self._dtype_code = DTYPE_CODES[spec.dtype]
         self._geometry = (_int64 * 5)(0, spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._geometry_address = ctypes.addressof(self._geometry)
+        self.geometry_address = ctypes.addressof(self._geometry)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
@@ -53,7 +53,7 @@ class CpuAttention:
         cu_q, num_tokens = batch.cu_q.contiguous(), batch.num_tokens.contiguous()
         table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
         address = self._library.paged_plan_new(
-            self._geometry_address,
+            self.geometry_address,
             num_tokens.shape[0],
             cu_q.data_ptr(),
             num_tokens.data_ptr(),
@@ -64,13 +64,13 @@ class CpuAttention:
         batch.plan = _Plan(self._library, address, (cu_q, num_tokens, table))
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        self._check_cache(k_cache, v_cache)
+        self.check_cache(k_cache, v_cache)
         k, v = _dense_rows(k), _dense_rows(v)
         strides = (_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         slots = slots.contiguous()
         self._write(
             self._dtype_code,
-            self._geometry_address,
+            self.geometry_address,
             k.shape[0],
             torch.get_num_threads(),
             k.data_ptr(),
@@ -84,12 +84,12 @@ class CpuAttention:
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
         if batch.plan is None:
             self.prepare(batch)
-        self._check_cache(k_cache, v_cache)
+        self.check_cache(k_cache, v_cache)
         q = _dense_rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
         failed = self._attend(
             self._dtype_code,
-            self._geometry_address,
+            self.geometry_address,
             batch.plan.address,
             q.data_ptr(),
             q.stride(0),
@@ -103,7 +103,7 @@ class CpuAttention:
             raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
         return out
 
-    def _check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
+    def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
         """The library trusts its pointers, so this is where a wrong shape is caught."""
         spec = self._spec
         inside = (spec.num_kv_heads, spec.block_size, spec.head_dim)
@@ -123,10 +123,18 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
     library.paged_plan_new.restype = _pointer
     library.paged_plan_free.argtypes = [_pointer]
     library.paged_plan_free.restype = None
-    tail = [_pointer, _int64, _int64, _pointer, _pointer, _pointer, _float]
-    library.paged_attend.argtypes = [_int, _pointer, _pointer, *tail]
+    library.paged_attend.argtypes = [
+        _int,
+        *(_pointer for _ in range(3)),
+        _int64,
+        _int64,
+        _pointer,
+        _pointer,
+        _pointer,
+        _float,
+    ]
     library.paged_attend.restype = _int
-    library.paged_write.argtypes = [_int, _pointer, _int64, _int, *[_pointer] * 6]
+    library.paged_write.argtypes = [_int, _pointer, _int64, _int, *(_pointer for _ in range(6))]
     library.paged_write.restype = None
     return library.paged_attend, library.paged_write
 

@@ -26,6 +26,8 @@ class Entry:
 REGISTRY = (
     Entry("cpu", "pagedcli.attention.cpu", ("cpu",)),
     Entry("triton", "pagedcli.attention.triton_paged", ("cuda",)),
+    Entry("varlen", "pagedcli.attention.varlen", ("cuda",)),
+    Entry("flash", "pagedcli.attention.flash", ("cuda",)),
     Entry("sdpa", "pagedcli.attention.sdpa", ("cpu", "cuda", "mps", "xpu")),
     Entry("reference", "pagedcli.attention.reference", ("cpu", "cuda", "mps", "xpu")),
 )
@@ -108,6 +110,12 @@ def _try_all(
 
 def _load(entry: Entry, spec: AttentionSpec) -> AttentionBackend:
     backend: AttentionBackend = import_module(entry.module).load(spec)
+    check_spec(backend, spec)
+    return backend
+
+
+def check_spec(backend: AttentionBackend, spec: AttentionSpec) -> None:
+    """Raises BackendError if the backend's dtypes or block_size_multiple rule the spec out."""
     if spec.dtype not in backend.dtypes:
         known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in backend.dtypes))
         raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of {known}")
@@ -117,4 +125,3 @@ def _load(entry: Entry, spec: AttentionSpec) -> AttentionBackend:
             f"block_size is {spec.block_size}, not a multiple of {multiple}",
             hint=f"use block_size: {-(-spec.block_size // multiple) * multiple}, or attention_backend: auto",
         )
-    return backend

@@ -97,7 +97,7 @@ def decode_kernel(
         first_row = tl.load(cu_q_ptr + seq)
         num_new = tl.load(cu_q_ptr + seq + 1) - first_row
         total = tl.load(num_tokens_ptr + seq)
-        # The split's pages are looked up before the loop: inside it, waiting for them would stall the copies of K and V.
+        # The split's pages are looked up before the loop: inside it they would stall the copies of K and V.
         first_page = split_start // S
         page = first_page + tl.arange(0, PAGES)
         page_ids = tl.load(table_ptr + seq.to(tl.int64) * table_stride + page, mask=page * S < total, other=0)
@@ -118,11 +118,15 @@ def decode_kernel(
                 block = tl.gather(page_ids, token // S - first_page, 0)
             offset = ((block.to(tl.int64) * G + head) * S + token % S) * D
             owned = token < total
-            k = tl.load(k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0)
+            k = tl.load(
+                k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0
+            )
             scores = _dot(q, k, UPCAST) * factor
             scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
             weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
-            v = tl.load(v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0)
+            v = tl.load(
+                v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0
+            )
             acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
 
         heads = head * GROUP + row % GROUP
@@ -293,7 +297,7 @@ def prefill_kernel(
             q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
             G, S, D, BLOCK_N, BLOCK_D, False, UPCAST,
         )  # fmt: skip
-    for start in tl.range(all_see, end, BLOCK_N, num_stages=1):
+    for start in tl.range(all_see, end, BLOCK_N, num_stages=STAGES):
         top, weight_sum, acc = _prefill_tile(
             q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
             G, S, D, BLOCK_N, BLOCK_D, True, UPCAST,

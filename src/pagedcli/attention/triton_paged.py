@@ -1,7 +1,7 @@
 """Paged attention in Triton: split decode over a persistent work list, paged prefill. The base on CUDA.
 
-Runs on any torch from 2.11 and any block size that is a multiple of 16. A sequence's result does not depend on the rest of
-the batch: splits and tiles are counted from its own start. Imported only where triton is installed.
+Runs on any torch from 2.11 and any block size that is a multiple of 16. A sequence's result does not depend on the rest
+of the batch: splits and tiles are counted from its own start. Imported only where triton is installed.
 """
 
 from dataclasses import dataclass
@@ -38,20 +38,28 @@ class TileConfig:
     num_stages: int
 
 
-# By bytes of one padded head row (head_dim x element size). Chosen so that no kernel spills and three decode programs
-# fit the shared memory of an sm_90 multiprocessor, two that of an sm_80. Not autotuned: a cold start would pay for it.
+# (element bytes, largest padded head_dim, config). No kernel of these spills, three decode programs fit the shared
+# memory of an sm_90 multiprocessor and two that of an sm_80 (tests/test_triton_compile.py). Not autotuned: a cold
+# start would pay for it, and it needs a driver.
 DECODE_CONFIGS = (
-    (128, TileConfig(MIN_ROWS, 128, 4, 3)),
-    (256, TileConfig(MIN_ROWS, 64, 4, 3)),
-    (512, TileConfig(MIN_ROWS, 32, 4, 3)),
-    (1024, TileConfig(MIN_ROWS, 16, 4, 3)),
+    (2, 64, TileConfig(MIN_ROWS, 128, 4, 3)),
+    (2, 128, TileConfig(MIN_ROWS, 64, 4, 3)),
+    (2, 256, TileConfig(MIN_ROWS, 32, 4, 3)),
+    (4, 64, TileConfig(MIN_ROWS, 64, 4, 3)),
+    (4, 128, TileConfig(MIN_ROWS, 32, 4, 3)),
+    (4, 256, TileConfig(MIN_ROWS, 16, 4, 3)),
 )
 PREFILL_CONFIGS = (
-    (128, TileConfig(128, 64, 4, 3)),
-    (256, TileConfig(128, 64, 8, 3)),
-    (512, TileConfig(64, 32, 8, 2)),
-    (1024, TileConfig(32, 32, 8, 2)),
+    (2, 64, TileConfig(128, 64, 8, 3)),
+    (2, 128, TileConfig(64, 64, 8, 3)),
+    (2, 256, TileConfig(64, 32, 8, 3)),
+    (4, 64, TileConfig(32, 32, 8, 3)),
+    (4, 128, TileConfig(32, 16, 4, 3)),
+    (4, 256, TileConfig(16, 16, 8, 3)),
 )
+# sm_90 keeps the operands of a product in shared memory, so more rows fit its registers.
+PREFILL_CONFIGS_SM90 = ((2, 128, TileConfig(128, 64, 8, 3)), *PREFILL_CONFIGS)
+ConfigTable = tuple[tuple[int, int, TileConfig], ...]
 
 
 @dataclass(slots=True)
@@ -95,9 +103,7 @@ class TritonAttention:
         self._group = spec.num_heads // spec.num_kv_heads
         self._rows = max(MIN_ROWS, _power_of_2(self._group))  # rows of a decode item: new tokens x group
         self._block_d = max(16, _power_of_2(spec.head_dim))
-        row_bytes = self._block_d * spec.dtype.itemsize
-        self._decode = config_for(DECODE_CONFIGS, row_bytes)
-        self._prefill = config_for(PREFILL_CONFIGS, row_bytes)
+        self._decode, self._prefill = tile_configs(spec.dtype, self._block_d, _capability(spec.device))
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
         self._partials = torch.empty(0), torch.empty(0)
@@ -262,12 +268,15 @@ class TritonAttention:
         return self._partials
 
 
-def config_for(table: tuple[tuple[int, TileConfig], ...], row_bytes: int) -> TileConfig:
-    """The entry of a config table that serves head rows of so many bytes."""
-    for limit, config in table:
-        if row_bytes <= limit:
-            return config
-    raise BackendError(f"a padded head row of {row_bytes} bytes is more than {table[-1][0]}")
+def tile_configs(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> tuple[TileConfig, TileConfig]:
+    """How the decode and the prefill kernel are cut for a padded head size on a device of that compute capability."""
+    prefill = PREFILL_CONFIGS_SM90 if capability == (9, 0) else PREFILL_CONFIGS
+    return config_for(DECODE_CONFIGS, dtype.itemsize, block_d), config_for(prefill, dtype.itemsize, block_d)
+
+
+def config_for(table: ConfigTable, element_bytes: int, block_d: int) -> TileConfig:
+    """The first entry of a config table that serves heads of that padded size."""
+    return next(config for size, limit, config in table if size == element_bytes and block_d <= limit)
 
 
 def pages_per_split(block_size: int) -> int:
@@ -284,6 +293,10 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
 def _power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -298,7 +311,7 @@ def load(spec: AttentionSpec) -> TritonAttention:
     """The Triton backend. Raises BackendError off CUDA (but for triton's interpreter) and for heads it cannot tile."""
     if spec.device.type != "cuda" and not interpreted():
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
-    if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 0):
+    if spec.device.type == "cuda" and _capability(spec.device) < (8, 0):
         raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
     if spec.head_dim > 256:
         raise BackendError(f"head_dim is {spec.head_dim}, more than 256")

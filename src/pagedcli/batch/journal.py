@@ -69,17 +69,20 @@ class Journal:
         Raises: UsageError naming each field of the fingerprint that differs.
         """
         fd = _open_locked(path)
-        with os.fdopen(os.dup(fd), "rb") as file:
-            file.seek(0)
-            header = _read_header(path, file.readline())
-            if header is None:  # killed before the first line was complete
-                os.close(fd)
-                return cls.create(path, fingerprint)
-            _compare(path, header.fingerprint, fingerprint)
-            journal = cls(path, fd, header)
-            end = journal._load(file, file.tell())
-        os.ftruncate(fd, end)
-        journal._end = end
+        try:
+            with open(fd, "rb", closefd=False) as file:
+                header = _read_header(path, file.readline())
+                if header is not None:
+                    _compare(path, header.fingerprint, fingerprint)
+                    journal = cls(path, fd, header)
+                    journal._end = journal._load(file, file.tell())
+        except PagedcliError:
+            os.close(fd)
+            raise
+        if header is None:  # killed before the first line was complete
+            os.close(fd)
+            return cls.create(path, fingerprint)
+        os.ftruncate(fd, journal._end)
         return journal
 
     def holds(self, index: int, line_digest: int) -> bool:

@@ -171,7 +171,8 @@ def decode_line(content: bytes | None) -> dict[str, Any]:
 
 def read_head(document: dict[str, Any], index: int, line_number: int) -> RowHead:
     """Row id and shape of a line, without judging the rest. Raises: RequestError for an unknown url."""
-    row_id = document.get("custom_id", document.get("id"))
+    row_id = document.get("custom_id")
+    row_id = document.get("id") if row_id is None else row_id
     if (
         not isinstance(row_id, str | int)
         or isinstance(row_id, bool)
@@ -192,7 +193,7 @@ def check_head(document: dict[str, Any], head: RowHead) -> None:
             raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
     if head.shape == "plain":
         return
-    if document.get("url") not in _SHAPES:
+    if document.get("url") not in list(_SHAPES):  # a list compares, whatever type the url has
         raise RequestError("unsupported_endpoint", f"url is {_shown(document.get('url'))}, known: {', '.join(_SHAPES)}")
     if not isinstance(head.id, str):
         raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")

@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-import xxhash
-
-from pagedcli.batch.chat import with_system_prompt
 from pagedcli.batch.detokenizer import StopCheckers
+from pagedcli.batch.intake import BatchOptions, Intake, Limits, Prepared, Refused
 from pagedcli.batch.lines import Line
-from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head
+from pagedcli.batch.requests import RowHead
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import Sink
-from pagedcli.batch.stats import BatchStats, SeenIds
+from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
@@ -27,20 +24,6 @@ if TYPE_CHECKING:
     from pagedcli.engine.outputs import RequestOutput
 
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """How a run treats its lines."""
-
-    defaults: SamplingParams
-    max_tokens_given: bool = False  # by a flag: then it is not lowered to what fits
-    seed: int = 0  # of requests that bring none
-    system_prompt: str | None = None  # makes plain text prompts chats, too
-    strict: bool = False  # unknown fields are errors
-    limit: int | None = None  # rows of the input
-    max_errors: int | None = None  # stop at this many error rows
-    shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
 
 
 @dataclass(slots=True)
@@ -60,6 +43,16 @@ class _InWork:
     line_digest: int
     params: SamplingParams
     stop_checkers: StopCheckers | None
+
+
+def wanted_lines(lines: Iterable[Line], options: BatchOptions) -> Iterator[Line]:
+    """The lines of this run's shard, up to the limit."""
+    place, num_shards = options.shard
+    for line in lines:
+        if options.limit is not None and line.index >= options.limit:
+            return
+        if line.index % num_shards == place:
+            yield line
 
 
 class BatchRun:
@@ -89,9 +82,9 @@ class BatchRun:
         self._options = options
         self._observe = observe
         self._stop_requested = stop_requested
-        self._parser = RequestParser(options.defaults, strict=options.strict)
-        self._lines = self._wanted(lines)
-        self._seen_ids = SeenIds()
+        limits = Limits(engine.plan.max_model_len, engine.plan.num_slots)
+        self._intake = Intake(tokenizer, options, limits)
+        self._lines = wanted_lines(lines, options)
         self._in_work: dict[str, _InWork] = {}
         # one engine step may end every running request: as many again are ready, tokenized, behind them
         self._max_in_work = 2 * engine.plan.max_num_seqs
@@ -100,13 +93,17 @@ class BatchRun:
     def run(self) -> BatchResult:
         """Serve every line. The sink is finished if the run is complete, and abandoned if it stops early."""
         start_s = time.perf_counter()
-        outcome = self._serve(start_s)
+        try:
+            outcome = self._serve(start_s)
+        except BaseException:  # a full disk, a changed input, Ctrl-C twice
+            self._sink.abandon()
+            raise
         if outcome == "complete":
             self._sink.finish()
         else:
             self._sink.abandon()
         self._update_stats(start_s)
-        return BatchResult(outcome, self.stats, dict(self._parser.ignored))
+        return BatchResult(outcome, self.stats, dict(self._intake.parser.ignored))
 
     def _serve(self, start_s: float) -> Outcome:
         engine, options = self._engine, self._options
@@ -135,15 +132,6 @@ class BatchRun:
 
     # ------------------------------------------------------------------ lines to requests
 
-    def _wanted(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """The lines of this shard, up to the limit."""
-        place, num_shards = self._options.shard
-        for line in lines:
-            if self._options.limit is not None and line.index >= self._options.limit:
-                return
-            if line.index % num_shards == place:
-                yield line
-
     def _pull(self) -> bool:
         """Give the engine what it has room for. Returns False when the input has ended."""
         max_errors = self._options.max_errors
@@ -162,62 +150,23 @@ class BatchRun:
 
     def _take(self, line: Line) -> None:
         """Start the request of a line, or write its error row, unless the journal has its row already."""
-        done = self._sink.holds(line.index, line.digest)
-        head = RowHead(line.index, line.number)
-        try:
-            document = decode_line(line.content)
-            head = read_head(document, line.index, line.number)
-            if head.id is not None and not self._seen_ids.add(head.id):
-                raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
-            if done:
-                return
-            check_head(document, head)
-            self._start(line, head, self._parser.parse(document, head))
-        except RequestError as error:
-            if not done:
-                self._write_error(line, head, error)
+        taken = self._intake.prepare(line, done=self._sink.holds(line.index, line.digest))
+        if isinstance(taken, Prepared):
+            try:
+                self._start(line, taken)
+            except RequestError as error:
+                taken = Refused(taken.head, error)
+        if isinstance(taken, Refused):
+            self._write_error(line, taken.head, taken.error)
 
-    def _start(self, line: Line, head: RowHead, request: BatchRequest) -> None:
-        prompt_token_ids = self._encode(request)
-        params = self._final_params(request, len(prompt_token_ids), line.index)
-        stop_checkers = StopCheckers(self._tokenizer, prompt_token_ids, params) if params.stop_strings else None
+    def _start(self, line: Line, request: Prepared) -> None:
+        ids, params = request.prompt_token_ids, request.params
+        stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
         request_id = str(line.index)
         self._engine.add_request(
-            request_id,
-            prompt_token_ids,
-            params,
-            cache_salt=request.cache_salt,
-            make_stop_checker=stop_checkers,
+            request_id, ids, params, cache_salt=request.cache_salt, make_stop_checker=stop_checkers
         )
-        self._in_work[request_id] = _InWork(head, line.digest, params, stop_checkers)
-
-    def _encode(self, request: BatchRequest) -> list[int]:
-        system_prompt = self._options.system_prompt
-        messages = request.messages
-        if messages is None and system_prompt is not None and isinstance(request.prompt, str):
-            messages = [{"role": "user", "content": request.prompt}]
-        if messages is not None:
-            return self._tokenizer.encode_chat(
-                with_system_prompt(messages, system_prompt), request.chat_template_kwargs
-            )
-        if isinstance(request.prompt, str):
-            return self._tokenizer.encode(request.prompt)
-        assert request.prompt is not None, "a request has a prompt or messages"
-        return request.prompt
-
-    def _final_params(self, request: BatchRequest, num_prompt: int, index: int) -> SamplingParams:
-        """The request's parameters with a seed of its own, and the default max_tokens lowered to what fits."""
-        params, plan = request.params, self._engine.plan
-        changes: dict[str, int] = {}
-        if params.seed is None:
-            # from the row's index, so that a resumed run draws the same
-            changes["seed"] = xxhash.xxh64_intdigest(f"{self._options.seed}:{index}".encode()) >> 1
-        if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
-            # the last generated token is never written to the cache
-            room = min(plan.max_model_len - num_prompt, plan.num_slots - num_prompt + 1)
-            if params.min_tokens <= room < params.max_tokens:
-                changes["max_tokens"] = max(room, 1)
-        return msgspec.structs.replace(params, **changes) if changes else params
+        self._in_work[request_id] = _InWork(request.head, line.digest, params, stop_checkers)
 
     # ------------------------------------------------------------------ rows
 

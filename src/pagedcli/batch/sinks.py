@@ -131,7 +131,8 @@ class FileSink:
         self.journal.close()
 
     def abandon(self) -> None:
-        self.journal.flush(sync=True)
+        with suppress(PagedcliError):  # a full disk: the rows that did not get there are made again
+            self.journal.flush(sync=True)
         self.journal.close()
         if not self.journal.num_rows:
             self.journal.path.unlink()  # nothing to resume

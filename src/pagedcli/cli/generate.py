@@ -11,7 +11,6 @@ import typer
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, ShowConfig, config_flags
 from pagedcli.cli.session import Job, parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
-from pagedcli.cli.terminal import printable
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event
@@ -20,10 +19,12 @@ _FILES, _INSPECTION = "Files", "Inspection"
 
 
 class ShownFormat(StrEnum):
-    """The values of --format for --show-config."""
+    """The values of --format, for --show-config and --dry-run."""
 
     TABLE = "table"
     JSON = "json"
+    CSV = "csv"
+    MD = "md"
     YAML = "yaml"
 
 
@@ -84,9 +85,14 @@ def generate(
             rich_help_panel=_INSPECTION,
         ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what the file would do to the KV cache (see pagedcli plan).")
+    ] = False,
     config: ConfigFile = None,
     show_config: ShowConfig = False,
-    format_: Annotated[ShownFormat, typer.Option("--format", help="Of --show-config.")] = ShownFormat.TABLE,
+    format_: Annotated[
+        ShownFormat, typer.Option("--format", help="Of --show-config and --dry-run; yaml of --show-config only.")
+    ] = ShownFormat.TABLE,
     flags: Flags,
 ) -> None:
     """Generate from a JSONL file of prompts.
@@ -109,6 +115,8 @@ def generate(
     if show_config:
         _show_config(loaded, format_)
         return
+    if dry_run:
+        raise typer.Exit(_dry_run(prompts or input_file, loaded, format_))
     job = _job(prompts, input_file, output_file, loaded, resume=resume, overwrite=overwrite, shard=shard)
     with ExitStack() as stack:
         emit = _observers(stack, job, dump_kv=dump_kv, record=record)
@@ -150,7 +158,7 @@ def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None
         from pagedcli.inspection.live import StepPrinter
 
         # rows own stdout unless they go to a file
-        observers.append(StepPrinter(Console(stderr=not job.output_is_file)).on_event)
+        observers.append(StepPrinter(Console(stderr=job.output is None)).on_event)
     if not observers:
         return None
 
@@ -161,19 +169,28 @@ def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None
     return emit
 
 
+def _dry_run(input_name: str | None, loaded: LoadedConfig, format_: ShownFormat) -> int:
+    from pagedcli.cli.plan import run_plan
+    from pagedcli.cli.tables import Format
+
+    if input_name is None:
+        raise UsageError("no prompts are given", hint="name a JSONL file, or - for stdin")
+    if format_ is ShownFormat.YAML:
+        raise UsageError("--dry-run has no --format yaml", hint="use table, json, csv or md")
+    return run_plan(loaded, input_name, format_=Format(format_))
+
+
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
     """The effective configuration on stdout."""
     if format_ is ShownFormat.JSON:
         document = {"config": config_document(loaded), "sources": loaded.sources}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())
-        return
-    rows = config_rows(loaded)
-    if format_ is ShownFormat.YAML:
+    elif format_ is ShownFormat.YAML:
         import yaml
 
         print(yaml.safe_dump(config_document(loaded), sort_keys=False, allow_unicode=True), end="")
-        return
-    shown = [(str(row["key"]), "none" if row["value"] is None else str(row["value"]), str(row["from"])) for row in rows]
-    widths = [max(len(cells[column]) for cells in shown) for column in range(2)]
-    for key, value, source in [("key", "value", "from"), *shown]:
-        print(printable(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}"))
+    else:
+        from pagedcli.cli.tables import Column, Format, Table, print_tables
+
+        columns = [Column("key", "key"), Column("value", "value"), Column("from", "from")]
+        print_tables([Table("config", "Effective configuration", columns, config_rows(loaded))], Format(format_))

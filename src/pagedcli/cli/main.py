@@ -18,6 +18,13 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal's number, as shells do
 # name: what `pagedcli --help` says about it; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
+    "trace": "Generate under a live view of the KV cache.",
+    "replay": "Look at a recorded run again, step by step.",
+    "explain": "Say why each prefix lookup of a run hit or missed.",
+    "report": "Make one HTML page of a recorded run.",
+    "plan": "Say what a prompt file would do to the KV cache.",
+    "profile-memory": "Say where the memory goes and how many KV blocks fit.",
+    "doctor": "Check this machine and what pagedcli can use of it.",
 }
 
 
@@ -52,7 +59,7 @@ class _Commands(TyperGroup):
                 say(f"hint: {error.hint}")
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            say("interrupted")
+            say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
             raise typer.Exit(_INTERRUPTED) from error
         except BrokenPipeError as error:
             # whoever read our output has gone; Python must not flush into the pipe again at exit
@@ -109,6 +116,7 @@ def _show_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
+    name="pagedcli",
     cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode=None,

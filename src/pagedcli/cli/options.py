@@ -65,6 +65,7 @@ FLAGS: dict[str, Any] = {
         max_num_batched_tokens=(int, "N", "Tokens computed per step. Default: 2048."),
         chunked_prefill_size=(int, "N", "Tokens of one prompt per step. Default: the whole step."),
         preemption_policy=(PreemptionPolicy, None, "Who gives way when blocks run out."),
+        async_scheduling=(bool, None, "Launch a step before the last one's tokens are read. Default: on CUDA only."),
     ),
     **_flags(
         "Sampling",

@@ -37,24 +37,22 @@ def progress_view(*, quiet_terminal: bool) -> ProgressView:
 
 
 class _Rates:
-    """Tokens and rows per second over the last seconds."""
+    """Tokens per second over the last seconds."""
 
     def __init__(self) -> None:
-        self._points: deque[tuple[float, int, int, int]] = deque()
+        self._points: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
 
     def add(self, stats: BatchStats) -> None:
         now = time.monotonic()
-        self._points.append((now, stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_done))
+        self._points.append((now, stats.num_prompt_tokens, stats.num_generated_tokens))
         while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
             self._points.popleft()
 
-    def per_s(self) -> tuple[float, float, float]:
-        """Prompt tokens, generated tokens, rows."""
+    def per_s(self) -> tuple[float, float]:
+        """Prompt tokens, generated tokens."""
         first, last = self._points[0], self._points[-1]
-        elapsed = last[0] - first[0]
-        if elapsed <= 0:
-            return 0.0, 0.0, 0.0
-        return (last[1] - first[1]) / elapsed, (last[2] - first[2]) / elapsed, (last[3] - first[3]) / elapsed
+        elapsed_s = max(last[0] - first[0], 1e-9)
+        return (last[1] - first[1]) / elapsed_s, (last[2] - first[2]) / elapsed_s
 
 
 def rows_text(stats: BatchStats) -> str:
@@ -78,7 +76,7 @@ def eta_text(stats: BatchStats) -> str | None:
 
 def details(stats: BatchStats, rates: _Rates) -> list[str]:
     """Speeds, cache and scheduling in short pieces."""
-    prompt_per_s, generated_per_s, _ = rates.per_s()
+    prompt_per_s, generated_per_s = rates.per_s()
     parts = [f"prompt {prompt_per_s:,.0f} tok/s", f"generated {generated_per_s:,.0f} tok/s"]
     parts.append(f"KV {100 * stats.num_used_blocks / max(stats.num_blocks, 1):.0f} %")
     parts.append(f"hits {100 * stats.hit_rate:.0f} %")

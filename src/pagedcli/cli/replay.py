@@ -1,5 +1,6 @@
 """`pagedcli replay`: look at a recorded run again, step by step, in either direction."""
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -7,9 +8,19 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 
 from pagedcli.cli.terminal import say
 from pagedcli.errors import TraceError, UsageError
+from pagedcli.events import StepFinished
+from pagedcli.inspection.check import check_trace
+from pagedcli.inspection.live import StepPrinter
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.perfetto import export_perfetto
+from pagedcli.inspection.player import Player
+from pagedcli.inspection.replay import Replay
+from pagedcli.inspection.stats import pool_counts
+from pagedcli.inspection.trace_file import TraceReader
 
 
 class StepFormat(StrEnum):
@@ -80,10 +91,14 @@ def replay(
         _print_lines(trace, follow)
 
 
+def table_console() -> Console:
+    """Where tables of steps go: stdout, wide enough for block tables if it is no terminal."""
+
+    free = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if free else 160)
+
+
 def _check(trace: Path, format_: StepFormat) -> None:
-    from pagedcli.inspection.check import check_trace
-    from pagedcli.inspection.stats import pool_counts
-    from pagedcli.inspection.trace_file import TraceReader
 
     result = check_trace(TraceReader(trace))
     counts = pool_counts(result.state)
@@ -103,8 +118,6 @@ def _check(trace: Path, format_: StepFormat) -> None:
 
 
 def _export(trace: Path, output_file: str | None) -> None:
-    from pagedcli.inspection.perfetto import export_perfetto
-    from pagedcli.inspection.trace_file import TraceReader
 
     reader = TraceReader(trace)
     if output_file in (None, "-"):
@@ -121,13 +134,9 @@ def _export(trace: Path, output_file: str | None) -> None:
 
 
 def _print_steps(trace: Path, step: int | None, follow: str | None, format_: StepFormat) -> None:
-    from rich.console import Console
-
-    from pagedcli.inspection.live import StepPrinter
-    from pagedcli.inspection.trace_file import TraceReader
 
     reader = TraceReader(trace)
-    printer = StepPrinter(Console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
+    printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
     for event in reader:
         try:
             printer.on_event(event)
@@ -144,9 +153,6 @@ def _print_steps(trace: Path, step: int | None, follow: str | None, format_: Ste
 
 
 def _print_lines(trace: Path, follow: str | None) -> None:
-    from pagedcli.events import StepFinished
-    from pagedcli.inspection.moment import Moment
-    from pagedcli.inspection.trace_file import TraceReader
 
     reader, moment = TraceReader(trace), Moment(follow=follow)
     for event in reader:
@@ -162,11 +168,6 @@ def _print_lines(trace: Path, follow: str | None) -> None:
 
 
 def _play(trace: Path, follow: str | None) -> None:
-    from rich.console import Console
-
-    from pagedcli.inspection.player import Player
-    from pagedcli.inspection.replay import Replay
-    from pagedcli.inspection.trace_file import TraceReader
 
     reader = TraceReader(trace)
     say(f"reading {trace} ...")

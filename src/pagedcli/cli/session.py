@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from pagedcli.batch.fingerprint import run_fingerprint, run_key
+from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.rows import RowWriter
-from pagedcli.batch.run import BatchOptions, BatchResult, BatchRun
+from pagedcli.batch.run import BatchResult, BatchRun
 from pagedcli.batch.sinks import FileSink, Sink, StreamSink, check_output, is_complete, is_stream, open_file_sink
 from pagedcli.cli.progress import progress_view
 from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary

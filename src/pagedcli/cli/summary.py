@@ -9,7 +9,7 @@ import msgspec
 from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram
-from pagedcli.cli.terminal import say
+from pagedcli.cli.terminal import printable, say
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 
 if TYPE_CHECKING:
@@ -43,25 +43,28 @@ def say_summary(result: BatchResult) -> None:
     stats = result.stats
     say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if stats.num_resumed:
-        say(f"  resumed      {stats.num_resumed:,} rows came from the journal; what follows is about the others")
-    if stats.num_prompt_tokens:
-        elapsed_s = max(stats.elapsed_s, 1e-9)
         say(
-            f"  prompt       {stats.num_prompt_tokens:,} tokens, {stats.num_cached_tokens:,} of them cached"
+            f"  resumed      {_count(stats.num_resumed, 'row')} came from the journal; what follows is about the others"
+        )
+    if stats.num_prompt_tokens:
+        generated_per_s = stats.num_generated_tokens / max(stats.elapsed_s, 1e-9)
+        all_per_s = generated_per_s + stats.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
+        say(
+            f"  prompt       {_count(stats.num_prompt_tokens, 'token')}, {stats.num_cached_tokens:,} of them cached"
             f" ({100 * stats.hit_rate:.1f} % of this run's prompt tokens)"
         )
         say(
-            f"  generated    {stats.num_generated_tokens:,} tokens, {stats.num_generated_tokens / elapsed_s:,.0f} tok/s"
-            f" ({(stats.num_prompt_tokens + stats.num_generated_tokens) / elapsed_s:,.0f} with prompts)"
+            f"  generated    {_count(stats.num_generated_tokens, 'token')}, {generated_per_s:,.0f} tok/s"
+            f" ({all_per_s:,.0f} with prompts)"
         )
         say(f"  latency      TTFT {_percentiles(stats.ttft)}; TPOT {_percentiles(stats.tpot)}")
         say(
             f"  KV blocks    {stats.peak_used_blocks:,} of {stats.num_blocks:,} at the peak"
             f" ({100 * stats.peak_used_blocks / stats.num_blocks:.1f} %)"
         )
-        say(f"  preemptions  {stats.num_preemptions:,}, {stats.num_recomputed_tokens:,} tokens recomputed")
+        say(f"  preemptions  {stats.num_preemptions:,}, {_count(stats.num_recomputed_tokens, 'token')} recomputed")
     for name, count in sorted(result.ignored.items()):
-        say(f"note: field {name!r} has no effect, {count:,} lines have it (--strict makes them errors)")
+        say(f"note: {_count(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
 def resume_command(arguments: Iterable[str]) -> str:
@@ -79,7 +82,11 @@ def config_document(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
 def config_rows(loaded: LoadedConfig) -> list[dict[str, object]]:
     """One row per key: its value and where the value is from."""
     return [
-        {"key": f"{section}.{name}", "value": value, "from": loaded.sources.get(f"{section}.{name}", "default")}
+        {
+            "key": f"{section}.{name}",
+            "value": printable("none" if value is None else str(value)),
+            "from": printable(loaded.sources.get(f"{section}.{name}", "default")),
+        }
         for section, values in config_document(loaded).items()
         for name, value in values.items()
     ]
@@ -95,7 +102,7 @@ def byte_text(num_bytes: float) -> str:
 
 
 def _outcome(result: BatchResult) -> str:
-    num_rows = f"{result.stats.num_finished:,} {'row' if result.stats.num_finished == 1 else 'rows'}"
+    num_rows = _count(result.stats.num_finished, "row")
     if result.outcome == "complete":
         return f"done: {num_rows}"
     if result.outcome == "interrupted":
@@ -109,6 +116,10 @@ def _failures(stats: BatchStats) -> str:
         return ""
     codes = ", ".join(f"{code} {count:,}" for code, count in stats.error_codes.most_common())
     return f"; {num_failed:,} failed" + (f" ({codes})" if codes else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _percentiles(histogram: LogHistogram) -> str:

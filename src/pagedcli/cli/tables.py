@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from shutil import get_terminal_size
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.cells import cell_len
+
+from pagedcli.cli.terminal import printable
 
 Row = Mapping[str, Any]
 
@@ -26,6 +29,9 @@ class Format(StrEnum):
     JSON = "json"
     CSV = "csv"
     MD = "md"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables on stdout.")]
 
 
 def text(value: object) -> str:
@@ -64,21 +70,25 @@ class Column:
     key: str  # plain key in JSON and CSV, e.g. "block_bytes"
     header: str  # for people, with the unit
     show: Callable[[Any], str] = text
+    words: bool = False  # aligned to the left although it has a `show` of its own
 
     @property
     def is_number(self) -> bool:
-        return self.show is not text
+        return self.show is not text and not self.words
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a title. `key` names the table in JSON; `notes` are lines below it, for people only."""
+    """Rows under a title. `key` names the table in JSON. For people only: `notes`, lines below the table, and
+    `max_shown`, a limit of rows.
+    """
 
     key: str
     title: str
     columns: Sequence[Column]
     rows: Sequence[Row]
     notes: Sequence[str] = ()
+    max_shown: int | None = None
 
 
 def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
@@ -100,7 +110,12 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
 
 
 def as_text(table: Table, width: int | None = None) -> str:
-    """Aligned columns: numbers to the right, words to the left. Lines over `width` cells wrap inside the last column."""
+    """Aligned columns, numbers to the right, words to the left. What is over `width` cells wraps in the last column."""
+    if not table.rows:
+        return (
+            "\n".join([table.title, *(line for note in table.notes or ("none",) for line in _wrapped(note, width))])
+            + "\n"
+        )
     cells = [[column.header for column in table.columns], *_shown(table)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
@@ -113,7 +128,7 @@ def as_text(table: Table, width: int | None = None) -> str:
         last = [_pad(row[-1], widths[-1], to_right=True)] if table.columns[-1].is_number else _wrapped(row[-1], room)
         lines.append("  ".join([*padded, last[0]]).rstrip())
         lines += [" " * indent + line for line in last[1:]]
-    rule = "  ".join("-" * w for w in widths[:-1] + [min(widths[-1], room or widths[-1])])
+    rule = "  ".join("-" * w for w in [*widths[:-1], min(widths[-1], room or widths[-1])])
     lines.insert(2, rule)
     for note in table.notes:
         lines += _wrapped(note, width)
@@ -143,13 +158,13 @@ def as_markdown(table: Table) -> str:
 def _shown(table: Table) -> list[list[str]]:
     return [
         ["-" if (value := row.get(column.key)) is None else _one_line(column.show(value)) for column in table.columns]
-        for row in table.rows
+        for row in table.rows[: table.max_shown]
     ]
 
 
 def _one_line(cell: str) -> str:
-    """Control characters would move the cursor or fake a row."""
-    return "".join(c if c.isprintable() else " " for c in cell)
+    """Line ends and tabs would break a row; other control characters would steer the terminal."""
+    return printable(" ".join(cell.splitlines()).replace("\t", " "))
 
 
 def _pad(cell: str, width: int, *, to_right: bool) -> str:

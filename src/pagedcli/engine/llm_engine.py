@@ -6,35 +6,51 @@ Used by batch and by the Python door; knows no files, no text and no terminal.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 import xxhash
 
 from pagedcli import __version__
-from pagedcli.attention.select import select_backend
 from pagedcli.config import EngineConfig
-from pagedcli.engine.memory import measure_budget
-from pagedcli.engine.model_runner import ModelRunner
+from pagedcli.engine.loading import load_engine
 from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
-from pagedcli.engine.plan import (
-    Plan,
-    choose_num_blocks,
-    model_folder,
-    resolve_device,
-    resolve_dtype,
-    resolve_max_model_len,
-)
-from pagedcli.engine.sampler import sample
+from pagedcli.engine.plan import runs_ahead
+from pagedcli.engine.sampler import SampledTokens, SamplingBatch, depends_on_tokens
 from pagedcli.engine.scheduler import ScheduledStep, Scheduler
 from pagedcli.engine.sequence import Sequence, StopChecker
+from pagedcli.engine.step_input import StepBuilder, StepInput
+from pagedcli.engine.tensor_parallel import WorkerGroup
 from pagedcli.errors import RequestError
 from pagedcli.events import SCHEMA_VERSION, Emit, EngineStarted, Event, RequestRefused, StepFinished, StepStarted
 from pagedcli.kvcache.block_manager import BlockManager
-from pagedcli.kvcache.budget import block_bytes, blocks_for
-from pagedcli.models.base import load_model
-from pagedcli.models.spec import read_spec
+from pagedcli.kvcache.budget import blocks_for
 from pagedcli.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step whose tokens have not been read."""
+
+    sampling: SamplingBatch  # its sequences are those that get a token
+    tokens: SampledTokens
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """seq_id -> row of the tokens."""
+        return {seq.seq_id: row for row, seq in enumerate(self.sampling.seqs)}
+
+
+class Executor(Protocol):
+    """Runs steps: one ModelRunner, or a group of them in several processes."""
+
+    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+        """Start a step; see ModelRunner.launch."""
+        ...
+
+    def wait(self, tokens: SampledTokens) -> None:
+        """Return when the tokens can be read."""
+        ...
 
 
 class LLMEngine:
@@ -48,72 +64,13 @@ class LLMEngine:
         self.config = config
         self._observer_ns = 0
         self._emit = None if emit is None else self._timed(emit)
-        path = model_folder(config)
-        self.spec = read_spec(path, trust_remote_code=config.trust_remote_code)
-        self.model_path = path
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, self.spec)
-        max_model_len = resolve_max_model_len(config, self.spec)
-        spec = self.spec
-        selection = select_backend(
-            config.attention_backend,
-            device=device,
-            dtype=dtype,
-            block_size=config.block_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-        )
-        self.model = load_model(
-            path,
-            spec,
-            backend=selection.backend,
-            dtype=dtype,
-            device=device,
-            load_format=config.load_format,
-            seed=config.seed,
-            trust_remote_code=config.trust_remote_code,
-            max_model_len=max_model_len,
-        )
-        bytes_per_block = block_bytes(
-            num_layers=spec.num_layers,
-            block_size=config.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            itemsize=dtype.itemsize,
-        )
-        budget = measure_budget(config, self.model, selection.backend, device, dtype, max_model_len)
-        num_blocks, reason = choose_num_blocks(
-            config, block_bytes=bytes_per_block, max_model_len=max_model_len, budget=budget
-        )
-        self.plan = Plan(
-            model=config.model,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            backend=selection.backend.name,
-            refused=selection.refused,
-            block_size=config.block_size,
-            block_bytes=bytes_per_block,
-            num_blocks=num_blocks,
-            num_blocks_reason=reason,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            weight_bytes=self.model.weight_bytes,
-            budget=budget,
-        )
-        self.runner = ModelRunner(
-            self.model,
-            selection.backend,
-            device=device,
-            kv_dtype=dtype,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-        )
+        self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
+        loaded = self._group.load() if self._group is not None else load_engine(config)
+        self.spec, self.model, self.model_path = loaded.spec, loaded.model, loaded.model_path
+        self.plan, self.runner = loaded.plan, loaded.runner
+        self._executor: Executor = self._group or self.runner
         self.block_manager = BlockManager(
-            num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching, emit=self._emit
+            self.plan.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching, emit=self._emit
         )
         self.scheduler = Scheduler(
             self.block_manager,
@@ -124,6 +81,11 @@ class LLMEngine:
             trace_tokens=trace_tokens,
             emit=self._emit,
         )
+        self._builder = StepBuilder(
+            max_num_seqs=config.max_num_seqs, max_model_len=self.plan.max_model_len, block_size=config.block_size
+        )
+        self._runs_ahead = runs_ahead(config, self.runner.device)
+        self._in_flight: StepInFlight | None = None
         self.stats = EngineStats()
         self._requests: dict[str, Request] = {}
         self._next_seq_id = 0
@@ -186,70 +148,131 @@ class LLMEngine:
             seq.finish_reason = "abort"
         self.scheduler.finish(unfinished)
 
+    def close(self) -> None:
+        """End the processes of a tensor-parallel group; the engine cannot be used any more. Also done at its end."""
+        if self._group is not None:
+            self._group.close()
+
     # ------------------------------------------------------------------ the step
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns the requests that finished with it."""
-        step = self.stats.num_steps
-        observed = self._observer_ns
-        start_ns = time.perf_counter_ns()
+        """Launch one step and read one. Returns the requests that finished with the tokens that were read.
+
+        In order, both are the same step. One step ahead (`async_scheduling`), the step that is read is the one
+        before, so that the device never waits for the host; where the next tokens depend on the last ones by more
+        than their number, that one is read first.
+        """
+        step, stats = self.stats.num_steps, self.stats
+        observed, start_ns = self._observer_ns, time.perf_counter_ns()
         if self._emit is not None:
             self._emit(StepStarted(step, time.monotonic_ns()))
-        work = self.scheduler.schedule(step)
-        schedule_ns = time.perf_counter_ns() - start_ns - (self._observer_ns - observed)
-        forward_ns = sample_ns = 0
+        earlier, self._in_flight = self._in_flight, None
+        work = self.scheduler.schedule(step, report=False)
+        clock = _Clock(start_ns, lambda: self._observer_ns - observed)
+        schedule_ns = clock.lap_ns()
         finished: list[RequestOutput] = []
-        if work.seqs:
-            start_ns = time.perf_counter_ns()
-            logits, sampled = self.runner.execute(work)
-            forward_ns = time.perf_counter_ns() - start_ns
-            observed_before, start_ns = self._observer_ns, time.perf_counter_ns()
-            finished = self._commit(work, logits, sampled)
-            sample_ns = time.perf_counter_ns() - start_ns - (self._observer_ns - observed_before)
+        launched: StepInFlight | None = None
+        if earlier is not None:
+            if work.seqs and self._may_run_ahead(work):
+                launched = self._launch(work, earlier)
+                stats.num_steps_ahead += 1
+            forward_ns = clock.lap_ns()
+            finished = self._commit(earlier)
+            sample_ns = clock.lap_ns()
+            if launched is None:
+                self._settle(work)
+        else:
+            forward_ns = sample_ns = 0
+        self.scheduler.report_scheduled(step, work)
+        if launched is None:
+            clock.lap_ns()
+            launched = self._launch(work, None) if work.seqs else None
+            forward_ns += clock.lap_ns()
+        if self._runs_ahead or launched is None:
+            self._in_flight = launched
+        else:
+            finished = self._commit(launched)
+            sample_ns += clock.lap_ns()
         self._count(work, schedule_ns, forward_ns, sample_ns)
         if self._emit is not None:
             observer_ns = self._observer_ns - observed
             self._emit(StepFinished(step, time.monotonic_ns(), schedule_ns, forward_ns, sample_ns, observer_ns))
         return finished
 
-    def _commit(self, work: ScheduledStep, logits: torch.Tensor, sampled: list[Sequence]) -> list[RequestOutput]:
-        """Append the sampled tokens, start forks, and collect what ended."""
-        used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
-        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
+    def _may_run_ahead(self, work: ScheduledStep) -> bool:
+        """Whether the step can be launched before the tokens of the step in flight are known."""
+        for seq in work.seqs:
+            if seq.num_pending_tokens and depends_on_tokens(seq):
+                return False
+            if seq.params.n > 1 and self._will_fork(seq):
+                return False  # so that observers learn of the step before they learn of its forks
+        return True
+
+    def _settle(self, work: ScheduledStep) -> None:
+        """Bring work that was scheduled before the last tokens were known up to date with them."""
+        work.drop_ended()
+        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+            self.block_manager.close_known(seq, seq.num_computed_tokens + num_new)
+
+    def _launch(self, work: ScheduledStep, earlier: StepInFlight | None) -> StepInFlight:
+        """Start the step on the device. `earlier` is the step in flight, whose tokens are not known yet."""
         now = time.perf_counter()
+        step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             if seq.admitted_s is None:
                 seq.admitted_s = now
             seq.num_computed_tokens += num_new
-        logits, sampled = self._fork(logits, sampled)
-        with torch.inference_mode():
-            token_ids = sample(logits, sampled)
+        seqs, logits_rows = self._fork(seqs)
+        sampling = SamplingBatch.of(seqs, logits_rows)
+        tokens = self._executor.launch(step, sampling)
+        for seq in seqs:
+            seq.num_pending_tokens += 1
+        used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
+        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
+        return StepInFlight(sampling, tokens)
+
+    def _commit(self, step: StepInFlight) -> list[RequestOutput]:
+        """Read the tokens of a launched step, append them, and collect what ended."""
+        self._executor.wait(step.tokens)
+        token_ids = step.tokens.read(step.sampling)
         now = time.perf_counter()
+        sampled: list[Sequence] = []
         ended: list[Sequence] = []
-        for seq, token_id in zip(sampled, token_ids, strict=True):
+        for seq, token_id in zip(step.sampling.seqs, token_ids, strict=True):
+            if seq.finish_reason is not None:  # it had ended when this step was launched, or was aborted since
+                self.stats.num_discarded_tokens += 1
+                continue
             if seq.first_token_s is None:
                 seq.first_token_s = now
                 if seq.sample_index == 0:
                     self.stats.num_prompt_tokens += seq.num_prompt_tokens
                     self.stats.num_cached_tokens += seq.num_cached_prompt_tokens
+            seq.num_pending_tokens -= 1
             seq.append_token(token_id)
+            sampled.append(seq)
             if seq.finish_reason is not None:
                 seq.finished_s = now
                 ended.append(seq)
         self.stats.num_generated_tokens += len(sampled)
         self.scheduler.report_sampled(sampled)
+        for seq in sampled:
+            if seq.finish_reason is None:
+                self.block_manager.close_known(seq, seq.num_computed_tokens)
         self.scheduler.finish(ended)
         return [output for seq in ended if (output := self._finish_sample(seq)) is not None]
 
-    def _fork(self, logits: torch.Tensor, sampled: list[Sequence]) -> tuple[torch.Tensor, list[Sequence]]:
-        """Start the other samples of requests whose prompt was just computed; they share its logits."""
-        parents = [
-            (row, seq)
-            for row, seq in enumerate(sampled)
-            if seq.params.n > 1 and seq.sample_index == 0 and len(self._requests[seq.request_id].seqs) == 1
-        ]
+    def _will_fork(self, seq: Sequence) -> bool:
+        """Whether the other samples of the sequence's request are still to be started, behind its prompt."""
+        return seq.params.n > 1 and seq.sample_index == 0 and len(self._requests[seq.request_id].seqs) == 1
+
+    def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
+        """Start the other samples of requests whose prompt this step computes; they share its logits.
+
+        Returns all sequences that get a token and the row of the logits of each, None if each has its own.
+        """
+        parents = [(row, seq) for row, seq in enumerate(sampled) if self._will_fork(seq)]
         if not parents:
-            return logits, sampled
+            return sampled, None
         rows, sampled = list(range(len(sampled))), list(sampled)
         for row, parent in parents:
             request = self._requests[parent.request_id]
@@ -271,7 +294,7 @@ class LLMEngine:
                 if self.scheduler.fork(parent, child):
                     sampled.append(child)
                     rows.append(row)
-        return logits[torch.tensor(rows, device=logits.device)], sampled
+        return sampled, rows
 
     def _finish_sample(self, seq: Sequence) -> RequestOutput | None:
         """The output of the request, if this was its last sample."""
@@ -369,3 +392,17 @@ class LLMEngine:
             chunked_prefill_size=self.config.chunked_prefill_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
+
+
+class _Clock:
+    """Splits a step's time into laps, each without the time spent in observers."""
+
+    def __init__(self, start_ns: int, observer_ns: Callable[[], int]) -> None:
+        self._last_ns = start_ns
+        self._observer_ns = observer_ns
+
+    def lap_ns(self) -> int:
+        """Time since the last lap."""
+        now_ns = time.perf_counter_ns() - self._observer_ns()
+        last_ns, self._last_ns = self._last_ns, now_ns
+        return now_ns - last_ns

@@ -16,10 +16,10 @@ import torch
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.plan import available_memory
+from pagedcli.engine.plan import Plan, available_memory
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.budget import MemoryBudget, StepShape, blocks_for
+from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape, blocks_for
 from pagedcli.models.base import CausalLM
 from pagedcli.sampling_params import SamplingParams
 
@@ -66,6 +66,40 @@ def measure_budget(
         used=total - free,
         peak=peak,
         current=current,
+    )
+
+
+def measure_terms(runner: ModelRunner, plan: Plan, step: StepShape, *, expected_activations: int) -> MemoryTerms:
+    """Where the memory of the runner's device goes, with the model loaded. Warms up first, with the step itself.
+
+    On a GPU the terms are those of plan.budget. On a CPU the step is run and the growth of this process counted; the
+    total is that of the host or of its cgroup. A pool of the runner is not among the terms.
+    `expected_activations` stand in on a CPU whose system does not tell (see process_memory).
+    """
+    if plan.budget is not None:
+        budget = plan.budget
+        others = sum(holder.num_bytes for holder in other_holders(runner.device, limit=None))
+        return MemoryTerms(
+            total=budget.total,
+            reserve=budget.total - int(budget.total * budget.utilization),
+            others=others,
+            runtime=budget.used - others - plan.weight_bytes,
+            weights=plan.weight_bytes,
+            activations=budget.activations,
+            graphs=budget.graphs,
+        )
+    measure_step(runner, step)
+    activations = measure_step(runner, step)
+    reset_host_peak()  # gives back what the allocator kept, so that it is not taken for the runtime
+    pool_bytes = step_blocks(step, plan.block_size) * plan.block_bytes  # of the pool only these blocks were touched
+    resident = process_memory() or plan.weight_bytes + pool_bytes
+    total, available = host_memory()
+    return MemoryTerms(
+        total=total,
+        others=max(0, total - available - resident),
+        runtime=max(0, resident - plan.weight_bytes - pool_bytes),
+        weights=plan.weight_bytes,
+        activations=expected_activations if activations is None else activations,
     )
 
 
@@ -162,8 +196,8 @@ class Holder:
         return f"{self.name} (pid {self.pid}) {self.num_bytes / 2**30:.2f} GiB"
 
 
-def other_holders(device: torch.device, limit: int = 3) -> list[Holder]:
-    """Other processes with most memory on the device, largest first; empty where the system does not tell."""
+def other_holders(device: torch.device, limit: int | None = 3) -> list[Holder]:
+    """Other processes with memory on the device, largest first; empty where the system does not tell."""
     found = _gpu_processes(device) if device.type == "cuda" else _host_processes()
     others = (holder for holder in found if holder.pid != os.getpid())
     return sorted(others, key=lambda holder: -holder.num_bytes)[:limit]

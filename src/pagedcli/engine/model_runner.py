@@ -1,16 +1,25 @@
-"""Turns a scheduled step into one PagedBatch, runs the model and returns the logits that the sampler needs.
+"""Runs steps on one device: inputs to it, the model, the sampler, tokens back. Nothing here waits for the device.
 
-Used by LLMEngine. Owns the KV cache tensor and the persistent block tables; knows no tokens' meaning and no files.
+Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the KV cache tensor and the block tables on the
+device; knows no tokens' meaning and no files.
 """
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.engine.sampler import SampledTokens, SamplingBatch, sample_tokens
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
+from pagedcli.engine.step_input import StepBuilder, StepInput, table_width
+from pagedcli.engine.transfer import Upload
+from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM
+
+if TYPE_CHECKING:
+    from pagedcli.engine.cuda_graphs import DecodeGraphs
 
 
 class ModelRunner:
@@ -27,78 +36,102 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        parallel: ParallelContext = SINGLE,
     ) -> None:
         spec = model.spec
         self.model = model
+        self.parallel = parallel
         self.device = device
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         layer_shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # [2, L, N, ...]; not cleared: no backend may read a slot that no sequence owns
         self.kv_cache = torch.empty((2, spec.num_layers, *layer_shape), dtype=kv_dtype, device=device)
-        self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        width = table_width(max_model_len, block_size)
+        self.tables = torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of the last launched step
+        self.graphs: DecodeGraphs | None = None
+        self._upload = Upload(device)
 
     @torch.inference_mode()
-    def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
-        """Run one step. Returns logits [R, V] and the R sequences that get a token, those whose last token this
-        step computes. Changes the KV cache only."""
-        for source, copy in work.copies:
-            self.kv_cache[:, :, copy] = self.kv_cache[:, :, source]
-        input_ids, positions, batch = self._build(work)
-        hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
-        sampled, rows = [], []
-        for seq, num_new, end in zip(work.seqs, work.num_new_tokens, batch.cu_q_host[1:], strict=True):
-            if seq.num_computed_tokens + num_new == len(seq.token_ids):
-                sampled.append(seq)
-                rows.append(end - 1)
-        if len(rows) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, dtype=torch.long, device=self.device)]
-        return self.model.compute_logits(hidden), sampled
+    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+        """Start one step. Returns its tokens, which are on their way: the host has not waited for anything.
 
-    def _build(self, work: ScheduledStep) -> tuple[Tensor, Tensor, PagedBatch]:
-        seqs = work.seqs
-        self._sync_tables(seqs)
-        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
-        computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
-        new = np.array(work.num_new_tokens, dtype=np.int64)
-        total = computed + new
-        cu_q = np.zeros(len(seqs) + 1, dtype=np.int32)
-        np.cumsum(new, out=cu_q[1:])
-        num_tokens = int(cu_q[-1])
-        cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
-        if num_tokens == len(seqs):
-            input_ids = np.array([seq.token_ids[seq.num_computed_tokens] for seq in seqs], dtype=np.int64)
-            positions, token_rows = computed, rows
-        else:
-            chunks = [
-                seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
-                for seq, num_new in zip(seqs, work.num_new_tokens, strict=True)
-            ]
-            input_ids = np.fromiter((token for chunk in chunks for token in chunk), dtype=np.int64, count=num_tokens)
-            positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
-            token_rows, cached = np.repeat(rows, new), np.repeat(cached, new)
-        slots = self._tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size
-        slots = np.where(positions < cached, -1, slots).astype(np.int32)  # shared blocks hold it already
-        max_total = int(total.max())
-        block_table = self._tables[rows, : -(-max_total // self.block_size)]
+        Changes: the KV cache; last_tokens, from which the next step may take ids that the host has not read.
+        """
+        logits, has_chosen = self._logits(step, sampling)
+        if has_chosen and sampling.plain:
+            # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
+            return SampledTokens(self.last_tokens[: step.num_seqs].clone())
+        sampled = sample_tokens(logits, sampling, self._upload)
+        self.parallel.broadcast(self.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
+        return sampled
+
+    def wait(self, tokens: SampledTokens) -> None:
+        """Return when the tokens can be read. Reading waits by itself."""
+
+    @torch.inference_mode()
+    def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
+        """What a rank other than 0 does when rank 0 launches a step: its part of the model, and the tokens from there."""
+        _, has_chosen = self._logits(step, None)
+        if not (has_chosen and plain):
+            self.parallel.broadcast(self.last_tokens[:num_sampled])
+
+    def _logits(self, step: StepInput, sampling: SamplingBatch | None) -> tuple[Tensor, bool]:
+        """Logits [R, V], and whether a graph has also chosen plain tokens."""
+        if self.graphs is not None and self.graphs.serves(step):
+            return self.graphs.run(step, sampling), True
+        return self.forward(step), False
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> Tensor:
+        """Logits [R, V] of one step."""
+        arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
+        optional = [array for array in (step.source_rows, step.logits_rows) if array is not None]
+        self.update_tables(step)
+        for source, copy in step.copies:
+            self.kv_cache[:, :, copy].copy_(self.kv_cache[:, :, source])
+        input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self._upload([*arrays, *optional])
+        if step.source_rows is not None:
+            input_ids = resolve_ids(input_ids, rest.pop(0), self.last_tokens)
         batch = PagedBatch(
-            cu_q=self._to_device(cu_q),
-            num_tokens=self._to_device(total.astype(np.int32)),
-            block_table=self._to_device(block_table),
-            slots=self._to_device(slots),
-            max_new=int(new.max()),
-            max_total=max_total,
-            cu_q_host=cu_q.tolist(),
-            num_tokens_host=total.tolist(),
+            cu_q=cu_q,
+            num_tokens=num_tokens,
+            block_table=self.tables[:, : table_width(step.max_total, self.block_size)].index_select(0, table_rows),
+            slots=slots,
+            max_new=step.max_new,
+            max_total=step.max_total,
+            cu_q_host=step.cu_q.tolist(),
+            num_tokens_host=step.num_tokens.tolist(),
         )
-        return self._to_device(input_ids), self._to_device(positions), batch
+        hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
+        if step.logits_rows is not None:
+            hidden = hidden.index_select(0, rest.pop(0))
+        return self.model.compute_logits(hidden)
 
-    def _sync_tables(self, seqs: list[Sequence]) -> None:
-        """Bring the persistent rows up to date: only entries that were added or replaced since the last step."""
-        for seq in seqs:
-            end = len(seq.block_table)
-            if seq.synced_blocks < end:
-                self._tables[seq.row, seq.synced_blocks : end] = seq.block_table[seq.synced_blocks :]
-                seq.synced_blocks = end
+    def update_tables(self, step: StepInput) -> None:
+        """Bring the block tables on the device up to date."""
+        if step.table_index.shape[0]:
+            index, values = self._upload([step.table_index, step.table_values])
+            self.tables.view(-1).index_copy_(0, index, values)
 
-    def _to_device(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]") -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+    def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
+        """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
+        measurements on a runner that serves nobody: block tables are sent whole."""
+        for seq in work.seqs:
+            seq.synced_blocks = 0
+        builder = StepBuilder(
+            max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, block_size=self.block_size
+        )
+        step, sampled = builder.build(work)
+        return self.forward(step), sampled
+
+
+def resolve_ids(input_ids: Tensor, source_rows: Tensor, last_tokens: Tensor) -> Tensor:
+    """The ids of a step's tokens, where some are still only on the device.
+
+    Shapes:  input_ids, source_rows [T]; last_tokens [max_num_seqs]; source_rows -1 keeps the id of input_ids.
+    """
+    return torch.where(source_rows >= 0, last_tokens[source_rows.clamp(min=0)], input_ids)
+

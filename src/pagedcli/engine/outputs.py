@@ -52,6 +52,8 @@ class EngineStats:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     peak_used_blocks: int = 0  # blocks
+    num_steps_ahead: int = 0  # steps launched before the tokens of the one before were read
+    num_discarded_tokens: int = 0  # sampled for sequences that had ended meanwhile
     schedule_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0

@@ -35,6 +35,8 @@ class Plan:
     max_num_batched_tokens: int
     weight_bytes: int
     budget: MemoryBudget | None  # the measured terms where memory was measured
+    graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
+    no_graphs: str | None = None  # why there are none
 
     @property
     def num_slots(self) -> int:
@@ -72,6 +74,12 @@ def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
     if chosen not in DTYPES:
         raise ConfigError(f"dtype {chosen!r} of the model is not supported", hint=f"use --dtype {'|'.join(DTYPES)}")
     return DTYPES[chosen]
+
+
+def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the engine launches each step before it reads the tokens of the last one. Where host and device are the
+    same processor nothing is gained by it."""
+    return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

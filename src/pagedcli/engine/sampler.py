@@ -1,16 +1,24 @@
 """From logits to tokens. One uniform number per token, drawn from (seed, sample index, position), picks from the
 cumulative distribution, so a request's tokens depend neither on its neighbours nor on a resume.
+
+The device never waits for the host here, nor the host for the device: what depends on sequences is put into a
+SamplingBatch first, and the tokens are read when they are needed.
 """
 
 import struct
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from pagedcli.engine.sequence import Sequence, TokenLogprobs
+from pagedcli.engine.step_input import Floats, Ints
+from pagedcli.engine.transfer import Download, Upload
+from pagedcli.layers.sampling import choose_tokens, smallest_kept
 
-NUM_LIKELIEST = 1024  # top-p is first tried on this many tokens, as sorting a whole vocabulary is slow
+_UNLIMITED = (0, 1.0, 0.0)  # top_k, top_p, min_p
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
@@ -19,30 +27,126 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
     return float(xxhash.xxh64_intdigest(key) >> 11) * 2.0**-53
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How the rows of a step's logits become tokens."""
+
+    seqs: list[Sequence]  # R, for what changes logits and for logprobs
+    temperature: Floats  # [R] float32, 0: greedy
+    uniform: Floats  # [R] float32 in [0, 1]
+    limited: list[int]  # rows with top-k, top-p or min-p
+    adjusted: list[int]  # rows whose logits are changed before the choice
+    with_logprobs: list[int]  # rows
+    logits_rows: Ints | None = None  # [R] row of the logits for each token; None: its own
+
+    @classmethod
+    def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingBatch":
+        """The next token of each sequence, pending tokens counted."""
+        draws = [
+            0.0 if seq.params.greedy else uniform(seq.seed, seq.sample_index, seq.num_tokens) for seq in seqs
+        ]
+        return cls(
+            seqs=seqs,
+            temperature=np.array([0 if s.params.greedy else s.params.temperature for s in seqs], dtype=np.float32),
+            uniform=np.array(draws, dtype=np.float32),
+            limited=[row for row, seq in enumerate(seqs) if not seq.params.greedy and _limits(seq) != _UNLIMITED],
+            adjusted=[row for row, seq in enumerate(seqs) if _adjusted(seq)],
+            with_logprobs=[row for row, seq in enumerate(seqs) if seq.params.logprobs is not None],
+            logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether temperature and the uniform number are all that the choice needs."""
+        return not (self.limited or self.adjusted or self.with_logprobs) and self.logits_rows is None
+
+
+class SampledTokens:
+    """Tokens of a launched step, on the device and on their way to the host."""
+
+    def __init__(self, token_ids: Tensor, logprobs: "list[Tensor] | None" = None) -> None:
+        self.token_ids = token_ids  # [R] int64, on the device
+        self._download = Download([token_ids, *(logprobs or ())])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether read returns at once."""
+        return self._download.is_ready
+
+    def read(self, sampling: SamplingBatch) -> list[int]:
+        """The tokens, once they are there; appends to the logprobs of sequences that ask for them."""
+        token_ids, *logprobs = self._download.wait()
+        tokens: list[int] = token_ids.tolist()
+        if logprobs:
+            chosen, values, ids = (tensor.tolist() for tensor in logprobs)
+            for place, row in enumerate(sampling.with_logprobs):
+                seq = sampling.seqs[row]
+                count = seq.params.logprobs or 0
+                top = list(zip(ids[place][:count], values[place][:count], strict=True))
+                if seq.finish_reason is None:
+                    seq.logprobs.append(TokenLogprobs(tokens[row], chosen[place], top))
+        return tokens
+
+
 def sample(logits: Tensor, seqs: list[Sequence]) -> list[int]:
-    """The next token of each sequence; appends to seq.logprobs where they are asked for.
+    """The next token of each sequence, waited for; appends to seq.logprobs where they are asked for.
 
     Shapes:  logits [B, V], row b belongs to seqs[b]. Not changed.
     """
-    plain = [not _adjusted(seq) for seq in seqs]
-    if all(plain) and all(seq.params.greedy and seq.params.logprobs is None for seq in seqs):
-        return logits.argmax(-1).tolist()
-    scores = logits.float()
-    if scores is logits and not all(plain):
-        scores = logits.clone()
-    logprobs = {b: scores[b].log_softmax(-1) for b, seq in enumerate(seqs) if seq.params.logprobs is not None}
-    for b, seq in enumerate(seqs):
-        if not plain[b]:
-            _adjust(scores[b], seq)
-    token_ids = scores.argmax(-1).tolist()
-    drawn = [b for b, seq in enumerate(seqs) if not seq.params.greedy]
-    if drawn:
-        rows = scores if len(drawn) == len(seqs) else scores[drawn]
-        for b, token_id in zip(drawn, _draw(rows, [seqs[b] for b in drawn]), strict=True):
-            token_ids[b] = token_id
-    for b, row in logprobs.items():
-        seqs[b].logprobs.append(_token_logprobs(row, token_ids[b], seqs[b].params.logprobs or 0))
-    return token_ids
+    sampling = SamplingBatch.of(seqs)
+    return sample_tokens(logits, sampling, Upload(logits.device)).read(sampling)
+
+
+def sample_tokens(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> SampledTokens:
+    """The next tokens, on the device.
+
+    Shapes:  logits [R, V], or any rows that sampling.logits_rows selects from. Not changed.
+    """
+    if sampling.logits_rows is not None:
+        logits = logits.index_select(0, upload([sampling.logits_rows])[0])
+    temperature, draws = upload([sampling.temperature, sampling.uniform])
+    original = logits
+    if sampling.adjusted:
+        logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        for row in sampling.adjusted:
+            _adjust(logits[row], sampling.seqs[row], upload)
+    num_drawn = int(np.count_nonzero(sampling.temperature))
+    floor = _floors(logits, sampling, upload) if sampling.limited else None
+    tokens = choose_tokens(logits, temperature, draws, floor, num_drawn=num_drawn)
+    return SampledTokens(tokens, _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else None)
+
+
+def depends_on_tokens(seq: Sequence) -> bool:
+    """Whether the next logits cannot be sampled before all earlier tokens are known on the host."""
+    return seq.params.penalized
+
+
+def _limits(seq: Sequence) -> tuple[int, float, float]:
+    return max(seq.params.top_k, 0), seq.params.top_p, seq.params.min_p
+
+
+def _floors(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Tensor:
+    """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
+    limits = [_limits(sampling.seqs[row]) for row in sampling.limited]
+    top_k, top_p, min_p = zip(*limits, strict=True)
+    rows, k, p, m, temperature = upload(
+        [
+            np.array(sampling.limited, dtype=np.int64),
+            np.array(top_k, dtype=np.int64),
+            np.array(top_p, dtype=np.float32),
+            np.array(min_p, dtype=np.float32),
+            sampling.temperature[sampling.limited],
+        ]
+    )
+    most_k = max(top_k) if min(top_k) > 0 else None
+    only_min_p = not any(top_k) and min(top_p) == 1
+    kept = smallest_kept(logits.index_select(0, rows), temperature, k, p, m, most_k=most_k, only_min_p=only_min_p)
+    floor = torch.full((len(sampling.seqs),), float("-inf"), device=logits.device)
+    return floor.index_copy_(0, rows, kept)
 
 
 def _adjusted(seq: Sequence) -> bool:
@@ -52,77 +156,38 @@ def _adjusted(seq: Sequence) -> bool:
 
 
 def _below_min_tokens(seq: Sequence) -> bool:
-    return seq.num_output_tokens < seq.params.min_tokens and bool(seq.eos_token_ids or seq.stop_token_ids)
+    num_output = seq.num_tokens - seq.num_prompt_tokens  # also those not read yet
+    return num_output < seq.params.min_tokens and bool(seq.eos_token_ids or seq.stop_token_ids)
 
 
-def _adjust(scores: Tensor, seq: Sequence) -> None:
+def _adjust(scores: Tensor, seq: Sequence, upload: Upload | None = None) -> None:
     """Penalties, bias and minimum length, in place on one row [V]."""
     params = seq.params
+    upload = upload or Upload(scores.device)
+
+    def integers(values: list[int]) -> Tensor:
+        return upload([np.array(values, dtype=np.int64)])[0]
+
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(seq.token_ids)), device=scores.device)
+        seen = integers(sorted(set(seq.token_ids)))
         values = scores[seen]
         penalty = params.repetition_penalty
         scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if seq.output_counts and (params.frequency_penalty or params.presence_penalty):
-        ids = torch.tensor(list(seq.output_counts), device=scores.device)
-        counts = torch.tensor(list(seq.output_counts.values()), device=scores.device, dtype=scores.dtype)
-        scores[ids] -= counts * params.frequency_penalty + params.presence_penalty
+        counts = integers(list(seq.output_counts.values())).to(scores.dtype)
+        scores[integers(list(seq.output_counts))] -= counts * params.frequency_penalty + params.presence_penalty
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=scores.device)
-        scores[ids] += torch.tensor(list(params.logit_bias.values()), device=scores.device, dtype=scores.dtype)
+        [bias] = upload([np.array(list(params.logit_bias.values()), dtype=np.float32)])
+        scores[integers(list(params.logit_bias))] += bias.to(scores.dtype)
     if _below_min_tokens(seq):
-        scores[torch.tensor(sorted(seq.eos_token_ids | seq.stop_token_ids), device=scores.device)] = float("-inf")
+        scores.index_fill_(0, integers(sorted(seq.eos_token_ids | seq.stop_token_ids)), float("-inf"))
 
 
-def _draw(scores: Tensor, seqs: list[Sequence]) -> list[int]:
-    """One token per row [B, V] by inverse transform sampling over the kept tokens, in vocabulary order."""
-    device = scores.device
-    temperature = torch.tensor([seq.params.temperature for seq in seqs], device=device)
-    probs = (scores / temperature[:, None]).softmax(-1)
-    limited = [b for b, seq in enumerate(seqs) if _limited(seq, scores.shape[1])]
-    if limited:
-        floor = torch.zeros(len(seqs), device=device)
-        for b in limited:
-            floor[b] = _smallest_kept(probs[b], seqs[b])
-        probs = probs.masked_fill(probs < floor[:, None], 0.0)
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1]
-    draws = [uniform(seq.seed, seq.sample_index, len(seq.token_ids)) for seq in seqs]
-    target = torch.tensor(draws, device=device) * total
-    # rounding may lift the target to the total, past every token with a probability
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].tolist()
-
-
-def _limited(seq: Sequence, vocab_size: int) -> bool:
-    params = seq.params
-    return params.min_p > 0 or 0 < params.top_k < vocab_size or params.top_p < 1
-
-
-def _smallest_kept(probs: Tensor, seq: Sequence) -> Tensor:
-    """The smallest probability that min-p, then top-k, then top-p keep; ties at the border are all kept."""
-    params = seq.params
-    floor = probs.max() * params.min_p
-    vocab_size = probs.shape[0]
-    top_k = params.top_k if 0 < params.top_k < vocab_size else None
-    if top_k is None and params.top_p == 1:
-        return floor
-    for count in (top_k,) if top_k is not None else (min(NUM_LIKELIEST, vocab_size), vocab_size):
-        assert count is not None
-        likeliest = probs.topk(count).values
-        kept = likeliest[likeliest >= floor]
-        if params.top_p == 1:
-            return torch.maximum(floor, kept[-1])
-        # top-p is a share of what the earlier filters left
-        mass = kept.sum() if count == top_k or params.min_p > 0 else probs.sum()
-        before = kept.cumsum(-1) - kept
-        inside = kept[before < params.top_p * mass]
-        if count in (top_k, vocab_size) or inside.shape[0] < kept.shape[0] or kept.shape[0] < count:
-            return torch.maximum(floor, inside[-1])
-    raise AssertionError("the whole vocabulary always suffices")
-
-
-def _token_logprobs(logprobs: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    top = logprobs.topk(num_top) if num_top else None
-    pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else []
-    return TokenLogprobs(token_id, float(logprobs[token_id]), pairs)
+def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingBatch, upload: Upload) -> list[Tensor]:
+    """Of the unchanged logits, for rows that ask: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
+    [rows] = upload([np.array(sampling.with_logprobs, dtype=np.int64)])
+    logprobs = logits.index_select(0, rows).float().log_softmax(-1)
+    most = max(sampling.seqs[row].params.logprobs or 0 for row in sampling.with_logprobs)
+    top = logprobs.topk(min(most, logprobs.shape[1]))
+    chosen = logprobs.gather(1, tokens.index_select(0, rows)[:, None])[:, 0]
+    return [chosen, top.values, top.indices]

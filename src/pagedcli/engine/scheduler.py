@@ -31,10 +31,19 @@ class ScheduledStep:
     num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
     num_preempted: int = 0
+    waits_for_tokens: bool = False  # cut short: to preempt, the tokens of the step in flight must be read first
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
+
+    def drop_ended(self) -> None:
+        """Leave out sequences that have ended since they were scheduled. Copies stay: their targets are free blocks
+        by now, which nobody else writes in this step."""
+        kept = [seq.finish_reason is None for seq in self.seqs]
+        if not all(kept):
+            self.num_new_tokens = [count for count, keep in zip(self.num_new_tokens, kept, strict=True) if keep]
+            self.seqs = [seq for seq, keep in zip(self.seqs, kept, strict=True) if keep]
 
 
 class Scheduler:
@@ -76,17 +85,29 @@ class Scheduler:
         self.waiting.append(seq)
         self._report_added(seq)
 
-    def schedule(self, step: int) -> ScheduledStep:
-        """Choose the work of this step, give it blocks, and preempt where there are too few."""
+    def schedule(self, step: int, *, report: bool = True) -> ScheduledStep:
+        """Choose the work of this step, give it blocks, and preempt where there are too few.
+
+        The tokens of the step before may still be on the device (num_pending_tokens): their number is all that is
+        needed here, but for preempting, which waits. With `report` False the caller reports the work, once it knows
+        which sequences have ended.
+        """
         work = ScheduledStep()
         budget = self._schedule_running(work)
         blocked = self._admit_waiting(work, budget)
-        if self._emit is not None:
-            if blocked is not None:
-                self._report_waiting(self.waiting[0], blocked)
-            seq_ids = tuple(seq.seq_id for seq in work.seqs)
-            self._emit(StepScheduled(step, seq_ids, tuple(work.num_new_tokens), len(self.waiting)))
+        if self._emit is not None and blocked is not None:
+            self._report_waiting(self.waiting[0], blocked)
+        if report:
+            self.report_scheduled(step, work)
         return work
+
+    def report_scheduled(self, step: int, work: ScheduledStep) -> None:
+        """Tell observers what the step computes, sequences left out that ended while it was being launched."""
+        if self._emit is not None:
+            pairs = zip(work.seqs, work.num_new_tokens, strict=True)
+            live = [(seq.seq_id, num_new) for seq, num_new in pairs if seq.finish_reason is None]
+            seq_ids, num_new_tokens = tuple(seq_id for seq_id, _ in live), tuple(num_new for _, num_new in live)
+            self._emit(StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
 
     def _schedule_running(self, work: ScheduledStep) -> int:
         """Give every running sequence its next tokens, oldest first. Returns the budget left."""
@@ -96,7 +117,9 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
             index += 1
-            num_new = len(seq.token_ids) - seq.num_computed_tokens
+            if seq.ends_when_read:
+                continue
+            num_new = seq.num_tokens - seq.num_computed_tokens
             if num_new > 1:
                 num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
             while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
@@ -105,7 +128,11 @@ class Scheduler:
                     num_new = num_fitting
                 elif index < len(self.running):
                     # only sequences not yet scheduled in this step: the blocks of the others are promised to it
-                    self._preempt(self._victim(index), seq, work)
+                    victim = self._victim(index)
+                    if victim.num_pending_tokens:
+                        work.waits_for_tokens = True
+                        return 0  # this one and the younger ones sit out one step, and have no pending token then
+                    self._preempt(victim, seq, work)
                 else:
                     num_new = 0  # it keeps its blocks and waits for the older ones, which all were scheduled
                     break
@@ -136,7 +163,7 @@ class Scheduler:
         if manager.num_append_blocks(seq, 0) > manager.num_free_blocks:  # needs a copy first
             return 0
         room = (len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)) * manager.block_size
-        return min(room, len(seq.token_ids)) - seq.num_computed_tokens
+        return min(room, seq.num_tokens) - seq.num_computed_tokens
 
     def _victim(self, first: int) -> Sequence:
         candidates = self.running[first:]
@@ -164,7 +191,7 @@ class Scheduler:
         """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
         manager = self.block_manager
         while self.waiting:
-            if work.num_preempted:
+            if work.num_preempted or work.waits_for_tokens:
                 return "preemption"  # it would take the blocks that were just made free
             if len(self.running) >= self.max_num_seqs:
                 return "max_num_seqs"
@@ -223,7 +250,7 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def report_sampled(self, seqs: list[Sequence]) -> None:
-        """Tell observers which sequences got a token in this step."""
+        """Tell observers which sequences got a token."""
         if self._emit is not None and seqs:
             token_ids = tuple(seq.token_ids[-1] for seq in seqs) if self._trace_tokens else None
             self._emit(TokensSampled(tuple(seq.seq_id for seq in seqs), token_ids))

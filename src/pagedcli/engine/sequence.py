@@ -35,6 +35,7 @@ class Sequence:
         "num_cached_prompt_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
@@ -87,6 +88,7 @@ class Sequence:
 
         self.block_table: list[int] = []
         self.prefixes: list[Prefix] = []
+        self.num_pending_tokens = 0  # sampled by launched steps, and not read back from the device yet
         self.num_computed_tokens = 0  # K and V are in the cache, or the token's logits are not needed
         self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
         self.num_cached_prompt_tokens = 0  # of the prompt, not computed at the first admission
@@ -105,11 +107,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Prompt and output, those included that only the device knows."""
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
+        """Generated and known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def ends_when_read(self) -> bool:
+        """Whether a pending token is the last that this sequence may have."""
+        return self.num_pending_tokens > 0 and self.num_tokens - self.num_prompt_tokens >= self.max_new_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pagedcli.errors import TraceError
 from pagedcli.events import (
     BlockEvicted,
     BlocksClosed,
@@ -20,9 +21,10 @@ from pagedcli.events import (
     TokensSampled,
 )
 from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.trace_file import TraceReader
 
 Reason = Literal[
-    "all_hit", "evicted", "in_flight", "diverged", "shorter_than_block", "no_shared_prefix", "different_salt",
+    "all_hit", "evicted", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix", "different_salt",
     "no_full_block", "caching_off", "hash_collision", "not_known",
 ]  # fmt: skip
 
@@ -30,7 +32,7 @@ REASON_WORDS: dict[Reason, str] = {
     "all_hit": "every full block was cached",
     "evicted": "the content was cached before, but evicted",
     "in_flight": "another running sequence was just computing the same block",
-    "diverged": "the prompt goes its own way from here",
+    "not_seen_before": "the next block had never been computed before",
     "shorter_than_block": "a prefix is shared, but it is shorter than a block",
     "no_shared_prefix": "no cached block begins like this prompt",
     "different_salt": "the same tokens are cached under another cache_salt",
@@ -39,7 +41,7 @@ REASON_WORDS: dict[Reason, str] = {
     "hash_collision": "the block of this hash holds other tokens",
     "not_known": "the run ended before it showed",
 }
-_CONTEXT = 12  # tokens kept on each side of a divergence
+_CONTEXT = 8  # tokens kept on each side of a divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +73,46 @@ class Lookup:
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that nobody had computed before
+    num_late: int = 0  # missing blocks taken over from another sequence while the prompt was computed in chunks
+    late_tokens_hit: int = 0  # tokens that need no computing by this
     divergence: Divergence | None = None
 
     @property
     def num_unknown(self) -> int:
         """Missing blocks that the sequence never came to compute."""
-        known = self.event.blocks_hit + self.num_evicted + self.num_in_flight + self.num_first
-        return self.event.blocks_asked - known
+        return self.event.blocks_asked - self.num_shared_blocks - self.num_first
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Leading blocks whose content others computed before or at the same time."""
+        return self.event.blocks_hit + self.num_evicted + self.num_in_flight + self.num_late
+
+    @property
+    def tokens_hit(self) -> int:
+        """At the lookup and later."""
+        return self.event.tokens_hit + self.late_tokens_hit
 
     @property
     def num_shared_tokens(self) -> int:
         """The longest prefix shared with anything before, as far as the trace shows."""
-        blocks = self.event.blocks_hit + self.num_evicted + self.num_in_flight
-        seen = max(blocks * self.block_size, self.event.blocks_hit * self.block_size + self.event.partial_tokens)
-        return max(seen, self.divergence.num_shared_tokens if self.divergence is not None else 0)
+        at_lookup = self.event.blocks_hit * self.block_size + self.event.partial_tokens
+        exact = self.divergence.num_shared_tokens if self.divergence is not None else 0
+        return max(self.num_shared_blocks * self.block_size, at_lookup, exact)
 
     @property
     def ideal_tokens_hit(self) -> int:
         """Tokens hit with an unlimited cache in which every block is computed only once."""
-        blocks = self.event.blocks_hit + self.num_evicted + self.num_in_flight
-        return min(blocks * self.block_size, self.event.num_tokens - 1)
+        return min(self.num_shared_blocks * self.block_size, self.event.num_tokens - 1)
+
+    def num_lost_tokens(self) -> int:
+        """Tokens computed although something before, or at the same time, began with the same ones."""
+        return 0 if self.reason == "all_hit" else max(self.ideal_tokens_hit, self.num_shared_tokens) - self.tokens_hit
 
     def why(self) -> str:
         """The reason in words, with its numbers."""
         event, words = self.event, REASON_WORDS[self.reason]
+        if self.num_late:
+            words += f"; {self.late_tokens_hit:,} tokens were taken over later from another sequence"
         if self.reason == "all_hit":
             if event.tokens_hit < event.blocks_hit * self.block_size:
                 return f"{words}; the last token is always computed, its logits are the next token"
@@ -103,7 +121,7 @@ class Lookup:
             more = self.num_more_blocks
             would = "" if more is None else f"; would have hit with {more:,} more block{'s' if more != 1 else ''}"
             return f"{words} at step {self.evicted_step}{would}"
-        if self.reason in ("diverged", "shorter_than_block") and event.partial_tokens:
+        if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
             return f"{words}: {event.partial_tokens} more tokens shared, a block is {self.block_size}"
         if self.reason == "no_shared_prefix" and self.salted:
             return f"{words} (under its cache_salt)"
@@ -117,10 +135,12 @@ class Totals:
     num_lookups: int = 0
     num_tokens: int = 0
     hit: int = 0
+    late_hit: int = 0  # taken over while another sequence computed them
     evicted: int = 0  # cached before, evicted
     in_flight: int = 0  # computed twice at the same time
     first_seen: int = 0  # nobody had computed them before
     last_block: int = 0  # behind the last full block
+    less_than_block: int = 0  # shared with something before, but not as a whole block; not a part
     last_token: int = 0  # of prompts that were cached in full
     caching_off: int = 0
     not_known: int = 0
@@ -136,13 +156,44 @@ class Totals:
             self.caching_off += event.num_tokens
             return
         self.hit += event.tokens_hit
+        self.late_hit += lookup.late_tokens_hit
         self.last_token += event.blocks_hit * size - event.tokens_hit
         self.last_block += event.num_tokens - event.blocks_asked * size
         self.evicted += lookup.num_evicted * size
-        self.in_flight += lookup.num_in_flight * size
+        self.in_flight += (lookup.num_in_flight + lookup.num_late) * size - lookup.late_tokens_hit
         self.first_seen += lookup.num_first * size
         self.not_known += lookup.num_unknown * size
         self.ideal += lookup.ideal_tokens_hit
+        self.less_than_block += max(0, lookup.num_shared_tokens - lookup.num_shared_blocks * size)
+
+
+def explain_trace(reader: TraceReader) -> tuple["Explainer", PoolState]:
+    """Fold a whole trace file. Raises TraceError like the reader, or where the trace contradicts itself."""
+    explainer, state = Explainer(), PoolState()
+    for event in reader:
+        try:
+            state.apply(event)
+        except TraceError as error:
+            raise TraceError(f"{reader.path}:{reader.line_number}: {error.message}") from error
+        explainer.apply(event, state)
+    explainer.finish()
+    return explainer, state
+
+
+def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] | None) -> str:
+    """`first divergence at token 3: cached "... b c" vs prompt "... b d"`; token ids where they cannot be decoded."""
+
+    def shown(token_ids: tuple[int, ...]) -> str:
+        ids = split.shared_tail + token_ids
+        text = str(list(ids)) if decode is None else f'"{decode(ids)}"'
+        return text if token_ids else f"{text} (its end)"
+
+    if not split.own_next and not split.other_next:
+        return f"all {split.num_shared_tokens} tokens are those of request {split.other_request_id}"
+    return (
+        f"first divergence at token {split.num_shared_tokens}: cached {shown(split.other_next)} "
+        f"(request {split.other_request_id}) vs prompt {shown(split.own_next)}"
+    )
 
 
 class Explainer:
@@ -202,6 +253,9 @@ class Explainer:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
     def _prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        if event.reason == "continued":
+            self._taken_over(event)
+            return
         request_id, salted = self._requests[event.seq_id]
         lookup = Lookup(state.step_number, event.seq_id, request_id, salted, event, state.block_size)
         self.lookups.append(lookup)
@@ -223,6 +277,17 @@ class Explainer:
                 lookup.evicted_step = ghost[1]
                 # an LRU pool larger by m blocks still holds the m contents evicted last
                 lookup.num_more_blocks = 1 + self._evictions.count_after(ghost[0])
+
+    def _taken_over(self, event: PrefixLookedUp) -> None:
+        _, lookup = self._open.get(event.seq_id, (0, None))
+        if lookup is None:
+            return
+        lookup.num_late += event.blocks_hit
+        lookup.late_tokens_hit += event.tokens_hit
+        if lookup.reason == "not_known" and lookup.num_first == 0:
+            lookup.reason = "in_flight"
+        if lookup.num_unknown == 0:
+            self._settle(event.seq_id)
 
     def _blocks_closed(self, event: BlocksClosed, state: PoolState) -> None:
         since, lookup = self._open.get(event.seq_id, (0, None))
@@ -277,7 +342,7 @@ class Explainer:
         if salted and twin is not None and twin.num_shared_tokens >= (event.blocks_hit + 1) * self.block_size:
             lookup.reason = "different_salt"
         elif event.blocks_hit:
-            lookup.reason = "diverged"
+            lookup.reason = "not_seen_before"
         elif event.partial_tokens:
             lookup.reason = "shorter_than_block"
         elif lookup.num_first:

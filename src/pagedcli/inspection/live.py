@@ -22,7 +22,7 @@ from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summ
 _REDRAW_S = 0.1
 _DRAW_SHARE = 0.05  # of the time, at most, goes into drawing
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: as fast as it goes
-KEYS = " space pause · . one step · + - speed · q quit "
+KEYS = " q quit · space pause · . one step · + - speed "
 
 
 class StepPrinter:

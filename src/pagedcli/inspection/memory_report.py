@@ -5,33 +5,15 @@ have plain keys, bytes and ratios.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-from pagedcli.kvcache.budget import ITEMSIZE, ModelSizes, blocks_for, blocks_for_requests, concurrency
+from pagedcli.kvcache.budget import ITEMSIZE, MemoryTerms, ModelSizes, blocks_for, blocks_for_requests, concurrency
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
 KV_DTYPES = ("float32", "bfloat16", "float8_e4m3")  # one of each item size
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTerms:
-    """Where the memory of a device goes, in bytes. The field names are the keys of the report."""
-
-    total: int
-    reserve: int = 0  # what the utilization leaves to others
-    others: int  # other processes
-    runtime: int = 0  # this process beside the model: CUDA context, interpreter, libraries
-    weights: int
-    activations: int  # of the largest step
-    graphs: int = 0  # CUDA graph pool
-
-    @property
-    def kv_cache(self) -> int:
-        """What is left for the KV cache; negative if something is missing."""
-        spent = (self.reserve, self.others, self.runtime, self.weights, self.activations, self.graphs)
-        return self.total - sum(spent)
+_PREDICTED = ("weights", "activations", "kv_cache")  # the other terms cannot be known from a model's sizes
 
 
 def waterfall_rows(
@@ -39,14 +21,15 @@ def waterfall_rows(
 ) -> list[Row]:
     """One row per term and the remainder. `labels` maps a term to its name and a note; terms without one are left out.
 
-    `difference` is predicted / measured - 1, where both exist.
+    Beside a measurement, only what was predicted independently of it is shown; `difference` is their ratio minus 1.
     """
     rows = []
     for term in [*(field.name for field in fields(MemoryTerms)), "kv_cache"]:
         if term not in labels:
             continue
         measured_bytes = None if measured is None else getattr(measured, term)
-        predicted_bytes = None if predicted is None else getattr(predicted, term)
+        is_given = measured is not None and term not in _PREDICTED
+        predicted_bytes = None if predicted is None or is_given else getattr(predicted, term)
         name, note = labels[term]
         rows.append(
             {

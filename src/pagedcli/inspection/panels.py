@@ -101,6 +101,8 @@ class PoolMap:
 
     def _legend(self, per_cell: int, unicode: bool) -> Text:
         text = Text(no_wrap=True, overflow="ellipsis")
+        if per_cell > 1:
+            text.append(f"1 cell = {per_cell:,} blocks, mostly  ", "italic")
         for kind, meaning in _LEGEND.items():
             if kind == "followed" and self._moment.follow is None:
                 continue
@@ -109,8 +111,6 @@ class PoolMap:
             glyph, ascii_glyph, style = _GLYPHS[kind]
             shown = "2" if kind == "shared" and per_cell == 1 else glyph if unicode else ascii_glyph
             text.append(shown, style).append(f" {meaning}  ")
-        if per_cell > 1:
-            text.append(f"1 cell = {per_cell:,} blocks, what most of them are", "italic")
         return text
 
 
@@ -148,17 +148,35 @@ def pool_line(state: PoolState) -> Text:
 
 
 def block_ids_text(state: PoolState, block_table: Sequence[int], width: int | None = None) -> str:
-    """`0×2 1×2 7`: block ids with the ref_count of shared ones. Cut to a width: head, count of those left out, tail."""
-    words = [f"{b}×{state.ref_counts[b]}" if state.ref_counts[b] > 1 else str(b) for b in block_table]
+    """`0-3×2 7 9`: block ids in order, neighbours with the same ref_count as a range, ref_counts over 1 behind a ×.
+
+    Cut to a width, the middle gives way to the number of blocks left out: `0-3×2 …12… 9`.
+    """
+    runs: list[list[int]] = []  # first, last, ref_count
+    for block_id in block_table:
+        ref_count = state.ref_counts[block_id]
+        if runs and runs[-1][1] + 1 == block_id and runs[-1][2] == ref_count:
+            runs[-1][1] = block_id
+        else:
+            runs.append([block_id, block_id, ref_count])
+    words = [_run_text(*run) for run in runs]
     text = " ".join(words)
     if width is None or len(text) <= width:
         return text
-    tail = words[-1]
-    for num_head in range(len(words) - 2, 0, -1):
-        cut = f"{' '.join(words[:num_head])} …{len(words) - num_head - 1}… {tail}"
-        if len(cut) <= width:
-            return cut
-    return f"…{len(words) - 1}… {tail}"
+    lengths = [last - first + 1 for first, last, _ in runs]
+    for num_head in range(len(words) - 2, -1, -1):
+        head = "".join(word + " " for word in words[:num_head])
+        text = f"{head}…{sum(lengths[num_head:-1])}… {words[-1]}"
+        if len(text) <= width:
+            return text
+    return f"…{len(block_table)}…"
+
+
+def _run_text(first: int, last: int, ref_count: int) -> str:
+    ids = str(first) if first == last else f"{first} {last}" if first + 1 == last else f"{first}-{last}"
+    if ref_count == 1:
+        return ids
+    return " ".join(f"{part}×{ref_count}" for part in ids.split())
 
 
 def sequence_table(moment: Moment, *, width: int, most: int) -> Table:

@@ -24,6 +24,7 @@ def export_perfetto(reader: TraceReader, file: BinaryIO) -> None:
     state, stats, timelines = PoolState(), RunStats(), Timelines()
     starts: list[float] = []  # per step, from the first
     first_step = 0
+    ended: list[int] = []  # sequences that ended in the current step, whose end is not known yet
     for event in reader:
         try:
             state.apply(event)
@@ -37,14 +38,17 @@ def export_perfetto(reader: TraceReader, file: BinaryIO) -> None:
             starts.append(out.at(event.time_ns))
         elif isinstance(event, StepFinished):
             out.step(state, stats)
+            for seq_id in ended:
+                out.sequence(timelines.seqs.pop(seq_id), starts, first_step)
+            ended.clear()
         elif isinstance(event, RequestPreempted):
             name = f"preempted for seq {event.for_seq_id}"
             out.write(ph="i", s="t", name=name, pid=_SEQUENCES, tid=event.seq_id, ts=starts[-1] if starts else 0.0)
         elif isinstance(event, RequestFinished):
-            out.sequence(timelines.seqs.pop(event.seq_id), starts, first_step, out.last)
+            ended.append(event.seq_id)
     timelines.finish(state)
     for seq in timelines.seqs.values():
-        out.sequence(seq, starts, first_step, out.last)
+        out.sequence(seq, starts, first_step)
     out.close()
 
 
@@ -72,7 +76,8 @@ class _Writer:
     def step(self, state: PoolState, stats: RunStats) -> None:
         """The step that just finished, its parts, and the counters at its end."""
         step = state.step
-        assert step is not None and step.end_ns is not None, "a finished step has an end"
+        assert step is not None, "a step finished"
+        assert step.end_ns is not None, "a finished step has an end"
         start, self.last = self.at(step.start_ns), self.at(step.end_ns)
         args = {"sequences": len(step.seq_ids), "new tokens": sum(step.num_new_tokens), "waiting": step.num_waiting}
         self.write(ph="X", name=f"step {step.step}", pid=_ENGINE, tid=0, ts=start, dur=self.last - start, args=args)
@@ -87,7 +92,7 @@ class _Writer:
                 ph="C", name="prefix hit rate, last 100 steps (%)", pid=_ENGINE, ts=self.last, args={"rate": 100 * rate}
             )
 
-    def sequence(self, seq: SeqTimeline, starts: list[float], first_step: int, end: float) -> None:
+    def sequence(self, seq: SeqTimeline, starts: list[float], first_step: int) -> None:
         """The row of a sequence. A phase lasts until the next one begins."""
         name = f"seq {seq.seq_id} (request {seq.request_id})"
         self.write(ph="M", name="thread_name", pid=_SEQUENCES, tid=seq.seq_id, args={"name": name})
@@ -96,5 +101,5 @@ class _Writer:
             begin, behind = phase.first_step - first_step, phase.last_step + 1 - first_step
             if not 0 <= begin < len(starts):
                 continue
-            ts, after = starts[begin], starts[behind] if behind < len(starts) else max(end, starts[-1])
+            ts, after = starts[begin], starts[behind] if behind < len(starts) else max(self.last, starts[-1])
             self.write(ph="X", name=phase.status, pid=_SEQUENCES, tid=seq.seq_id, ts=ts, dur=after - ts)

@@ -10,7 +10,7 @@ from pagedcli.inspection.live import SPEEDS
 from pagedcli.inspection.replay import Landmark, Replay
 from pagedcli.inspection.view import MomentScreen
 
-KEYS = " ←→ step · ↑↓ 10 · space play · + - speed · p/e/m next preemption/eviction/miss, P/E/M last · 12⏎ go · q quit "
+KEYS = " q quit · ←→ step · ↑↓ 10 · space play · + - speed · p/e/m next preemption/eviction/miss, P/E/M last · 12⏎ go "
 _JUMPS = {"left": -1, "right": 1, ",": -1, ".": 1, "up": -10, "down": 10, "pageup": -100, "pagedown": 100}
 _LANDMARKS: dict[str, Landmark] = {"p": "preemption", "e": "eviction", "m": "miss"}
 _REDRAW_S = 0.1

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class PrefixIndex:
-    """Which prefixes of whole units have been seen, and in which row first. Sorted arrays beside a small recent dict."""
+    """Which prefixes of whole units came before, and in which row first: sorted arrays beside a small recent dict."""
 
     def __init__(self) -> None:
         self._digests = np.empty(0, dtype=np.uint64)
@@ -97,7 +97,7 @@ class _Tally:
     """Totals at one block size, in tokens and blocks over all prompts."""
 
     hit_tokens: int = 0
-    prompt_blocks: int = 0  # blocks of prompt and output
+    num_blocks: int = 0  # of prompt and output
     hit_blocks: int = 0
 
 
@@ -139,7 +139,7 @@ class PromptPlan:
             hit_blocks = num_known * UNIT // size
             tally.hit_tokens += min(hit_blocks * size, num_prompt - 1)
             tally.hit_blocks += hit_blocks
-            tally.prompt_blocks += blocks_for(num_total, size)
+            tally.num_blocks += blocks_for(num_total, size)
 
     def _note_shared(self, row: int, digests: Sequence[int]) -> None:
         parent: int | None = None
@@ -165,14 +165,14 @@ class PromptPlan:
         rows = []
         num_tokens = self.prompt_tokens + self.output_tokens
         for size, tally in self._tallies.items():
-            slots = tally.prompt_blocks * size
+            slots = tally.num_blocks * size
             rows.append(
                 {
                     "block_size": size,
                     "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
                     "hit_tokens": tally.hit_tokens,
                     "waste": 1 - num_tokens / slots if slots else 0.0,
-                    "num_blocks": tally.prompt_blocks - tally.hit_blocks,
+                    "num_blocks": tally.num_blocks - tally.hit_blocks,
                     "num_slots": slots - tally.hit_blocks * size,
                     "longest_table": blocks_for(max(self.total_lengths, default=0), size),
                 }
@@ -182,7 +182,9 @@ class PromptPlan:
     def recommended_block_size(self, *, tolerance: float = 0.02) -> int:
         """The largest block size of at least 16 (what the GPU kernels take) at which the whole file takes at most
         `tolerance` more slots than at the best: larger blocks mean shorter tables, smaller ones more sharing."""
-        slots = {row["block_size"]: row["num_slots"] for row in self.block_size_rows() if row["block_size"] >= 16}
+        slots: dict[int, int] = {
+            row["block_size"]: row["num_slots"] for row in self.block_size_rows() if row["block_size"] >= 16
+        }
         return max(size for size in slots if slots[size] <= min(slots.values()) * (1 + tolerance))
 
     def longest_shared(self, limit: int = 5) -> list[Row]:
@@ -239,16 +241,36 @@ class PromptPlan:
         ]
 
     def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
-        """Pools of three sizes, in blocks, and what each is enough for."""
-        longest = blocks_for(max(self.total_lengths, default=0), block_size)
-        at_once = sum(blocks_for(length, block_size) for length in _largest(self.total_lengths, max_num_seqs))
-        whole = next(row["num_blocks"] for row in self.block_size_rows() if row["block_size"] == block_size)
+        """Pools of different sizes, in blocks, and what each is enough for. The last row is there only for a block
+        size of BLOCK_SIZES, whose hits are counted."""
         num_seqs = min(max_num_seqs, self.num_prompts)
-        return [
-            {"enough_for": "the longest row alone", "num_blocks": longest},
-            {"enough_for": f"the {num_seqs:,} longest rows at once: no preemption", "num_blocks": at_once},
-            {"enough_for": "all rows kept: no eviction, ideal hit rate", "num_blocks": max(whole, longest)},
+        rows = [
+            {"enough_for": "the longest row alone", "num_blocks": self._longest_blocks(1, block_size)},
+            {
+                "enough_for": f"the {num_seqs:,} longest rows at once: no preemption",
+                "num_blocks": self._longest_blocks(max_num_seqs, block_size),
+            },
         ]
+        if block_size in self._tallies:
+            kept = {
+                "enough_for": "all rows kept: no eviction, ideal hit rate",
+                "num_blocks": self._all_blocks(block_size),
+            }
+            rows.append(kept)
+        return rows
+
+    def recommended_num_blocks(self, block_size: int, max_num_seqs: int) -> int:
+        """The smallest pool that surely preempts nothing, at a block size of BLOCK_SIZES."""
+        return min(self._longest_blocks(max_num_seqs, block_size), self._all_blocks(block_size))
+
+    def _longest_blocks(self, num_rows: int, block_size: int) -> int:
+        """Blocks of the longest rows together, without sharing."""
+        return sum(blocks_for(length, block_size) for length in _largest(self.total_lengths, num_rows))
+
+    def _all_blocks(self, block_size: int) -> int:
+        """Blocks of all rows together, shared ones once."""
+        tally = self._tallies[block_size]
+        return tally.num_blocks - tally.hit_blocks
 
 
 def percentile(lengths: Counter[int], share: float) -> int:

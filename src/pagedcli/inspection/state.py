@@ -46,7 +46,9 @@ class PoolState(BlockLedger):
         self.refused: list[RequestRefused] = []
         self.step: StepRecord | None = None  # the current one, or the last
         self.num_events = 0
-        self._pending_evictions: set[int] = set()  # evicted, and not yet taken by BlocksAllocated
+        # what must come next, and in the middle of what: some changes take several events
+        self._due: tuple[tuple[type[Event], ...], str] | None = None
+        self._evicted: set[int] = set()  # not yet taken by BlocksAllocated
         self._hole: tuple[int, int, int] | None = None  # (seq_id, index, block_id) that BlockCopied fills
         self._lookup: PrefixLookedUp | None = None  # its hits are claimed next
         self.num_just_freed = 0  # blocks that the last BlocksReleased made free
@@ -96,7 +98,7 @@ class PoolState(BlockLedger):
         other.seqs = {seq_id: seq.copy() for seq_id, seq in self.seqs.items()}
         other.finished = self.finished.copy()  # a finished sequence changes no more
         other.refused = self.refused.copy()
-        other._pending_evictions = self._pending_evictions.copy()
+        other._evicted = self._evicted.copy()
         other.step = None if self.step is None else self.step.copy()
         other._handlers = other._bind()
         return other
@@ -110,17 +112,9 @@ class PoolState(BlockLedger):
             raise TraceError(f"{type(event).__name__} is not an event of schema version {SCHEMA_VERSION}")
         if self.engine is None and type(event) is not EngineStarted:
             self._fail(event, "comes before engine_started, which must be the first record")
-        if self._pending_evictions and type(event) not in (BlockEvicted, BlocksAllocated):
-            self._fail(
-                event, f"comes between the eviction of blocks {sorted(self._pending_evictions)} and their allocation"
-            )
-        if self._lookup is not None and self._lookup.blocks_hit and type(event) is not BlocksReused:
-            self._fail(
-                event,
-                f"comes where seq {self._lookup.seq_id} claims the {self._lookup.blocks_hit} blocks of its lookup",
-            )
-        if self._hole is not None and type(event) is not BlockCopied:
-            self._fail(event, f"comes where block {self._hole[2]} of seq {self._hole[0]} is replaced by its copy")
+        due, self._due = self._due, None
+        if due is not None and type(event) not in due[0]:
+            self._fail(event, f"comes where {due[1]}")
         handler(event)
         self.num_events += 1
 
@@ -156,25 +150,27 @@ class PoolState(BlockLedger):
     def _prefix_looked_up(self, event: PrefixLookedUp) -> None:
         seq = self._live(event, event.seq_id)
         size = self.block_size
-        if seq.block_table:
-            self._fail(event, f"seq {seq.seq_id} has blocks already")
-        if seq.running:
-            self._fail(event, f"seq {seq.seq_id} is running already")
-        if event.blocks_asked != event.num_tokens // size:
-            self._fail(
-                event, f"{event.num_tokens} tokens are {event.num_tokens // size} full blocks, not {event.blocks_asked}"
-            )
-        if not 0 <= event.blocks_hit <= event.blocks_asked:
-            self._fail(event, "more blocks hit than asked for")
-        if event.tokens_hit != min(event.blocks_hit * size, event.num_tokens - 1):
-            self._fail(
-                event, f"{event.blocks_hit} blocks of {event.num_tokens} tokens cannot be {event.tokens_hit} tokens hit"
-            )
+        continued = event.reason == "continued"
+        if continued != seq.running or (seq.block_table and not continued):
+            self._fail(event, f"{event.reason}, but seq {seq.seq_id} is {seq.status} with blocks {seq.block_table}")
+        first = seq.num_computed_tokens // size if continued else 0
+        asked = event.num_tokens // size - first
+        if event.blocks_asked != asked or not continued <= event.blocks_hit <= asked:
+            self._fail(event, f"{event.blocks_hit} hits of {event.blocks_asked} blocks, where {asked} can be asked for")
+        num_computed = min((first + event.blocks_hit) * size, event.num_tokens - 1)
+        before = seq.num_computed_tokens if continued else 0
+        if event.tokens_hit != num_computed - before or (continued and event.tokens_hit < 1):
+            self._fail(event, f"{event.blocks_hit} blocks from block {first} on are not {event.tokens_hit} tokens hit")
+        if event.blocks_hit:
+            claim = f"seq {seq.seq_id} claims the {event.blocks_hit} blocks of its lookup"
+            drops = continued and first < len(seq.block_table)  # its open block gives way first
+            self._due = (BlocksReleased if drops else BlocksReused,), claim
+            self._lookup = event
         seq.status = "prefill"
-        seq.num_computed_tokens = seq.num_cached_tokens = event.tokens_hit
+        seq.num_computed_tokens = num_computed
+        seq.num_cached_tokens = num_computed if not continued else seq.num_cached_tokens + event.tokens_hit
         if seq.admitted_step is None:
             seq.admitted_step = self.step_number
-        self._lookup = event
         if self.step is not None:
             self.step.lookups.append(event)
 
@@ -183,16 +179,17 @@ class PoolState(BlockLedger):
         lookup, self._lookup = self._lookup, None
         if lookup is None or lookup.seq_id != event.seq_id or lookup.blocks_hit != len(event.block_ids):
             self._fail(event, f"no lookup of seq {event.seq_id} that hit {len(event.block_ids)} blocks comes before")
-        parent_hash = None
-        for index, block_id in enumerate(event.block_ids):
+        table = seq.block_table
+        parent_hash = self.hashes[table[-1]] if table else None
+        for block_id in event.block_ids:
             block_hash = self.hashes[self._block(event, block_id)]
             if block_hash is None or self.hash_to_block_id.get(block_hash) != block_id:
                 self._fail(event, f"block {block_id} cannot be found under a hash")
-            if index > 0 and self.parent_hashes[block_id] != parent_hash:
-                self._fail(event, f"block {block_id} does not follow block {event.block_ids[index - 1]} in its chain")
+            if table and self.parent_hashes[block_id] != parent_hash:
+                self._fail(event, f"block {block_id} does not follow block {table[-1]} in its chain")
             parent_hash = block_hash
             self.hold(block_id)
-        seq.block_table.extend(event.block_ids)
+            table.append(block_id)
 
     def _blocks_allocated(self, event: BlocksAllocated) -> None:
         seq = self._live(event, event.seq_id)
@@ -202,10 +199,10 @@ class PoolState(BlockLedger):
                 self._fail(event, f"block {block_id} was taken, but the oldest free block is {oldest}")
             if self.hashes[block_id] is not None:
                 self._fail(event, f"block {block_id} still holds cached content")
-            self._pending_evictions.discard(block_id)
+            self._evicted.discard(block_id)
             self.hold(block_id)
-        if self._pending_evictions:
-            self._fail(event, f"evicted blocks {sorted(self._pending_evictions)} were not taken")
+        if self._evicted:
+            self._fail(event, f"evicted blocks {sorted(self._evicted)} were not taken")
         seq.block_table.extend(event.block_ids)
         if self.step is not None:
             self.step.num_allocated += len(event.block_ids)
@@ -217,7 +214,8 @@ class PoolState(BlockLedger):
         if self.hashes[block_id] != event.hash:
             self._fail(event, f"block {block_id} holds hash {self.hashes[block_id]}")
         self.evict(block_id, event.hash)
-        self._pending_evictions.add(block_id)
+        self._evicted.add(block_id)
+        self._due = (BlockEvicted, BlocksAllocated), f"evicted blocks {sorted(self._evicted)} are allocated"
         if self.step is not None:
             self.step.num_evicted += 1
 
@@ -243,14 +241,23 @@ class PoolState(BlockLedger):
 
     def _blocks_released(self, event: BlocksReleased) -> None:
         seq = self._live(event, event.seq_id, finished_too=True)
-        if event.block_ids == tuple(reversed(seq.block_table)):
+        table, block_ids = seq.block_table, event.block_ids
+        if self._lookup is not None:
+            if block_ids != tuple(table[-1:]) or self._lookup.seq_id != seq.seq_id:
+                self._fail(event, f"blocks {list(block_ids)} are not the last one of the block table {table}")
+            table.pop()
+            self._due = (BlocksReused,), f"seq {seq.seq_id} claims the blocks of its lookup"
+        elif block_ids == tuple(reversed(table)):
             seq.block_table = []
-        elif len(event.block_ids) == 1 and event.block_ids[0] in seq.block_table:
-            index = seq.block_table.index(event.block_ids[0])
-            self._hole = (seq.seq_id, index, seq.block_table.pop(index))
+            if seq.running:
+                self._due = (RequestPreempted,), f"seq {seq.seq_id}, which released its blocks, should be preempted"
+        elif len(block_ids) == 1 and block_ids[0] in table:
+            index = table.index(block_ids[0])
+            self._hole = (seq.seq_id, index, table.pop(index))
+            self._due = (BlockCopied,), f"block {block_ids[0]} of seq {seq.seq_id} is replaced by its copy"
         else:
-            self._fail(event, f"blocks {list(event.block_ids)} are not the block table {seq.block_table} from its tail")
-        self.num_just_freed = sum(self.let_go(block_id) for block_id in event.block_ids)
+            self._fail(event, f"blocks {list(block_ids)} are not the block table {table} from its tail")
+        self.num_just_freed = sum(self.let_go(block_id) for block_id in block_ids)
 
     def _block_copied(self, event: BlockCopied) -> None:
         seq = self._live(event, event.seq_id)

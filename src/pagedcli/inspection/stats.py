@@ -32,19 +32,21 @@ class HitCounts:
     blocks_hit: int = 0
 
     def add(self, event: PrefixLookedUp, sign: int = 1) -> None:
-        self.num_lookups += sign
-        self.tokens += sign * event.num_tokens
         self.tokens_hit += sign * event.tokens_hit
-        self.blocks_asked += sign * event.blocks_asked
         self.blocks_hit += sign * event.blocks_hit
+        if event.reason != "continued":
+            self.num_lookups += sign
+            self.tokens += sign * event.num_tokens
+            self.blocks_asked += sign * event.blocks_asked
 
     @property
     def token_rate(self) -> float | None:
-        return self.tokens_hit / self.tokens if self.tokens else None
+        # in a rolling window what was taken over later may outweigh what was looked up
+        return min(1.0, self.tokens_hit / self.tokens) if self.tokens else None
 
     @property
     def block_rate(self) -> float | None:
-        return self.blocks_hit / self.blocks_asked if self.blocks_asked else None
+        return min(1.0, self.blocks_hit / self.blocks_asked) if self.blocks_asked else None
 
 
 @dataclass(slots=True)
@@ -52,14 +54,16 @@ class Hits:
     """A window's lookups, a request's first ones and those after a preemption apart.
 
     A first lookup can only hit what other requests computed; one after a preemption finds the sequence's own blocks
-    again, which saves nothing that was not lost before.
+    again, which saves nothing that was not lost before. What a prompt in chunks takes over later from another one
+    (a continued lookup) adds hits, but no tokens: these were looked up at its admission.
     """
 
     from_others: HitCounts = field(default_factory=HitCounts)
     after_preemption: HitCounts = field(default_factory=HitCounts)
 
-    def add(self, event: PrefixLookedUp, sign: int = 1) -> None:
-        (self.from_others if event.reason == "new" else self.after_preemption).add(event, sign)
+    def add(self, event: PrefixLookedUp, *, again: bool, sign: int = 1) -> None:
+        """`again`: the sequence was preempted before."""
+        (self.after_preemption if again else self.from_others).add(event, sign)
 
 
 class RunStats:
@@ -76,7 +80,8 @@ class RunStats:
         self.num_duplicate_blocks = 0  # closed while a block of equal hash was cached already
         self.peak_used_blocks = 0
         self.busy_ns = 0  # steps without the time of observers
-        self._window: deque[tuple[int, int, list[PrefixLookedUp]]] = deque()  # per step: busy ns, new tokens, lookups
+        self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether preempted before
+        self._window: deque[tuple[int, int, list[tuple[PrefixLookedUp, bool]]]] = deque()  # per step: busy ns, tokens
 
     def apply(self, event: Event, state: PoolState) -> None:
         kind = type(event)
@@ -87,8 +92,10 @@ class RunStats:
             self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in closed)
         elif kind is PrefixLookedUp:
             assert isinstance(event, PrefixLookedUp)
-            self.run.add(event)
-            self.rolling.add(event)
+            again = state.seqs[event.seq_id].num_preemptions > 0
+            self.run.add(event, again=again)
+            self.rolling.add(event, again=again)
+            self._lookups.append((event, again))
         elif kind is StepScheduled:
             assert isinstance(event, StepScheduled)
             self.num_computed_tokens += sum(event.num_new_tokens)
@@ -108,10 +115,11 @@ class RunStats:
         assert step is not None
         self.num_steps += 1
         self.busy_ns += step.busy_ns
-        self._window.append((step.busy_ns, step.num_sampled, step.lookups))
+        self._window.append((step.busy_ns, step.num_sampled, self._lookups))
+        self._lookups = []
         if len(self._window) > ROLLING_STEPS:
-            for event in self._window.popleft()[2]:
-                self.rolling.add(event, -1)
+            for event, again in self._window.popleft()[2]:
+                self.rolling.add(event, again=again, sign=-1)
 
     def copy(self) -> "RunStats":
         """A snapshot that later events do not change."""
@@ -119,7 +127,7 @@ class RunStats:
         other.__dict__.update(self.__dict__)
         other.run = Hits(_copy(self.run.from_others), _copy(self.run.after_preemption))
         other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.after_preemption))
-        other._window = self._window.copy()
+        other._window, other._lookups = self._window.copy(), self._lookups.copy()
         return other
 
     @property
@@ -199,15 +207,16 @@ class StepSeries:
     def __init__(self) -> None:
         self.columns = {name: array("q") for name in self.COLUMNS}
         self._at_schedule: tuple[int, ...] = ()
+        self._hits = Hits()  # of the current step
 
     def __len__(self) -> int:
         return len(self.columns["start_ns"])
 
     def apply(self, event: Event, state: PoolState) -> None:
         """Called after the state has the event. The pool is seen as the step's forward pass sees it."""
-        if type(event) is StepScheduled:
-            step = state.step
-            assert step is not None
+        if isinstance(event, PrefixLookedUp):
+            self._hits.add(event, again=state.seqs[event.seq_id].num_preemptions > 0)
+        elif type(event) is StepScheduled:
             running = len(state.running())
             self._at_schedule = (
                 state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
@@ -217,13 +226,11 @@ class StepSeries:
         elif type(event) is StepFinished and self._at_schedule:
             step = state.step
             assert step is not None
-            new = [lookup for lookup in step.lookups if lookup.reason == "new"]
-            again = [lookup for lookup in step.lookups if lookup.reason != "new"]
+            hits, self._hits = self._hits, Hits()
             row = (
                 step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
-                sum(lookup.num_tokens for lookup in new), sum(lookup.tokens_hit for lookup in new),
-                sum(lookup.tokens_hit for lookup in again), self._unfilled, self._saved,
-                len(step.preemptions), step.num_evicted,
+                hits.from_others.tokens, hits.from_others.tokens_hit, hits.after_preemption.tokens_hit,
+                self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
             )  # fmt: skip
             for column, value in zip(self.columns.values(), row, strict=True):
                 column.append(value)

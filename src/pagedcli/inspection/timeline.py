@@ -54,7 +54,7 @@ class Timelines:
         elif isinstance(event, RequestAdded):
             self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, event.num_prompt_tokens)
             self._enter(event.seq_id, "waiting", now)
-        elif isinstance(event, PrefixLookedUp):
+        elif isinstance(event, PrefixLookedUp) and event.reason != "continued":
             self._enter(event.seq_id, "prefill", now)
         elif isinstance(event, SequenceForked):
             self._enter(event.seq_id, "decode", now + 1)

@@ -50,13 +50,12 @@ class MomentScreen:
     def _head(self) -> Text:
         moment = self._moment
         state, rate = moment.state, moment.stats.tokens_per_s
-        finished = len(state.finished)
         return Text.assemble(
             (f" {self._title} ", "bold reverse"),
-            f" step {'-' if state.step is None else state.step.step}   {len(state.running())} running   "
-            f"{len(state.waiting())} waiting   {finished:,} finished   ",
+            f" step {'-' if state.step is None else state.step.step}  {len(state.running())} running  "
+            f"{len(state.waiting())} waiting  {len(state.finished):,} done  ",
             (f"{rate:,.0f} tok/s" if rate is not None else "- tok/s"),
-            (f"   {self._note}" if self._note else "", "bold yellow"),
+            (f"  {self._note}" if self._note else "", "bold yellow"),
             no_wrap=True,
             overflow="ellipsis",
         )
@@ -160,9 +159,9 @@ def print_summary(moment: Moment, console: Console) -> None:
 def _full_sequence_table(moment: Moment) -> Table:
     state, step = moment.state, moment.state.step
     new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
-    table = Table(header_style="bold")
-    for name in ("seq", "request", "state", "new", "computed", "tokens", "cached", "out"):
-        table.add_column(name, justify="left" if name in ("request", "state") else "right")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("seq", "request", "state", "new", "cached", "tokens", "out"):
+        table.add_column(name, justify="left" if name in ("request", "state") else "right", no_wrap=True)
     table.add_column("block table (×: ref count) / why it waits")
     seqs = [
         seq for seq in state.running() + state.waiting() if not moment.follow or seq.seq_id in moment.follow_seq_ids
@@ -175,7 +174,7 @@ def _full_sequence_table(moment: Moment) -> Table:
         )
         table.add_row(
             str(seq.seq_id), printable(seq.request_id), seq.status, str(new_tokens.get(seq.seq_id, 0)),
-            str(seq.num_computed_tokens), str(seq.num_tokens), str(seq.num_cached_tokens),
+            str(seq.num_cached_tokens), f"{seq.num_computed_tokens}/{seq.num_tokens}",
             f"{seq.num_output_tokens}/{seq.max_new_tokens}", last,
         )  # fmt: skip
     return table
@@ -183,7 +182,7 @@ def _full_sequence_table(moment: Moment) -> Table:
 
 def _lookup_table(state: PoolState) -> Table:
     assert state.step is not None
-    table = Table(header_style="bold")
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("lookup of seq", "reason", "blocks asked", "blocks hit", "tokens hit", "first miss", "outcome"):
         table.add_column(name, justify="left" if name in ("reason", "outcome") else "right")
     for lookup in state.step.lookups:

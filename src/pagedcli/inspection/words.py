@@ -81,6 +81,9 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
                 f"which needed {event.num_blocks_needed}"
             )
         case PrefixLookedUp():
+            if event.reason == "continued":
+                taken = f"{plural(event.blocks_hit, 'block')} ({plural(event.tokens_hit, 'token')})"
+                return f"take over for seq {event.seq_id}: {taken} that another sequence has computed meanwhile"
             verb = "admit" if event.reason == "new" else "resume"
             return f"{verb} seq {event.seq_id}: {lookup_outcome(event)}"
         case BlockEvicted():

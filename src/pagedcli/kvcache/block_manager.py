@@ -190,6 +190,12 @@ class BlockManager:
         self._grow(seq, num_new_tokens)
         return copies
 
+    def close_known(self, seq: CacheUser, num_computed_tokens: int) -> None:
+        """Close the last full block if its last token, one of the num_computed_tokens, was not known to may_append."""
+        end = len(seq.token_ids) // self.block_size
+        if self.enable_prefix_caching and len(seq.token_ids) == end * self.block_size <= num_computed_tokens:
+            self._close(seq, end - 1, end)
+
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
         """Let a new sequence with the parent's tokens share all its blocks. The open one is copied on first write."""
         assert not child.block_table, "a forked sequence has no blocks yet"
@@ -303,7 +309,8 @@ class BlockManager:
             if self._emit is not None:
                 self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
         if self.enable_prefix_caching:
-            self._close(seq, seq.num_computed_tokens // self.block_size, num_tokens // self.block_size)
+            num_known = min(num_tokens, len(seq.token_ids))  # a token may still be on its way: see close_known
+            self._close(seq, seq.num_computed_tokens // self.block_size, num_known // self.block_size)
 
     def _close(self, seq: CacheUser, first: int, end: int) -> None:
         """Hash and register the blocks first ... end-1 of the table, which this step makes full."""

@@ -55,22 +55,32 @@ class MemoryBudget:
         return self.peak - self.current
 
     @property
-    def reserve(self) -> int:
-        """What the utilization leaves to others."""
-        return self.total - int(self.total * self.utilization)
-
-    @property
     def kv_cache(self) -> int:
         """Bytes left for the KV cache; negative if there is nothing left."""
-        return self.total - self.reserve - self.used - self.activations - self.graphs
+        return int(self.total * self.utilization) - self.used - self.activations - self.graphs
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Whole blocks that fit, at least 0."""
         return max(0, self.kv_cache) // bytes_per_block
 
-    def utilization_for(self, kv_bytes: int) -> float:
-        """The utilization at which kv_bytes are left for the KV cache; above 1 if the device is too small."""
-        return (self.used + self.activations + self.graphs + kv_bytes) / self.total
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTerms:
+    """Where the memory of a device goes, in bytes. The field names are the keys of the report."""
+
+    total: int
+    reserve: int = 0  # what the utilization leaves to others
+    others: int  # other processes
+    runtime: int = 0  # this process beside the model: CUDA context, interpreter, libraries
+    weights: int
+    activations: int  # of the largest step
+    graphs: int = 0  # CUDA graph pool
+
+    @property
+    def kv_cache(self) -> int:
+        """What is left for the KV cache; negative if something is missing."""
+        spent = (self.reserve, self.others, self.runtime, self.weights, self.activations, self.graphs)
+        return self.total - sum(spent)
 
 
 @dataclass(frozen=True, slots=True)

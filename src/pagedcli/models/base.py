@@ -1,13 +1,15 @@
 """The contract between the engine and a model: CausalLM, and load_model, which picks the implementation."""
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.cpu import CpuAttention
 from pagedcli.errors import ModelError
+from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.spec import ModelSpec
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -18,7 +20,7 @@ class CausalLM(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the model is; where it differs from read_spec's, this one was verified on the loaded model."""
+        """What the model is."""
         ...
 
     @property
@@ -59,8 +61,9 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
+    parallel: ParallelContext = SINGLE,
 ) -> CausalLM:
-    """Build the model of a folder with its weights on the device.
+    """Build the model of a folder with its weights on the device; of a parallel group, this rank's part.
 
     Units:   max_model_len in tokens (None: the length the model was made for).
     Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason.
@@ -73,7 +76,13 @@ def load_model(
         from pagedcli.models.weights import CheckpointWeights, DummyWeights
 
         source = DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
-        return Decoder.load(spec, source, backend=backend, dtype=dtype, device=device, max_model_len=max_model_len)
+        if _runs_in_one_call(spec, backend) and parallel is SINGLE:
+            from pagedcli.models.cpu_decoder import CpuDecoder
+
+            return CpuDecoder.load(spec, source, backend=backend, dtype=dtype, max_model_len=max_model_len)
+        return Decoder.load(
+            spec, source, backend=backend, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
+        )
     from pagedcli.models.transformers_fallback import load_fallback
 
     return load_fallback(
@@ -87,6 +96,11 @@ def load_model(
         trust_remote_code=trust_remote_code,
         max_model_len=max_model_len,
     )
+
+
+def _runs_in_one_call(spec: ModelSpec, backend: AttentionBackend) -> TypeGuard[CpuAttention]:
+    """Whether the native library that serves attention can run the whole decoder."""
+    return isinstance(backend, CpuAttention) and spec.hidden_size % 2 == spec.intermediate_size % 2 == 0
 
 
 def window_refusal(architecture: str, window: int, max_model_len: int) -> ModelError:

@@ -7,15 +7,16 @@ machinery would cost as much again.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.mlp import silu_and_mul
 from pagedcli.layers.norm import add_rms_norm, rms_norm
+from pagedcli.layers.parallel import SINGLE, ParallelContext, SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.rotary import rotary_rows, split_heads
 from pagedcli.models.rope_table import rope_table
+from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.weights import Parameter, WeightSource
 
@@ -49,17 +50,24 @@ class Decoder:
     )
 
     def __init__(
-        self, spec: ModelSpec, tensors: dict[str, Tensor], *, backend: AttentionBackend, rope_table: Tensor
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, Tensor],
+        *,
+        backend: AttentionBackend,
+        rope_table: Tensor,
+        parallel: ParallelContext = SINGLE,
     ) -> None:
-        self.spec = spec
+        self.spec = spec  # of this rank
         self.notes: tuple[str, ...] = ()
         self._weight_bytes = sum(tensor.nbytes for tensor in tensors.values())  # a tied lm_head is not in there
         self._backend = backend
         self._rope_table = rope_table  # [P, D]
-        self._embedding = tensors["embedding"]  # [V, E]
-        self._layers = [_layer(spec, tensors, f"layers.{i}") for i in range(spec.num_layers)]
+        self._embedding = VocabularyEmbedding(tensors["embedding"], spec.vocab_size, parallel)  # [V, E]
+        self._layers = [_layer(spec, tensors, f"layers.{i}", parallel) for i in range(spec.num_layers)]
         self._final_norm = tensors["final_norm"]
-        self._lm_head = Linear(self._embedding if spec.tie_word_embeddings else tensors["lm_head"])
+        lm_head = tensors["embedding" if spec.tie_word_embeddings else "lm_head"]
+        self._lm_head = VocabularyHead(lm_head, spec.vocab_size, parallel)
 
     @classmethod
     def load(
@@ -71,13 +79,17 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        parallel: ParallelContext = SINGLE,
     ) -> "Decoder":
-        """Fill a decoder from `source`. Units: max_model_len in tokens. Raises: ModelError, see weights."""
+        """Fill a decoder from `source`, or one rank's part of it. Units: max_model_len in tokens. Raises: ModelError,
+        see weights; ConfigError if the model cannot be split over the ranks."""
         assert spec.rope is not None, "a native spec has rope parameters"
         ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
-        tensors = source.load(decoder_parameters(spec), ignored=ignored, dtype=dtype, device=device)
+        own_spec = shard_spec(spec, parallel)
+        parameters = shard_parameters(decoder_parameters(spec), spec, parallel)
+        tensors = source.load(parameters, ignored=ignored, dtype=dtype, device=device)
         table = rope_table(spec.rope, spec.head_dim, max_model_len, dtype=dtype).to(device)
-        return cls(spec, tensors, backend=backend, rope_table=table)
+        return cls(own_spec, tensors, backend=backend, rope_table=table, parallel=parallel)
 
     @property
     def weight_bytes(self) -> int:
@@ -90,7 +102,7 @@ class Decoder:
         scale = spec.head_dim**-0.5
         backend.prepare(batch)
         cos, sin = rotary_rows(self._rope_table, positions)
-        residual = F.embedding(input_ids, self._embedding)
+        residual = self._embedding(input_ids)
         k_caches, v_caches = kv_cache.unbind(0)
         hidden: Tensor | None = None  # what the previous layer adds to the residual
         for layer, k_cache, v_cache in zip(self._layers, k_caches.unbind(0), v_caches.unbind(0), strict=True):
@@ -142,9 +154,12 @@ def _linear(key: str, rows: dict[str, int], columns: int, has_bias: bool) -> dic
     return parameters
 
 
-def _layer(spec: ModelSpec, tensors: dict[str, Tensor], key: str) -> DecoderLayer:
+def _layer(spec: ModelSpec, tensors: dict[str, Tensor], key: str, parallel: ParallelContext) -> DecoderLayer:
     def linear(name: str) -> Linear:
         return Linear(tensors[f"{key}.{name}.weight"], tensors.get(f"{key}.{name}.bias"))
+
+    def summed_linear(name: str) -> Linear:
+        return SummedLinear(tensors[f"{key}.{name}.weight"], tensors.get(f"{key}.{name}.bias"), parallel)
 
     qk_norm = None
     if spec.qk_norm:
@@ -155,10 +170,10 @@ def _layer(spec: ModelSpec, tensors: dict[str, Tensor], key: str) -> DecoderLaye
         input_norm=tensors[f"{key}.input_norm"],
         qkv=linear("qkv"),
         qk_norm=qk_norm,
-        attention_out=linear("out"),
+        attention_out=summed_linear("out"),
         mlp_norm=tensors[f"{key}.mlp_norm"],
         gate_up=linear("gate_up"),
-        down=linear("down"),
+        down=summed_linear("down"),
     )
 
 

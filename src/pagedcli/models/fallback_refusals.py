@@ -2,7 +2,6 @@
 the loaded model ask for. Every refusal is a ModelError that says why.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +43,8 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
         raise refusal(architecture, "compresses keys and values (multi-head latent attention)")
     if getattr(text, "num_kv_shared_layers", None):
         raise refusal(architecture, "shares keys and values between layers")
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
+        raise refusal(architecture, "names no length that it was made for (max_position_embeddings)")
 
 
 def shortest_window(text: Any) -> int | None:
@@ -95,17 +96,19 @@ class AttentionTrace:
         self._heads[layer] = (q.shape[1], k.shape[1], q.shape[-1])
         return torch.zeros_like(q).transpose(1, 2)
 
-    def confirm(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` with the heads that were seen. Raises ModelError unless all layers attended, in the same shape."""
+    def confirm(self, spec: ModelSpec) -> None:
+        """Raise ModelError unless every layer attended, with the heads that backend and cache are made for."""
         if not self._heads:
             raise refusal(self._architecture, "does not call transformers' attention interface")
         if sorted(self._heads) != list(range(spec.num_layers)):
             raise refusal(self._architecture, f"attends in {len(self._heads)} of its {spec.num_layers} layers only")
-        shapes = set(self._heads.values())
-        if len(shapes) > 1:
-            raise refusal(self._architecture, "has layers with different numbers or sizes of heads")
-        num_heads, num_kv_heads, head_dim = shapes.pop()
-        return replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        expected = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        if others := sorted(set(self._heads.values()) - {expected}):
+            numbers = "{} query heads and {} key/value heads of size {}"
+            raise refusal(
+                self._architecture,
+                f"has layers with {numbers.format(*others[0])}, where its config says {numbers.format(*expected)}",
+            )
 
     def _refuse_by_arguments(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
         for name, reason in _UNKNOWN_TO_BACKENDS.items():

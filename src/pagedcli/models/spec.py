@@ -30,7 +30,7 @@ class ModelSpec:
     rms_norm_eps: float  # added to the mean square
     rope: RopeSpec | None  # None: the fallback computes positions itself
     tie_word_embeddings: bool  # lm_head is the embedding table
-    qkv_bias: bool
+    qkv_bias: bool  # this and the next three describe the native decoder; all False for the fallback
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over head_dim of q and k, before rope
@@ -115,7 +115,7 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     family = _FAMILIES.get(model_type)
     if family is None:
         # AutoConfig knows the defaults of every other family; only this one import may load transformers
-        from pagedcli.models.transformers_fallback import read_fallback_spec
+        from pagedcli.models.fallback_spec import read_fallback_spec
 
         return read_fallback_spec(path, trust_remote_code=trust_remote_code)
     return _native_spec(path, config, model_type, family)

@@ -1,7 +1,7 @@
 """The explicit fallback: any other causal language model of transformers, run over our paged cache.
 
 Its attention calls come to us through transformers' AttentionInterface; everything between them is transformers' own
-code. Loaded by models.base and models.spec when a family is not native; with fallback_*.py all that knows transformers.
+code. Loaded by models.base when a family is not native; with fallback_*.py all that knows transformers.
 """
 
 import inspect
@@ -15,19 +15,14 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.errors import ModelError
 from pagedcli.models import fallback_probe
-from pagedcli.models.fallback_refusals import (
-    AttentionTrace,
-    refusal,
-    refuse_by_config,
-    refuse_length,
-    shortest_window,
-)
-from pagedcli.models.spec import ModelSpec, stop_ids
+from pagedcli.models.fallback_refusals import AttentionTrace, refusal, refuse_length
+from pagedcli.models.fallback_spec import first_sentence, read_config
+from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_NAME = "pagedcli"
 _AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
@@ -72,13 +67,10 @@ class TransformersLM:
 
     __slots__ = ("_backend", "_body", "_model", "notes", "spec", "weight_bytes")
 
-    def __init__(self, model: Any, spec: ModelSpec, *, backend: AttentionBackend) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, *, backend: AttentionBackend, notes: tuple[str, ...]) -> None:
         """Takes `model` over: from now on it maps hidden states to logits only."""
         self.spec = spec
-        self.notes: tuple[str, ...] = (
-            f"{spec.architecture} has no native decoder here: it runs through transformers {transformers.__version__} "
-            "over the same paged cache, slower than a native one",
-        )
+        self.notes = notes
         self.weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         self._backend = backend
         self._body = model.base_model
@@ -89,9 +81,15 @@ class TransformersLM:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
-        self._backend.prepare(batch)
+        return self.forward_through(self._backend, input_ids, positions, batch, kv_cache)
+
+    def forward_through(
+        self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
+    ) -> Tensor:
+        """forward, over a cache of another backend's layout."""
+        backend.prepare(batch)
         k_caches, v_caches = kv_cache.unbind(0)
-        step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), self._backend)
+        step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), backend)
         return _run_body(self._body, input_ids, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -132,54 +130,6 @@ def _run_body(body: Any, input_ids: Tensor, positions: Tensor, step: PagedStep |
     return hidden
 
 
-def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The ModelSpec of a folder whose family is not native, from transformers' config classes.
-
-    The sizes of the cache (layers, key/value heads, head size) are confirmed by load_fallback on the loaded model.
-    Raises: ModelError if transformers does not know the architecture, or the config shows that it cannot run here.
-    """
-    config = _read_config(path, trust_remote_code)
-    architecture = (config.architectures or [type(config).__name__])[0]
-    text = config.get_text_config(decoder=True)
-    try:
-        refuse_by_config(config, text, architecture)
-        return _spec(path, config, text, architecture)
-    except (AttributeError, RuntimeError) as error:  # a field that is missing, or that differs between layers
-        raise refusal(architecture, f"has a config of its own kind ({_first_sentence(error)})") from error
-
-
-def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
-    def first(*names: str) -> Any:
-        """The first of these fields that the family has and that is set."""
-        return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
-
-    return ModelSpec(
-        model_type=config.model_type,
-        architecture=architecture,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=first("intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=first("num_key_value_heads", "num_attention_heads"),
-        head_dim=first("head_dim") or text.hidden_size // text.num_attention_heads,
-        rms_norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5,
-        rope=None,
-        tie_word_embeddings=bool(first("tie_word_embeddings")),
-        qkv_bias=bool(first("attention_bias")),
-        attention_out_bias=bool(first("attention_bias")),
-        mlp_bias=bool(first("mlp_bias")),
-        qk_norm=False,
-        hidden_act=str(first("hidden_act", "hidden_activation", "activation_function")),
-        max_position_embeddings=first("max_position_embeddings") or 2048,
-        sliding_window=shortest_window(text),
-        eos_token_ids=stop_ids(path, first("eos_token_id")),
-        bos_token_id=first("bos_token_id"),
-        dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),
-        native=False,
-    )
-
-
 def load_fallback(
     path: Path,
     spec: ModelSpec,
@@ -197,55 +147,62 @@ def load_fallback(
     Units:   max_model_len in tokens.
     Raises:  ModelError with the reason, if the weights are incomplete or the architecture cannot run here.
     """
-    config = _read_config(path, trust_remote_code)
+    config = read_config(path, trust_remote_code)
     refuse_length(config.get_text_config(decoder=True), spec, max_model_len)
-    AttentionInterface.register(_ATTENTION_NAME, paged_attention)
+    # transformers' own attention first: it gives the logits to compare with
     options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+    notes = [
+        f"{spec.architecture} has no native decoder here: it runs through transformers {transformers.__version__} over "
+        "the same paged cache, slower than a native one"
+    ]
     try:
         if load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = _AUTO_MODEL.from_config(config, **options)
         else:
-            model = _from_pretrained(path, config, options)
+            model, num_unused = _from_pretrained(path, config, options)
+            notes += [f"{num_unused} tensors of the checkpoint are not used by it"] if num_unused else []
     except ValueError as error:  # transformers' way of saying that it has no causal language model of this kind
-        raise ModelError(f"transformers cannot load {spec.architecture}: {_first_sentence(error)}") from error
+        raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
     model.eval().to(device)
-    _refuse_by_class(model, spec)
     try:
+        _refuse_by_class(model, spec)
         expected = fallback_probe.own_logits(model, spec.vocab_size)
-        model.set_attn_implementation(_ATTENTION_NAME)
-        trace = AttentionTrace(spec.architecture, max_model_len)
-        with torch.inference_mode():
-            tokens = torch.arange(3, device=device)
-            _run_body(model.base_model, tokens, tokens, trace)
-        paged = TransformersLM(model, trace.confirm(spec), backend=backend)
-        fallback_probe.check_equal(paged, expected, backend, dtype)
+        _trace_attention(model, spec, max_model_len)
+        paged = TransformersLM(model, spec, backend=backend, notes=tuple(notes))
+        fallback_probe.check_equal(paged, expected, dtype)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         # whatever the code of a model that was not written for this stumbles over is a reason to refuse it
-        raise refusal(spec.architecture, f"fails there ({type(error).__name__}: {_first_sentence(error)})") from error
+        raise refusal(spec.architecture, f"fails there ({type(error).__name__}: {first_sentence(error)})") from error
     return paged
 
 
-def _read_config(path: Path, trust_remote_code: bool) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ModelError(
-            f"{path / 'config.json'}: transformers {transformers.__version__} cannot read it: {_first_sentence(error)}",
-            hint="check model_type; a newer transformers may know it; a folder with own code needs --trust-remote-code",
-        ) from error
+def _trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> None:
+    """Route the model's attention to paged_attention, and look at each of its calls once."""
+    AttentionInterface.register(_ATTENTION_NAME, paged_attention)
+    model.set_attn_implementation(_ATTENTION_NAME)
+    trace = AttentionTrace(spec.architecture, max_model_len)
+    with torch.inference_mode():
+        tokens = torch.arange(3, device=model.device)
+        _run_body(model.base_model, tokens, tokens, trace)
+    trace.confirm(spec)
 
 
-def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> Any:
-    """The model with its weights. transformers would fill what is missing with noise: here that is an error."""
+def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> tuple[Any, int]:
+    """The model with its weights, and how many tensors of the checkpoint it does not use.
+
+    transformers would fill what is missing with noise: here that is an error.
+    """
     options = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True, **options}
     try:
         with _quiet():
             model, found = _AUTO_MODEL.from_pretrained(path, config=config, output_loading_info=True, **options)
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"the weights in {path} are missing, damaged or cut short: {_first_sentence(error)}",
+            f"the weights in {path} are missing, damaged or cut short: {first_sentence(error)}",
             hint="download the *.safetensors files again, or use --load-format dummy for random weights",
         ) from error
     hint = "the folder is incomplete, or config.json describes another model"
@@ -256,7 +213,7 @@ def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> Any:
         raise ModelError(
             f"{path}: tensor {name!r} has shape {list(stored)}, but config.json asks for {list(expected)}", hint=hint
         )
-    return model
+    return model, len(found["unexpected_keys"])
 
 
 @contextmanager
@@ -281,7 +238,3 @@ def _refuse_by_class(model: Any, spec: ModelSpec) -> None:
         raise refusal(spec.architecture, "does not keep its layers and its head apart")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise refusal(spec.architecture, "takes no position ids")
-
-
-def _first_sentence(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0].split(". ")[0]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,17 +18,47 @@ Init = Literal["normal", "ones"]
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one tensor-parallel rank keeps of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
+
+    dim: int
+    first: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of the tensor."""
+        return tensor.narrow(self.dim, self.first, self.end - self.first)
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of that view."""
+        return (*shape[: self.dim], self.end - self.first, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor of the decoder: checkpoint tensors stacked along their first dimension (q, k and v make one qkv)."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape, in stacking order
+    shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
     init: Init = "normal"  # what `--load-format dummy` fills it with
+    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> what of it is kept; the whole if not named
+
+    @property
+    def kept_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in the checkpoint -> shape of what is kept."""
+        return {
+            name: self.parts[name].shape_of(shape) if name in self.parts else shape
+            for name, shape in self.shapes.items()
+        }
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the stacked tensor."""
-        shapes = list(self.shapes.values())
+        shapes = list(self.kept_shapes.values())
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        """What is kept of a checkpoint tensor."""
+        return self.parts[name].of(tensor) if name in self.parts else tensor
 
 
 class WeightSource(Protocol):
@@ -66,9 +96,13 @@ class DummyWeights:
             if parameter.init == "ones":
                 tensors[key] = torch.ones(parameter.shape, dtype=dtype, device=device)
                 continue
-            tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
-            for part in torch.split(tensor.view(-1), self._BLOCK):
-                part.copy_(noise.normal_(0.0, 0.02, generator=generator)[: part.numel()])
+            whole = replace(parameter, parts={})
+            tensor = torch.empty(whole.shape, dtype=dtype, device=device)
+            for block in torch.split(tensor.view(-1), self._BLOCK):
+                block.copy_(noise.normal_(0.0, 0.02, generator=generator)[: block.numel()])
+            if parameter.parts:  # of the same noise, whatever the number of ranks
+                stacked = tensor.split([shape[0] for shape in parameter.shapes.values()])
+                tensor = torch.cat([parameter.kept(*pair) for pair in zip(parameter.shapes, stacked, strict=True)])
             tensors[key] = tensor
         return tensors
 
@@ -97,9 +131,9 @@ class CheckpointWeights:
                 target = torch.empty(parameter.shape, dtype=dtype, device=device)
                 row = 0
                 for name, shape in parameter.shapes.items():
-                    part = self._read(files[where[name]], where[name], name, shape)
-                    target[row : row + shape[0]].copy_(part)
-                    row += shape[0]
+                    part = parameter.kept(name, self._read(files[where[name]], where[name], name, shape))
+                    target[row : row + part.shape[0]].copy_(part)
+                    row += part.shape[0]
                 tensors[key] = target
         return tensors
 

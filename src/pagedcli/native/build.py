@@ -74,6 +74,8 @@ def _outcome() -> NativeLibrary | BackendError:
     functions.native_set_parallel.argtypes = [ctypes.c_void_p]
     functions.native_set_parallel.restype = None
     functions.native_set_parallel(_torch_parallel())
+    functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    functions.native_read_all.restype = ctypes.c_double
     return NativeLibrary(functions, notes)
 
 

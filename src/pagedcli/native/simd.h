@@ -47,19 +47,26 @@ static inline vf max_of(vf a, vf b) {
 #endif
 }
 static inline float sum_of(vf v) {
-    float s[VL], total = 0;
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float s[VL];
     storef(s, v);
     for (int width = VL / 2; width; width /= 2)
         for (int i = 0; i < width; i++) s[i] += s[i + width];
-    total = s[0];
-    return total;
+    return s[0];
+#endif
 }
 static inline float max_in(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float s[VL];
     storef(s, v);
     for (int width = VL / 2; width; width /= 2)
         for (int i = 0; i < width; i++) s[i] = s[i] > s[i + width] ? s[i] : s[i + width];
     return s[0];
+#endif
 }
 static inline vi iota() {
     vi v;
@@ -69,11 +76,17 @@ static inline vi iota() {
 
 // 2^x for x <= 0, within 2 ulp; 0 below 2^-126 and for -inf. Polynomial: Cephes exp2f.
 static inline vf exp2_of(vf x) {
+#if defined(__AVX512F__)
+    vf clamped = max_of(x, splat(-200.f));
+    vf whole = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vf f = clamped - whole;
+#else
     const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
     vi alive = x > splat(-126.f);
     vf clamped = max_of(x, splat(-126.f));
     vf shifted = clamped + magic;
     vf f = clamped - (shifted - magic);
+#endif
     vf p = splat(1.535336188319500e-4f);
     p = p * f + splat(1.339887440266574e-3f);
     p = p * f + splat(9.618437357674640e-3f);
@@ -81,8 +94,12 @@ static inline vf exp2_of(vf x) {
     p = p * f + splat(2.402264791363012e-1f);
     p = p * f + splat(6.931472028550421e-1f);
     p = p * f + splat(1.f);
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     vi exponent = ((vi)shifted - (vi)magic) << 23;
     return (vf)(((vi)p + exponent) & alive);
+#endif
 }
 static inline float exp2_of(float x) { return exp2_of(splat(x))[0]; }
 

@@ -1,0 +1,152 @@
+"""How fast attention runs here, beside what the machine can do at best. Pure functions that return rows.
+
+Used by `pagedcli bench kernels`. Every timing is the best of several calls: other work on the machine only ever adds.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.select import select_backend
+from pagedcli.errors import BackendError
+from pagedcli.native import load_library
+
+READ_BYTES = 1 << 28  # of the bandwidth measurement: far beyond any cache of a small machine
+GEMM_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """What memory and arithmetic can do at best with torch's number of threads."""
+
+    read_gb_per_s: float  # 10^9 bytes
+    gemm_gflop_per_s: dict[torch.dtype, float]  # a large square product, 2 FLOP per multiply-add
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One measurement: equal sequences of `context` tokens, the last `new` of which are new."""
+
+    num_sequences: int
+    context: int  # tokens in the cache after the step
+    new: int  # tokens of the step, 1 for decode
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that one call must read."""
+        tokens = self.num_sequences * self.context
+        return 2 * tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds that the causal mask leaves, times 2, of both products."""
+        seen = self.new * (2 * self.context - self.new + 1) // 2
+        return 4 * self.num_sequences * seen * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """The best time of one shape on one backend."""
+
+    backend: str
+    shape: AttentionShape
+    ms: float
+    gb_per_s: float
+    gflop_per_s: float
+
+
+def measure_limits(dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16)) -> MachineLimits:
+    """The machine's read bandwidth and its rate in a large matrix product. Takes about a second."""
+    threads = torch.get_num_threads()
+    data = torch.ones(READ_BYTES // 4)
+    try:
+        read = load_library().functions.native_read_all
+    except BackendError:
+        seconds = best_seconds(data.sum)
+    else:
+        seconds = best_seconds(lambda: read(data.data_ptr(), data.numel(), threads))
+    rates = {}
+    for dtype in dtypes:
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
+        rates[dtype] = 2 * GEMM_SIZE**3 / best_seconds(lambda a=a, b=b: a @ b) / 1e9
+    return MachineLimits(READ_BYTES / seconds / 1e9, rates)
+
+
+def attention_rows(shapes: Iterable[AttentionShape], backend: str = "auto", device: str = "cpu") -> Iterator[AttentionRow]:
+    """Measure each shape, in turn. Blocks lie in random order, as after long use of a cache.
+
+    Raises: BackendError if the named backend cannot run a shape.
+    """
+    for shape in shapes:
+        chosen = select_backend(
+            backend,
+            device=torch.device(device),
+            dtype=shape.dtype,
+            block_size=shape.block_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        ).backend
+        seconds = _attend_seconds(chosen, shape, torch.device(device))
+        yield AttentionRow(
+            backend=chosen.name,
+            shape=shape,
+            ms=seconds * 1e3,
+            gb_per_s=shape.kv_bytes / seconds / 1e9,
+            gflop_per_s=shape.flops / seconds / 1e9,
+        )
+
+
+def best_seconds(call: Callable[[], object], *, min_calls: int = 5, min_seconds: float = 0.3) -> float:
+    """The shortest of several timed calls, after one that is not counted."""
+    call()
+    best, calls, started = float("inf"), 0, time.perf_counter()
+    while calls < min_calls or time.perf_counter() - started < min_seconds:
+        before = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - before)
+        calls += 1
+    return best
+
+
+def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: torch.device) -> float:
+    batch, num_blocks = _batch(shape, device)
+    cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    k_cache, v_cache = (torch.randn(cache_shape, device=device).to(shape.dtype) for _ in range(2))
+    tokens = shape.num_sequences * shape.new
+    q = torch.randn(tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
+    backend.prepare(batch)
+
+    def step() -> None:
+        backend.attend(q, k_cache, v_cache, batch, shape.head_dim**-0.5)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return best_seconds(step)
+
+
+def _batch(shape: AttentionShape, device: torch.device) -> tuple[PagedBatch, int]:
+    width = -(-shape.context // shape.block_size)
+    num_blocks = shape.num_sequences * width
+    table = torch.randperm(num_blocks).view(shape.num_sequences, width).to(device, torch.int32)
+    starts = [b * shape.new for b in range(shape.num_sequences + 1)]
+    totals = [shape.context] * shape.num_sequences
+    batch = PagedBatch(
+        cu_q=torch.tensor(starts, dtype=torch.int32, device=device),
+        num_tokens=torch.tensor(totals, dtype=torch.int32, device=device),
+        block_table=table,
+        slots=torch.full((starts[-1],), -1, dtype=torch.int32, device=device),
+        max_new=shape.new,
+        max_total=shape.context,
+        cu_q_host=starts,
+        num_tokens_host=totals,
+    )
+    return batch, num_blocks

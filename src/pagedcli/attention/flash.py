@@ -1,0 +1,133 @@
+"""Paged attention by the package flash-attn: version 3 (any block size, sm_90) or 2 (block size a multiple of 256)."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.attention.varlen import check_flash_limits, cumulative_lengths, missing_parameters
+from pagedcli.errors import BackendError
+
+NEEDED_3 = frozenset({"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal"})
+NEEDED_2 = frozenset({"cache_seqlens", "block_table", "softmax_scale", "causal"})
+NEEDED_2_VARLEN = frozenset(
+    {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "softmax_scale", "causal"}
+)
+
+
+class Flash3Attention(ReferenceAttention):
+    """FlashAttention-3. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
+
+    name = "flash"
+    block_size_multiple = 1
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+
+    def __init__(self, with_kvcache: Callable[..., Any]) -> None:
+        self._with_kvcache = with_kvcache
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        out: Tensor = self._with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=batch.num_tokens,
+            page_table=batch.block_table,
+            cu_seqlens_q=batch.cu_q,
+            max_seqlen_q=batch.max_new,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out
+
+
+class Flash2Attention(ReferenceAttention):
+    """FlashAttention-2. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
+
+    name = "flash"
+    block_size_multiple = 256
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+
+    def __init__(self, with_kvcache: Callable[..., Any], varlen: Callable[..., Any]) -> None:
+        self._with_kvcache = with_kvcache
+        self._varlen = varlen
+
+    def prepare(self, batch: PagedBatch) -> None:
+        batch.plan = cumulative_lengths(batch)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
+            # Pure decode has an entry of its own, which splits long contexts; ragged queries with splits are wrong.
+            out: Tensor = self._with_kvcache(
+                q.unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=batch.num_tokens,
+                block_table=batch.block_table,
+                softmax_scale=scale,
+                causal=True,
+            )
+            return out.squeeze(1)
+        if batch.plan is None:
+            self.prepare(batch)
+        ragged: Tensor = self._varlen(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=batch.cu_q,
+            cu_seqlens_k=batch.plan,
+            max_seqlen_q=batch.max_new,
+            max_seqlen_k=batch.max_total,
+            softmax_scale=scale,
+            causal=True,
+            block_table=batch.block_table,
+        )
+        return ragged
+
+
+def flash3_backend(interface: Any) -> Flash3Attention:
+    """From the module flash_attn_interface. Raises BackendError if its functions are not the ones we know."""
+    _check(interface.flash_attn_with_kvcache, NEEDED_3)
+    return Flash3Attention(interface.flash_attn_with_kvcache)
+
+
+def flash2_backend(package: Any) -> Flash2Attention:
+    """From the package flash_attn. Raises BackendError if its functions are not the ones we know."""
+    _check(package.flash_attn_with_kvcache, NEEDED_2)
+    _check(package.flash_attn_varlen_func, NEEDED_2_VARLEN)
+    return Flash2Attention(package.flash_attn_with_kvcache, package.flash_attn_varlen_func)
+
+
+def load(spec: AttentionSpec) -> Flash3Attention | Flash2Attention:
+    """Version 3 where it is installed on an sm_90 device, else version 2. Raises BackendError with the reason."""
+    check_flash_limits(spec)
+    if torch.cuda.get_device_capability(spec.device) == (9, 0):
+        interface = _import("flash_attn_interface")
+        if interface is not None:
+            return flash3_backend(interface)
+    package = _import("flash_attn")
+    if package is None:
+        raise BackendError(
+            "flash-attn is not installed", hint="pip install 'pagedcli[flash-attn]' (builds from source)"
+        )
+    return flash2_backend(package)
+
+
+def _check(function: Callable[..., Any], needed: frozenset[str]) -> None:
+    missing = missing_parameters(function, needed)
+    if missing:
+        raise BackendError(f"{function.__name__} of the installed flash-attn does not take {', '.join(missing)}")
+
+
+def _import(name: str) -> Any:
+    """The module, or None where it is not installed. Raises BackendError where it is but does not load."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:  # built for another torch: undefined symbols
+        raise BackendError(f"{name} is installed but does not load: {error}") from error

@@ -1,0 +1,91 @@
+"""Paged attention by torch's own torch.nn.attention.varlen.varlen_attn (FlashAttention inside torch, CUDA only).
+
+Found by its signature, never by torch's version: only from 2.12 on does it take a block table.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.errors import BackendError
+
+PAGE_MULTIPLE = 256  # tokens; FlashAttention-2 copies a page in tiles of up to this size
+NEEDED = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"})
+
+
+class VarlenAttention(ReferenceAttention):
+    """torch's varlen_attn over pages. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
+
+    name = "varlen"
+    block_size_multiple = PAGE_MULTIPLE
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+    batch_invariant = True  # by num_splits=1
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def prepare(self, batch: PagedBatch) -> None:
+        batch.plan = varlen_arguments(batch)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        if batch.plan is None:
+            self.prepare(batch)
+        grouped = q.shape[1] != k_cache.shape[2]
+        out: Tensor = self._function(q, k_cache, v_cache, **batch.plan, scale=scale, enable_gqa=grouped)
+        return out
+
+
+def varlen_arguments(batch: PagedBatch) -> dict[str, Any]:
+    """The arguments of varlen_attn that describe a step, equal for all its layers."""
+    return {
+        "cu_seq_q": batch.cu_q,
+        "cu_seq_k": cumulative_lengths(batch),
+        "max_q": batch.max_new,
+        "max_k": batch.max_total,
+        # One query sees every key, so decode needs no mask; torch takes its grouped-head path only without one.
+        "window_size": (-1, -1) if batch.max_new == 1 else (-1, 0),
+        "seqused_k": batch.num_tokens,
+        "block_table": batch.block_table,
+        # Split keys, pages and ragged queries together leave rows unwritten: https://github.com/pytorch/pytorch/issues/194167
+        "num_splits": 1,
+    }
+
+
+def cumulative_lengths(batch: PagedBatch) -> Tensor:
+    """[B+1] int32: where each sequence's keys would start if they lay one after the other."""
+    starts = torch.zeros_like(batch.cu_q)
+    torch.cumsum(batch.num_tokens, 0, dtype=torch.int32, out=starts[1:])
+    return starts
+
+
+def missing_parameters(function: Callable[..., Any], needed: frozenset[str]) -> list[str]:
+    """Which of the needed parameters a function does not have, in alphabetical order."""
+    return sorted(needed - inspect.signature(function).parameters.keys())
+
+
+def check_flash_limits(spec: AttentionSpec) -> None:
+    """What every FlashAttention kernel asks for. Raises BackendError with the first limit that is broken."""
+    if spec.device.type != "cuda":
+        raise BackendError(f"runs on a CUDA device, not on {spec.device}")
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
+    if spec.head_dim > 256 or spec.head_dim % 8:
+        raise BackendError(f"head_dim is {spec.head_dim}, not a multiple of 8 up to 256")
+
+
+def load(spec: AttentionSpec) -> VarlenAttention:
+    """The varlen backend. Raises BackendError where torch, the device or the head size do not allow it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise BackendError(f"torch {torch.__version__} has no varlen_attn", hint="torch 2.12 has it") from error
+    missing = missing_parameters(varlen_attn, NEEDED)
+    if missing:
+        raise BackendError(f"varlen_attn of torch {torch.__version__} does not take {', '.join(missing)}")
+    check_flash_limits(spec)
+    return VarlenAttention(varlen_attn)

@@ -1,0 +1,113 @@
+"""From a line to a request that the engine can take: parsed, tokenized, with its final sampling parameters.
+
+Used by batch.run. Whatever is wrong with a line becomes a Refused.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from pagedcli.batch.chat import with_system_prompt
+from pagedcli.batch.lines import Line
+from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head
+from pagedcli.batch.stats import SeenIds
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.errors import RequestError
+from pagedcli.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How a run treats its lines."""
+
+    defaults: SamplingParams
+    max_tokens_given: bool = False  # by a flag: then it is not lowered to what fits
+    seed: int = 0  # of requests that bring none
+    system_prompt: str | None = None  # makes plain text prompts chats, too
+    strict: bool = False  # unknown fields are errors
+    limit: int | None = None  # rows of the input
+    max_errors: int | None = None  # stop at this many error rows
+    shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must fit into, in tokens."""
+
+    max_model_len: int  # prompt and output
+    num_slots: int | None = None  # of the whole pool; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, ready for the engine."""
+
+    head: RowHead
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A line that gives an error row."""
+
+    head: RowHead
+    error: RequestError
+
+
+class Intake:
+    """Prepares one line after the other; `parser.ignored` counts fields without effect."""
+
+    def __init__(self, tokenizer: Tokenizer, options: BatchOptions, limits: Limits) -> None:
+        self.parser = RequestParser(options.defaults, strict=options.strict)
+        self._tokenizer = tokenizer
+        self._options = options
+        self._limits = limits
+        self._seen_ids = SeenIds()
+
+    def prepare(self, line: Line, *, done: bool = False) -> Prepared | Refused | None:
+        """The request of a line. None for one that is done already: of it only the id is remembered."""
+        head = RowHead(line.index, line.number)
+        try:
+            document = decode_line(line.content)
+            head = read_head(document, line.index, line.number)
+            if head.id is not None and not self._seen_ids.add(head.id):
+                raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
+            if done:
+                return None
+            check_head(document, head)
+            request = self.parser.parse(document, head)
+            prompt_token_ids = self._encode(request)
+        except RequestError as error:
+            return None if done else Refused(head, error)
+        params = self._final_params(request, len(prompt_token_ids), line.index)
+        return Prepared(head, prompt_token_ids, params, request.cache_salt)
+
+    def _encode(self, request: BatchRequest) -> list[int]:
+        system_prompt, messages = self._options.system_prompt, request.messages
+        if messages is None and system_prompt is not None and isinstance(request.prompt, str):
+            messages = [{"role": "user", "content": request.prompt}]
+        if messages is not None:
+            messages = with_system_prompt(messages, system_prompt)
+            return self._tokenizer.encode_chat(messages, request.chat_template_kwargs)
+        if isinstance(request.prompt, str):
+            return self._tokenizer.encode(request.prompt)
+        assert request.prompt is not None, "a request has a prompt or messages"
+        return request.prompt
+
+    def _final_params(self, request: BatchRequest, num_prompt: int, index: int) -> SamplingParams:
+        """The request's parameters with a seed of its own, and the default max_tokens lowered to what fits."""
+        params, limits = request.params, self._limits
+        changes: dict[str, int] = {}
+        if params.seed is None:
+            # from the row's index, so that a resumed run draws the same
+            changes["seed"] = xxhash.xxh64_intdigest(f"{self._options.seed}:{index}".encode()) >> 1
+        if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
+            room = limits.max_model_len - num_prompt
+            if limits.num_slots is not None:
+                room = min(room, limits.num_slots - num_prompt + 1)  # the last token is never written to the cache
+            if max(params.min_tokens, 1) <= room < params.max_tokens:
+                changes["max_tokens"] = room
+        return msgspec.structs.replace(params, **changes) if changes else params

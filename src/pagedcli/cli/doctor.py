@@ -1,0 +1,204 @@
+"""`pagedcli doctor`: what this machine has, what pagedcli can use of it, and whether it gives right answers."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from pagedcli import __version__
+from pagedcli.cli.tables import Column, Format, FormatOption, Table, decimal, print_tables, size
+from pagedcli.cli.terminal import say
+from pagedcli.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagedcli.engine.self_test import CheckResult, LookUp
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "msgspec",
+    "triton",
+    "flash-attn",
+    "ziglang",
+)
+EXIT_FAILED = 1
+
+
+def doctor(
+    *,
+    device: Annotated[str, typer.Option(help="What to test: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Say what this machine has, which attention backends run on it and why others do not, and test them.
+
+    The self-test lets the built-in model look codes up through prefix hits, preemption and chunked prefill, and
+    compares each available attention backend with the reference. It takes a few seconds on a CPU.
+
+    \b
+    Examples:
+      pagedcli doctor
+      pagedcli doctor --device cuda
+      pagedcli doctor --format json | jq '.self_test[] | select(.passed | not)'
+
+    Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage.
+    """  # fmt: skip
+    from pagedcli.engine.plan import resolve_device
+
+    chosen = resolve_device(device)
+    backends = _backend_rows(chosen)
+    results = _self_test(str(chosen), [row["backend"] for row in backends if row["available"]])
+    tables = [_versions_table(), _devices_table(), _backends_table(backends, str(chosen)), _self_test_table(results)]
+    failed = [result.check for result in results if not result.passed]
+    print_tables(tables, format_, facts={"device": str(chosen), "passed": not failed})
+    if failed:
+        say(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+        raise typer.Exit(EXIT_FAILED)
+    say(f"all {len(results)} checks passed")
+
+
+# ---------------------------------------------------------------------- what there is
+
+
+def _versions_table() -> Table:
+    import torch
+
+    rows = [
+        {"what": "pagedcli", "version": __version__},
+        {"what": "python", "version": f"{platform.python_version()} on {platform.system()} {platform.machine()}"},
+    ]
+    rows += [{"what": name, "version": _version(name)} for name in _PACKAGES]
+    rows.append({"what": "CUDA of torch", "version": torch.version.cuda or "none: a build for CPUs"})
+    rows.append({"what": "C++ compiler", "version": _compiler()})
+    return Table("versions", "Versions", [Column("what", "what"), Column("version", "version")], rows)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _compiler() -> str:
+    """Of the native CPU kernels."""
+    from pagedcli.native.build import find_compiler
+
+    try:
+        return " ".join(find_compiler().command)
+    except BackendError as error:
+        return error.message
+
+
+def _devices_table() -> Table:
+    import torch
+
+    from pagedcli.engine.memory import host_memory
+
+    total, available = host_memory()
+    threads = f"{_num_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    rows = [{"device": "cpu", "total_bytes": total, "free_bytes": available, "detail": f"{_cpu_name()}, {threads}"}]
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        detail = f"{about.name}, compute capability {about.major}.{about.minor}, {about.multi_processor_count} SMs"
+        rows.append({"device": f"cuda:{index}", "total_bytes": total, "free_bytes": free, "detail": detail})
+    notes = [] if torch.cuda.device_count() else [f"no CUDA GPU: {_why_no_gpu()}"]
+    columns = [
+        Column("device", "device"),
+        Column("total_bytes", "memory", size),
+        Column("free_bytes", "free", size),
+        Column("detail", "what it is"),
+    ]
+    return Table("devices", "Devices", columns, rows, notes)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is a build for CPUs"
+    return "torch finds no driver or no device (is nvidia-smi working?)"
+
+
+def _backend_rows(device: "torch.device") -> list[dict[str, Any]]:
+    from pagedcli.attention.select import available_backends
+    from pagedcli.config import EngineConfig
+    from pagedcli.engine.plan import model_folder, resolve_dtype
+    from pagedcli.models.spec import read_spec
+
+    config = EngineConfig()
+    spec = read_spec(model_folder(config))
+    found = available_backends(
+        device=device,
+        dtype=resolve_dtype("auto", spec),
+        block_size=config.block_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+    )
+    return [{"backend": name, "available": reason is None, "reason": reason} for name, reason in found]
+
+
+def _backends_table(rows: list[dict[str, Any]], device: str) -> Table:
+    columns = [Column("backend", "backend"), Column("available", "runs here"), Column("reason", "why not")]
+    return Table("backends", f"Attention backends on {device}, in order of preference", columns, rows)
+
+
+# ---------------------------------------------------------------------- the self-test
+
+
+def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
+    from pagedcli.engine.self_test import run_self_test
+
+    results = []
+    for result in run_self_test(_lookups(), device=device, backends=backends):
+        say(f"{'pass' if result.passed else 'FAIL'}  {result.check}")
+        results.append(result)
+    return results
+
+
+def _lookups() -> "list[LookUp]":
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.config import EngineConfig
+    from pagedcli.engine.plan import model_folder
+    from pagedcli.engine.self_test import LookUp, look_up_texts
+
+    tokenizer = Tokenizer(model_folder(EngineConfig()))
+    lookups = []
+    for prompt, answer in look_up_texts():
+        token_ids = tokenizer.encode(prompt)
+        lookups.append(LookUp(token_ids, tokenizer.encode(prompt + answer)[len(token_ids) :]))
+    return lookups
+
+
+def _self_test_table(results: "list[CheckResult]") -> Table:
+    rows = [msgspec.to_builtins(result) for result in results]
+    columns = [
+        Column("check", "check"),
+        Column("passed", "result", lambda passed: "pass" if passed else "FAIL", words=True),
+        Column("seconds", "time (s)", decimal),
+        Column("detail", "what was seen"),
+    ]
+    return Table("self_test", "Self-test with the built-in model", columns, rows)

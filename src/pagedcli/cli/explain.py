@@ -1,0 +1,204 @@
+"""`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
+
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagedcli.cli.replay import TraceFile
+from pagedcli.cli.tables import Column, Format, Table, count, percent, print_tables
+from pagedcli.cli.terminal import say
+from pagedcli.config import BUILTIN_MODEL
+from pagedcli.errors import ModelError, UsageError
+from pagedcli.events import EngineStarted, RequestAdded
+from pagedcli.inspection.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text, explain_trace
+from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.models.hub import resolve_model
+
+Decode = Callable[[tuple[int, ...]], str]
+_MOST_LOST = 10  # lookups shown without --lookups
+
+
+def explain(
+    trace: TraceFile,
+    *,
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Only lookups of one request, or one sequence as seq:31.", show_default=False),
+    ] = None,
+    lookups: Annotated[bool, typer.Option("--lookups", help="List every lookup, not only the worst.")] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran.",
+            show_default=False,
+        ),
+    ] = None,
+    format_: Annotated[Format, typer.Option("--format", help="Of the tables.")] = Format.TABLE,
+) -> None:
+    """Why each prefix lookup hit or missed, and where the hit rate was lost.
+
+    The ceiling is what an unlimited cache would have hit with every block computed only once. A run recorded with
+    --record-tokens also shows where prompts diverge, in text.
+
+    \b
+    Examples:
+      pagedcli explain run.jsonl
+      pagedcli explain run.jsonl --request 31
+      pagedcli explain run.jsonl --lookups --format csv > lookups.csv
+    """  # fmt: skip
+    reader = TraceReader(trace)
+    explainer, state = explain_trace(reader)
+    for note in reader.notes:
+        say(f"note: {note}")
+    chosen = _chosen(explainer.lookups, request)
+    if request is not None and not chosen:
+        raise UsageError(
+            f"there is no lookup of request {request!r} in {trace}", hint="one sequence is named as seq:31"
+        )
+    decode = recorded_decoder(trace, tokenizer)
+    tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
+    if request is None and not lookups:
+        chosen = [lookup for lookup in chosen if lookup.event.reason == "new" and lookup.num_lost_tokens()]
+        chosen = sorted(chosen, key=Lookup.num_lost_tokens, reverse=True)[:_MOST_LOST]
+        title = "First lookups that lost most" if chosen else "First lookups: none lost anything"
+    else:
+        title = "Lookups"
+    tables.append(_lookups_table(chosen, title, decode))
+    print_tables(tables, format_, facts=_facts(explainer, state))
+
+
+def _chosen(all_lookups: list[Lookup], request: str | None) -> list[Lookup]:
+    if request is None:
+        return list(all_lookups)
+    return [lookup for lookup in all_lookups if request in (lookup.request_id, f"seq:{lookup.seq_id}")]
+
+
+def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
+    new = explainer.totals("new")
+    return {
+        "block_size": explainer.block_size,
+        "minimum_cacheable_prefix_tokens": explainer.block_size,
+        "longest_shared_prefix_tokens": explainer.longest_shared_prefix(),
+        "hit_rate": (new.hit + new.late_hit) / new.num_tokens if new.num_tokens else None,
+        "ideal_hit_rate": new.ideal / new.num_tokens if new.num_tokens else None,
+        "num_events": state.num_events,
+    }
+
+
+def _totals_table(explainer: Explainer) -> Table:
+    new, resumed = explainer.totals("new"), explainer.totals("resumed")
+    labels = {
+        "hit": "hit",
+        "late_hit": "hit later: another sequence had computed them meanwhile",
+        "evicted": "lost: cached before, but evicted",
+        "in_flight": "lost: another sequence was just computing them",
+        "first_seen": "first time seen",
+        "last_block": "behind the last full block",
+        "less_than_block": "  among these: shared, but less than a block",
+        "last_token": "last token of a prompt cached in full",
+        "caching_off": "prefix caching is off",
+        "not_known": "not known: the run ended before",
+        "num_tokens": "all tokens looked up",
+        "ideal": "ceiling: unlimited cache, every block computed once",
+    }
+    rows = [_totals_row(key, label, new, resumed) for key, label in labels.items()]
+    always = ("hit", "num_tokens", "ideal")
+    kept = [row for row in rows if row["tokens"] or row["resumed_tokens"] or row["part"] in always]
+    columns = [
+        Column("label", "tokens that were"),
+        Column("tokens", "first lookups", count),
+        Column("share", "share", percent),
+        Column("resumed_tokens", "after preemption", count),
+        Column("resumed_share", "share", percent),
+    ]
+    title = f"Prefix cache: {new.num_lookups:,} first lookups, {resumed.num_lookups:,} after a preemption, in tokens"
+    return Table("totals", title, columns, kept, _prefix_notes(explainer))
+
+
+def _totals_row(key: str, label: str, new: Totals, resumed: Totals) -> dict[str, Any]:
+    def share(totals: Totals) -> float | None:
+        return getattr(totals, key) / totals.num_tokens if totals.num_tokens else None
+
+    return {
+        "part": key, "label": label, "tokens": getattr(new, key), "share": share(new),
+        "resumed_tokens": getattr(resumed, key), "resumed_share": share(resumed),
+    }  # fmt: skip
+
+
+def _prefix_notes(explainer: Explainer) -> list[str]:
+    size, longest = explainer.block_size, explainer.longest_shared_prefix()
+    sizes = sorted({size, 16, 256} - {0})
+    blocks = ", ".join(f"{longest // s:,} {'block' if longest // s == 1 else 'blocks'} at block {s}" for s in sizes)
+    return [
+        f"minimum cacheable prefix: {size} tokens (one block)",
+        f"longest shared prefix seen: {longest:,} tokens = {blocks}",
+    ]
+
+
+def _reasons_table(explainer: Explainer) -> Table:
+    new, resumed = explainer.totals("new"), explainer.totals("resumed")
+    rows = [
+        {"reason": reason, "lookups": new.reasons[reason], "resumed_lookups": resumed.reasons[reason], "meaning": words}
+        for reason, words in REASON_WORDS.items()
+        if new.reasons[reason] or resumed.reasons[reason]
+    ]
+    columns = [
+        Column("reason", "outcome"),
+        Column("lookups", "first lookups", count),
+        Column("resumed_lookups", "after preemption", count),
+        Column("meaning", "meaning"),
+    ]
+    return Table("reasons", "Why lookups ended where they did", columns, rows)
+
+
+def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> Table:
+    rows = [_lookup_row(lookup, decode) for lookup in chosen]
+    columns = [
+        Column("step", "step", count), Column("seq_id", "seq", count), Column("request_id", "request"),
+        Column("kind", "kind"), Column("num_tokens", "tokens", count), Column("blocks_asked", "full blocks", count),
+        Column("blocks_hit", "hit", count), Column("tokens_hit", "tokens hit", count),
+        Column("ideal_tokens_hit", "ideal", count), Column("first_miss", "first miss", count),
+        Column("why", "why it ended there"),
+    ]  # fmt: skip
+    notes = [f"seq {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
+    return Table("lookups", title, columns, rows, notes)
+
+
+def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
+    event, split = lookup.event, lookup.divergence
+    return {
+        "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "kind": event.reason,
+        "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
+        "tokens_hit": lookup.tokens_hit, "ideal_tokens_hit": lookup.ideal_tokens_hit, "first_miss": event.first_miss,
+        "reason": lookup.reason, "why": lookup.why(), "evicted_step": lookup.evicted_step,
+        "num_more_blocks": lookup.num_more_blocks, "partial_tokens": event.partial_tokens,
+        "divergence": None if split is None else divergence_text(split, decode),
+    }  # fmt: skip
+
+
+def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
+    """Token ids to text for a trace that holds any, with the tokenizer of the model that ran. None if it holds none
+    or, which is said, that tokenizer is not here. Raises: ModelError if the given one is not."""
+    events = iter(TraceReader(trace))
+    engine = next(events)
+    assert isinstance(engine, EngineStarted), "the reader checks the first record"
+    added = next((event for event in events if isinstance(event, RequestAdded)), None)
+    if added is None or added.token_ids is None:
+        return None
+    from pagedcli.batch.tokenizer import Tokenizer
+
+    model = tokenizer or engine.model
+    try:
+        folder = Path(str(files("pagedcli.assets"))) / "demo" if model == BUILTIN_MODEL else resolve_model(model)
+        loaded = Tokenizer(folder)
+    except ModelError as error:
+        if tokenizer is not None:
+            raise
+        say(f"note: token ids are shown undecoded: {error.message}")
+        return None
+    return lambda token_ids: loaded.decode(token_ids)

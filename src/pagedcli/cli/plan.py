@@ -1,0 +1,220 @@
+"""`pagedcli plan`: what a prompt file would do to this machine's KV cache, without generating anything."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagedcli.cli.machine import MACHINE_KEYS, Machine, expect_machine
+from pagedcli.cli.options import ConfigFile, Flags, config_flags
+from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, scan_prompts
+from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
+from pagedcli.cli.terminal import say
+from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
+from pagedcli.inspection.memory_report import BLOCK_SIZES
+from pagedcli.inspection.prompt_plan import UNIT, PromptPlan
+from pagedcli.kvcache.budget import blocks_for
+
+_MAX_SHOWN = 10
+EXIT_BAD_ROWS = 3
+
+
+@config_flags(*MACHINE_KEYS, *PROMPT_KEYS)
+def plan(
+    prompts: Annotated[
+        str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file; .gz is decompressed, - is stdin.")
+    ],
+    *,
+    field: FieldOption = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A tokenizer's folder instead of the model's own.", show_default=False),
+    ] = None,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """Say what a prompt file would do to the KV cache. Nothing is generated and no weights are loaded.
+
+    Which rows are bad and why, how long the prompts are, which prefixes they share, the hit rate of an ideal cache and
+    the waste at block sizes from 8 to 256, which block size and pool to use, and what this machine can hold.
+
+    \b
+    Examples:
+      pagedcli plan prompts.jsonl
+      pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
+      pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
+      pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
+
+    Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
+    """  # fmt: skip
+    raise typer.Exit(run_plan(load_config(config, flags), prompts, field=field, tokenizer=tokenizer, format_=format_))
+
+
+def run_plan(
+    loaded: LoadedConfig,
+    input_name: str,
+    *,
+    field: str | None = None,
+    tokenizer: Path | None = None,
+    format_: Format = Format.TABLE,
+) -> int:
+    """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
+    scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer)
+    machine = None if scan.spec is None else expect_machine(loaded.config.engine, scan.spec)
+    if scan.plan.num_prompts == 0:
+        say("no row of this file is good, so there is nothing to plan")
+    print_tables(_tables(scan, loaded.config, machine), format_, facts=_facts(scan, loaded.config.engine, machine))
+    return EXIT_BAD_ROWS if scan.num_bad else 0
+
+
+def _facts(scan: PromptScan, engine: EngineConfig, machine: Machine | None) -> dict[str, Any]:
+    plan = scan.plan
+    block_size = plan.recommended_block_size() if plan.num_prompts else None
+    facts: dict[str, Any] = {
+        "num_rows": scan.num_rows,
+        "num_valid_rows": plan.num_prompts,
+        "num_bad_rows": scan.num_bad,
+        "bad_row_codes": dict(scan.bad_codes),
+        "ignored_fields": scan.ignored,
+        "num_repeated_prompts": plan.num_repeated,
+        "num_prompt_tokens": plan.prompt_tokens,
+        "num_output_tokens": plan.output_tokens,
+        "longest_shared_prefix_tokens": plan.longest_shared_tokens(),
+        "recommended_block_size": block_size,
+        "recommended_num_blocks": block_size and plan.recommended_num_blocks(block_size, engine.max_num_seqs),
+    }
+    if machine is not None:
+        facts |= {
+            "device": machine.device,
+            "block_size": machine.block_size,
+            "block_bytes": machine.block_bytes,
+            "num_kvcache_blocks": machine.num_blocks,
+            "num_kvcache_tokens": machine.num_blocks * machine.block_size,
+            "num_kvcache_blocks_reason": machine.reason,
+        }
+    return facts
+
+
+def _tables(scan: PromptScan, config: Config, machine: Machine | None) -> list[Table]:
+    plan = scan.plan
+    tables = [_rows_table(scan)]
+    if scan.num_bad:
+        tables.append(_bad_table(scan))
+    if plan.num_prompts:
+        tables += [_length_table(plan), _histogram_table(plan), _shared_table(plan)]
+        tables += [_block_size_table(plan, config.engine), _pool_table(plan, config.engine, machine)]
+    return tables
+
+
+def _rows_table(scan: PromptScan) -> Table:
+    plan = scan.plan
+    rows = [{"what": "rows", "rows": scan.num_rows}, {"what": "valid", "rows": plan.num_prompts}]
+    rows += [{"what": f"bad: {code}", "rows": n} for code, n in scan.bad_codes.most_common()]
+    rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
+    notes = [f"ignored field {name!r} in {lines:,} rows" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]]
+    if scan.max_model_len is None:
+        notes.append("no config.json beside the tokenizer: length limits and this machine are not judged")
+    return Table("rows", "Rows", [Column("what", "what"), Column("rows", "rows", count)], rows, notes)
+
+
+def _bad_table(scan: PromptScan) -> Table:
+    columns = [
+        Column("line", "line", str),
+        Column("id", "id"),
+        Column("code", "code"),
+        Column("message", "what is wrong"),
+    ]
+    more = scan.num_bad - min(_MAX_SHOWN, len(scan.bad_rows))
+    notes = [f"and {more:,} more; --format json lists the first {MAX_LISTED:,}"] if more else []
+    return Table("bad_rows", "Bad rows", columns, scan.bad_rows, notes, max_shown=_MAX_SHOWN)
+
+
+def _length_table(plan: PromptPlan) -> Table:
+    names = ("mean", "min", "p50", "p95", "max", "total")
+    columns = [Column("what", "tokens of"), *(Column(name, name, count) for name in names)]
+    return Table("lengths", "Lengths (tokens)", columns, plan.length_rows())
+
+
+def _histogram_table(plan: PromptPlan) -> Table:
+    rows = plan.histogram_rows()
+    most = max(row["num_prompts"] for row in rows)
+    rows = [{**row, "share_of_largest": row["num_prompts"] / most} for row in rows]
+    columns = [
+        Column("from_tokens", "from", count),
+        Column("to_tokens", "to", count),
+        Column("num_prompts", "prompts", count),
+        Column(
+            "share_of_largest",
+            "of the largest",
+            lambda share: "#" * max(1, round(32 * share)) if share else "",
+            words=True,
+        ),
+    ]
+    return Table("histogram", "Prompts by length (tokens)", columns, rows)
+
+
+def _shared_table(plan: PromptPlan) -> Table:
+    rows = plan.longest_shared()
+    sizes = [size for size in BLOCK_SIZES if size >= 16]
+    columns = [
+        Column("num_tokens", "tokens", count),
+        Column("num_prompts", "prompts", count),
+        Column("first_line", "first line", str),
+        Column("last_line", "last line", str),
+        *(Column(f"blocks_at_{size}", f"at {size}", count) for size in sizes),
+    ]
+    notes = [f"tokens: whole pieces of {UNIT} only, so 23 show as 16"] if rows else []
+    title = "Shared prefixes that save most, and their whole blocks at each block size"
+    return Table("shared_prefixes", title, columns, rows, [*notes, _shared_in_words(plan)])
+
+
+def _shared_in_words(plan: PromptPlan) -> str:
+    tokens = plan.longest_shared_tokens()
+    if not tokens:
+        return f"no two prompts begin with the same {UNIT} tokens: prefix caching gains nothing"
+    parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
+    return f"longest shared prefix: {tokens:,} tokens; in blocks: {parts}"
+
+
+def _block_size_table(plan: PromptPlan, engine: EngineConfig) -> Table:
+    best = plan.recommended_block_size()
+    num_blocks = plan.recommended_num_blocks(best, engine.max_num_seqs)
+    columns = [
+        Column("block_size", "block size", count),
+        Column("hit_rate", "hit rate", percent),
+        Column("hit_tokens", "cached tokens", count),
+        Column("waste", "waste", percent),
+        Column("num_blocks", "blocks", count),
+        Column("num_slots", "slots", count),
+        Column("longest_table", "longest table", count),
+    ]
+    notes = [
+        "hit rate: cached / prompt tokens of the whole file, unlimited cache, last token never cached",
+        "waste: unfilled slots / slots of all rows at full length; blocks, slots: the whole file, shared ones once",
+        f"recommended block size: {best}, the largest within 2 % of the fewest slots",
+        f"recommended pool: {num_blocks:,} blocks of it, where {engine.max_num_seqs:,} rows at once are never preempted",
+    ]
+    return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
+
+
+def _pool_table(plan: PromptPlan, engine: EngineConfig, machine: Machine | None) -> Table:
+    block_size = engine.block_size
+    rows = plan.pool_rows(block_size, engine.max_num_seqs)
+    columns = [Column("enough_for", "pool for"), Column("num_blocks", "blocks", count)]
+    if machine is None:
+        return Table("pools", f"Pools at block size {block_size}", columns, rows)
+    for row in rows:
+        row["kv_cache_bytes"] = row["num_blocks"] * machine.block_bytes
+        row["fits"] = row["num_blocks"] <= machine.num_blocks
+    columns += [Column("kv_cache_bytes", "KV cache", size), Column("fits", "fits here")]
+    longest = max(plan.total_lengths)
+    at_once = machine.num_blocks / blocks_for(longest, block_size)
+    notes = [
+        f"this machine ({machine.device}): {machine.num_blocks:,} blocks,"
+        f" {size(machine.num_blocks * machine.block_bytes)} ({machine.reason})",
+        f"that is {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
+    ]
+    if at_once < 1:
+        notes.append("rows longer than the pool would be refused: see pagedcli profile-memory")
+    return Table("pools", f"Pools at block size {block_size}", columns, rows, notes)

@@ -1,0 +1,135 @@
+"""Reads a prompt file for `plan` and `profile-memory --prompts`: every row judged and counted as a run would do it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedcli.cli.machine import max_model_len, model_folder, model_spec
+from pagedcli.config import LoadedConfig
+from pagedcli.errors import RequestError
+from pagedcli.inspection.prompt_plan import PromptPlan
+
+if TYPE_CHECKING:
+    from pagedcli.batch.requests import BatchRequest
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.models.spec import ModelSpec
+
+PROMPT_KEYS = ("sampling.max_tokens", "run.system_prompt", "run.chat_template", "run.limit", "run.strict")
+FieldOption = Annotated[
+    str | None,
+    typer.Option(
+        "--field",
+        metavar="NAME",
+        help="Take the prompt from this field of each line; of a list, its first item.",
+        show_default=False,
+    ),
+]
+MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
+
+
+@dataclass(slots=True)
+class PromptScan:
+    """One pass over a prompt file."""
+
+    spec: "ModelSpec | None"  # None: a tokenizer's folder without config.json
+    max_model_len: int | None  # tokens
+    plan: PromptPlan = field(default_factory=PromptPlan)
+    num_rows: int = 0
+    bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
+    bad_codes: Counter[str] = field(default_factory=Counter)
+    ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+
+    @property
+    def num_bad(self) -> int:
+        return self.bad_codes.total()
+
+
+def scan_prompts(
+    loaded: LoadedConfig, input_name: str, *, field: str | None = None, tokenizer: Path | None = None
+) -> PromptScan:
+    """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError."""
+    from pagedcli.batch.lines import LineSource
+    from pagedcli.batch.requests import RequestParser, RowHead, check_head, decode_line, read_head
+    from pagedcli.batch.stats import SeenIds
+    from pagedcli.batch.tokenizer import Tokenizer
+
+    config, lines = loaded.config, LineSource(input_name)
+    folder = tokenizer if tokenizer is not None else model_folder(config.engine)
+    spec = model_spec(folder, config.engine)
+    scan = PromptScan(spec, None if spec is None else max_model_len(config.engine, spec))
+    encoder = Tokenizer(
+        folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
+    )
+    parser = RequestParser(config.sampling, strict=config.run.strict)
+    max_tokens_given = loaded.sources.get("sampling.max_tokens", "").startswith("--")
+    seen_ids = SeenIds()
+    for line in lines:
+        if config.run.limit is not None and line.index >= config.run.limit:
+            break
+        scan.num_rows += 1
+        head = RowHead(line.index, line.number)
+        try:
+            document = decode_line(line.content)
+            head = read_head(document, line.index, line.number)
+            if head.id is not None and not seen_ids.add(head.id):
+                raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
+            check_head(document, head)
+            request = parser.parse(document if field is None else _take_field(document, field), head)
+            token_ids = _encode(encoder, request, config.run.system_prompt)
+            max_tokens = _max_tokens(
+                request.params.max_tokens,
+                given=request.max_tokens_given or max_tokens_given,
+                num_prompt=len(token_ids),
+                max_model_len=scan.max_model_len,
+            )
+            scan.plan.add(line.number, token_ids, max_tokens, cache_salt=request.cache_salt)
+        except RequestError as error:
+            scan.bad_codes[error.code] += 1
+            if len(scan.bad_rows) < MAX_LISTED:
+                scan.bad_rows.append({"line": line.number, "id": head.id, "code": error.code, "message": error.message})
+    scan.ignored = {} if field is not None else dict(parser.ignored)
+    return scan
+
+
+def _take_field(document: dict[str, Any], field: str) -> dict[str, Any]:
+    """A plain line with the prompt that the field holds; other fields do not count."""
+    if field not in document:
+        raise RequestError("invalid_request", f"no field {field!r}")
+    value = document[field]
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        value = value[0]
+    key = "messages" if isinstance(value, list) and value and isinstance(value[0], dict) else "prompt"
+    return {key: value}
+
+
+def _encode(tokenizer: "Tokenizer", request: "BatchRequest", system_prompt: str | None) -> list[int]:
+    from pagedcli.batch.chat import with_system_prompt
+
+    messages = request.messages
+    if messages is None and system_prompt is not None and isinstance(request.prompt, str):
+        messages = [{"role": "user", "content": request.prompt}]
+    if messages is not None:
+        return tokenizer.encode_chat(with_system_prompt(messages, system_prompt), request.chat_template_kwargs)
+    if isinstance(request.prompt, str):
+        return tokenizer.encode(request.prompt)
+    assert request.prompt is not None, "a request has a prompt or messages"
+    return request.prompt
+
+
+def _max_tokens(max_tokens: int | None, *, given: bool, num_prompt: int, max_model_len: int | None) -> int:
+    """Tokens that the row may generate, as a run would decide. Raises: RequestError for a row that never fits."""
+    if num_prompt == 0:
+        raise RequestError("empty_prompt", "the prompt has no tokens")
+    if max_model_len is None:
+        return max_tokens or 0
+    room = max_model_len - num_prompt
+    wanted = room if max_tokens is None else max_tokens if given else min(max_tokens, max(room, 1))
+    if wanted > room or room < 1:
+        raise RequestError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt tokens and {max(wanted, 1)} to generate are over the model length of {max_model_len}",
+        )
+    return wanted

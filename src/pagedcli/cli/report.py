@@ -1,0 +1,50 @@
+"""`pagedcli report`: one HTML page of a recorded run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedcli.cli.explain import recorded_decoder
+from pagedcli.cli.replay import TraceFile
+from pagedcli.cli.terminal import say
+from pagedcli.errors import UsageError
+from pagedcli.inspection.report import render_report
+from pagedcli.inspection.trace_file import TraceReader
+
+
+def report(
+    trace: TraceFile,
+    *,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("-o", "--output-file", help="The page. Default: the trace's name with .html.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page of a recorded run: no network, works from a file.
+
+    Occupancy over time, the block map with a step slider, a timeline per request, hit rate and waste, and the reason
+    of each prefix lookup. If tokens were recorded (--record-tokens), pieces of the prompts are in it: share with care.
+
+    \b
+    Examples:
+      pagedcli report run.jsonl.zst -o report.html
+    """  # fmt: skip
+    path = output_file or Path(trace.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
+    reader = TraceReader(trace)
+    page = render_report(reader, recorded_decoder(trace, tokenizer))
+    for note in reader.notes:
+        say(f"note: {note}")
+    try:
+        path.write_bytes(page)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    say(f"{path}: {len(page) / 1e6:.1f} MB, open it in a browser")

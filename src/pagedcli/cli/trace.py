@@ -1,0 +1,100 @@
+"""`pagedcli trace`: generation with a look inside the KV cache while it runs."""
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags
+from pagedcli.cli.replay import Follow, StepFormat, table_console
+from pagedcli.cli.session import Job, run_job
+from pagedcli.cli.terminal import say
+from pagedcli.config import load_config
+from pagedcli.errors import UsageError
+from pagedcli.events import Emit, Event
+from pagedcli.inspection.live import LiveView, StepPrinter
+from pagedcli.inspection.trace_file import TraceWriter
+
+_VIEW = "View"
+
+
+@config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
+def trace(
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file; .gz is read as such.")],
+    *,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE.jsonl[.zst]", help="Write every event to a trace file.", rich_help_panel=_VIEW),
+    ] = None,
+    record_tokens: Annotated[
+        bool,
+        typer.Option("--record-tokens", help="Put token ids into it; else they stay private.", rich_help_panel=_VIEW),
+    ] = False,
+    follow: Follow = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Print only the tables of step N.", rich_help_panel=_VIEW, show_default=False),
+    ] = None,
+    no_live: Annotated[
+        bool, typer.Option("--no-live", help="Print the tables of every step.", rich_help_panel=_VIEW)
+    ] = False,
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Begin paused, at the first step.", rich_help_panel=_VIEW)
+    ] = False,
+    output_file: Annotated[
+        str | None,
+        typer.Option("-o", "--output-file", help="Keep the rows. Default: they are dropped.", show_default=False),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    config: ConfigFile = None,
+    format_: Annotated[
+        StepFormat, typer.Option("--format", help="Of --step and --no-live.", rich_help_panel=_VIEW)
+    ] = StepFormat.TABLE,
+    flags: Flags,
+) -> None:
+    """Generate under a live view of the KV cache: block pool, sequences, hit rates, events.
+
+    On a terminal: space pauses, . makes one step, + and - change the speed, q stops after the step. Elsewhere plain
+    lines. Tables of steps go to stdout, the live view to stderr. The flags are those of generate.
+
+    \b
+    Examples:
+      pagedcli trace prompts.jsonl
+      pagedcli trace prompts.jsonl --num-gpu-blocks-override 64 --record run.jsonl.zst
+      pagedcli trace prompts.jsonl --no-live | less
+      pagedcli trace prompts.jsonl --step 12 --format json | jq .sequences
+    """  # fmt: skip
+    if prompts == "-" and sys.stdin.isatty():
+        raise UsageError("prompts from a terminal cannot be traced: the keys are the view's", hint="name a JSONL file")
+    as_tables = no_live or step is not None or format_ is StepFormat.JSON
+    output = Path(output_file if output_file is not None else os.devnull)
+    if output_file == "-":
+        raise UsageError("-o - would mix rows with the view", hint="give a file, or use pagedcli generate --record")
+    job = Job(load_config(config, flags), prompts, output, overwrite=overwrite)
+    printer: StepPrinter | None = None
+    observers: list[Emit] = []
+    with ExitStack() as stack:
+        if record is not None:
+            observers.append(stack.enter_context(TraceWriter(record)))
+        if as_tables:
+            as_json = format_ is StepFormat.JSON
+            printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=as_json)
+            observers.append(printer.on_event)
+        else:
+            view = LiveView(Console(stderr=True), follow=follow, paused=paused)
+            observers.append(stack.enter_context(view).on_event)
+
+        def emit(event: Event) -> None:
+            for observer in observers:
+                observer(event)
+
+        code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=not as_tables)
+    if record is not None:
+        say(f"trace: {record}; look again with: pagedcli replay {record}")
+    if printer is not None and step is not None and not printer.num_printed:
+        raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
+    raise typer.Exit(code)

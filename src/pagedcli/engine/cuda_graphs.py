@@ -1,0 +1,198 @@
+"""CUDA graphs for pure decode: model, logits and sampler of one step as a single launch, at a few batch sizes.
+
+Used by ModelRunner. A graph replays the same kernels on the same memory, so a step's inputs are copied to fixed places
+and its batch is padded to the next captured size (bucket). Everything but the capture runs on a CPU, too, where tests
+run the body of the graph eagerly on padded buckets.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.config import EngineConfig
+from pagedcli.engine.model_runner import ModelRunner, resolve_ids
+from pagedcli.engine.sampler import SamplingBatch
+from pagedcli.engine.step_input import StepInput
+from pagedcli.engine.transfer import Array, Upload, packed_size, unpack
+from pagedcli.layers.sampling import choose_tokens
+from pagedcli.models.base import CausalLM
+
+LARGEST_BUCKET = 512  # sequences; a larger step takes so long that its launches no longer count
+_WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries pick their workspaces
+
+
+def bucket_sizes(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
+    """Batch sizes to capture, ascending: 1, 2, 4, 8, 16, then steps of at most half, and always the maximum."""
+    end = min(max_num_seqs, largest)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if size < end]
+    return [*sizes, *range(320, end, 64), end]
+
+
+def why_no_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> str | None:
+    """The reason why steps run without graphs, None if graphs are used."""
+    if device.type != "cuda":
+        return f"{device} has none"
+    if config.enforce_eager:
+        return "enforce_eager"
+    if not getattr(backend, "graph_safe", False):
+        return f"backend {backend.name} asks the host for lengths"
+    return None
+
+
+def graph_bytes(
+    config: EngineConfig,
+    model: CausalLM,
+    backend: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> int:
+    """Device memory that the graphs take: all are captured once on a cache of one block, and dropped again."""
+    runner = ModelRunner(
+        model,
+        backend,
+        device=device,
+        kv_dtype=dtype,
+        num_blocks=1,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free_before, _ = torch.cuda.mem_get_info(device)
+    graphs = DecodeGraphs(runner, capture=True)
+    torch.cuda.empty_cache()  # what the warm-ups took; the graphs' pool stays
+    free_after, _ = torch.cuda.mem_get_info(device)
+    del graphs, runner
+    torch.cuda.empty_cache()
+    return max(0, free_before - free_after)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One batch size: the fixed places of its inputs and outputs."""
+
+    num_seqs: int
+    buffer: Tensor  # uint8: all inputs, packed
+    inputs: list[Tensor]  # views of it, in the order of _pack
+    cu_q: Tensor  # [b+1] int32, one new token each
+    graph: "torch.cuda.CUDAGraph | None" = None
+    logits: Tensor | None = None  # [b, V], where the captured graph leaves them
+
+
+class DecodeGraphs:
+    """Runs steps of one new token per sequence.
+
+    `capture` False runs the same body without a graph: that is for devices without graphs, and for tests.
+    """
+
+    def __init__(self, runner: ModelRunner, *, capture: bool, sizes: Iterable[int] | None = None) -> None:
+        self._runner = runner
+        self._capture = capture
+        self._upload = Upload(runner.device)
+        sizes = sorted(sizes if sizes is not None else bucket_sizes(runner.max_num_seqs))
+        self._buckets = [self._bucket(size) for size in sizes]
+        if capture:
+            self._capture_all()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [bucket.num_seqs for bucket in self._buckets]
+
+    def serves(self, step: StepInput) -> bool:
+        """Whether the step is of one new token per sequence and within the largest bucket."""
+        return step.pure_decode and step.num_seqs <= self._buckets[-1].num_seqs
+
+    def bucket_for(self, num_seqs: int) -> Bucket:
+        """The smallest bucket that holds so many sequences."""
+        return next(bucket for bucket in self._buckets if bucket.num_seqs >= num_seqs)
+
+    def run(self, step: StepInput, sampling: SamplingBatch | None) -> Tensor:
+        """Logits [B, V] of a step, which lie where the next run writes.
+
+        Changes: the KV cache; the runner's block tables; its last_tokens, which are right if the choice needs no more
+        than temperature and a random number (sampling.plain).
+        """
+        runner, bucket, num_seqs = self._runner, self.bucket_for(step.num_seqs), step.num_seqs
+        runner.update_tables(step)
+        inputs = _pad(step, sampling, bucket.num_seqs)
+        self._upload(inputs, into=bucket.buffer)
+        if bucket.graph is None:
+            return self._body(bucket, inputs[5].tolist(), int(np.count_nonzero(inputs[6])))[:num_seqs]
+        bucket.graph.replay()
+        assert bucket.logits is not None, "captured with the graph"
+        return bucket.logits[:num_seqs]
+
+    def _bucket(self, num_seqs: int) -> Bucket:
+        device = self._runner.device
+        shapes = _padding(num_seqs)
+        buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
+        cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        bucket = Bucket(num_seqs, buffer, unpack(buffer, shapes), cu_q)
+        self._upload(shapes, into=buffer)
+        return bucket
+
+    def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
+        """What a graph holds. Returns logits [b, V]; the tokens go to the runner's last_tokens."""
+        runner = self._runner
+        input_ids, source_rows, positions, slots, table_rows, num_tokens, temperature, uniform = bucket.inputs
+        batch = PagedBatch(
+            cu_q=bucket.cu_q,
+            num_tokens=num_tokens,
+            block_table=runner.tables.index_select(0, table_rows),
+            slots=slots,
+            max_new=1,
+            max_total=max(num_tokens_host),
+            cu_q_host=list(range(bucket.num_seqs + 1)),
+            num_tokens_host=num_tokens_host,
+        )
+        ids = resolve_ids(input_ids, source_rows, runner.last_tokens)
+        logits = runner.model.compute_logits(runner.model.forward(ids, positions, batch, runner.kv_cache))
+        tokens = choose_tokens(logits, temperature, uniform, num_drawn=num_drawn)
+        runner.parallel.broadcast(runner.last_tokens[: bucket.num_seqs].copy_(tokens))
+        return logits
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        """Record every bucket, the largest first, so that the smaller ones live in its memory."""
+        pool = None
+        for bucket in reversed(self._buckets):
+            longest = [self._runner.max_model_len] * bucket.num_seqs  # room for work lists of any length
+            for _ in range(_WARM_UPS):
+                self._body(bucket, longest, bucket.num_seqs)
+            torch.cuda.synchronize(self._runner.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                bucket.logits = self._body(bucket, longest, bucket.num_seqs)
+            bucket.graph, pool = graph, pool or graph.pool()
+        torch.cuda.synchronize(self._runner.device)
+
+
+def _padding(num_seqs: int) -> list[Array]:
+    """The inputs of rows that stand for nobody: one token at position 0, not written, its result not read."""
+    return [
+        np.zeros(num_seqs, dtype=np.int64),  # input_ids
+        np.full(num_seqs, -1, dtype=np.int64),  # source_rows
+        np.zeros(num_seqs, dtype=np.int64),  # positions
+        np.full(num_seqs, -1, dtype=np.int32),  # slots
+        np.zeros(num_seqs, dtype=np.int64),  # table_rows: any, their block ids are valid
+        np.ones(num_seqs, dtype=np.int32),  # num_tokens
+        np.zeros(num_seqs, dtype=np.float32),  # temperature: greedy
+        np.zeros(num_seqs, dtype=np.float32),  # uniform
+    ]
+
+
+def _pad(step: StepInput, sampling: SamplingBatch | None, num_seqs: int) -> list[Array]:
+    """The inputs of a step, padded to the bucket."""
+    padded = _padding(num_seqs)
+    choice = (None, None) if sampling is None else (sampling.temperature, sampling.uniform)
+    given = [step.input_ids, step.source_rows, step.positions, step.slots, step.table_rows, step.num_tokens]
+    for array, values in zip(padded, [*given, *choice], strict=True):
+        if values is not None:
+            array[: step.num_seqs] = values
+    return padded

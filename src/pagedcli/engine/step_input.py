@@ -1,0 +1,135 @@
+"""A scheduled step as plain arrays: all that a rank needs to run it, small enough to be sent to other processes.
+
+Built by StepBuilder on the rank that schedules, read by every ModelRunner. Knows no torch and no device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagedcli.engine.scheduler import ScheduledStep
+from pagedcli.engine.sequence import Sequence
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step: T new tokens of B sequences, of which R rows get logits."""
+
+    input_ids: Ints  # [T] int64, 0 where the id is still on the device
+    source_rows: Ints | None  # [T] int64, row of the last launched step whose token goes here, -1: input_ids has it
+    positions: Ints  # [T] int64
+    slots: Ints  # [T] int32, -1: K and V are in the cache already
+    cu_q: Ints  # [B+1] int32
+    num_tokens: Ints  # [B] int32, tokens in the cache after this step
+    table_rows: Ints  # [B] int64, each sequence's row of the persistent block tables
+    table_index: Ints  # [K] int64, flat places of those tables that changed since the last step
+    table_values: Ints  # [K] int32, the block ids that are there now
+    logits_rows: Ints | None  # [R] int64, rows of the T that get logits; None: all
+    copies: tuple[tuple[int, int], ...]  # blocks (source, copy), to be copied first and in this order
+    max_new: int
+    max_total: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_tokens.shape[0]
+
+    @property
+    def pure_decode(self) -> bool:
+        """Whether every sequence has one new token and every row gets logits: what a CUDA graph can serve."""
+        return self.max_new == 1 and self.logits_rows is None and not self.copies
+
+
+class StepBuilder:
+    """Builds step inputs from persistent block tables, of which only changed entries are written and sent."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._tables = np.zeros((max_num_seqs, table_width(max_model_len, block_size)), dtype=np.int32)
+
+    def build(
+        self, work: ScheduledStep, source_rows: dict[int, int] | None = None
+    ) -> tuple[StepInput, list[Sequence]]:
+        """The input of a step, and the sequences that get a token, in the order of its logits.
+
+        `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
+        """
+        seqs = work.seqs
+        table_index, table_values = self._sync_tables(seqs)
+        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+        computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
+        new = np.array(work.num_new_tokens, dtype=np.int64)
+        total = computed + new
+        cu_q = np.zeros(len(seqs) + 1, dtype=np.int32)
+        np.cumsum(new, out=cu_q[1:])
+        num_tokens = int(cu_q[-1])
+        cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
+        if num_tokens == len(seqs):
+            positions, token_rows = computed, rows
+        else:
+            positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
+            token_rows, cached = np.repeat(rows, new), np.repeat(cached, new)
+        slots = self._tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size
+        sampled = [row for row, seq in enumerate(seqs) if total[row] == seq.num_tokens]
+        step = StepInput(
+            input_ids=_input_ids(work, num_tokens),
+            source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows or {}),
+            positions=positions,
+            slots=np.where(positions < cached, -1, slots).astype(np.int32),  # shared blocks hold it already
+            cu_q=cu_q,
+            num_tokens=total.astype(np.int32),
+            table_rows=rows,
+            table_index=table_index,
+            table_values=table_values,
+            logits_rows=None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1,
+            copies=tuple(work.copies),
+            max_new=int(new.max()),
+            max_total=int(total.max()),
+        )
+        return step, [seqs[row] for row in sampled]
+
+    def _sync_tables(self, seqs: list[Sequence]) -> tuple[Ints, Ints]:
+        """Bring the persistent rows up to date; returns the places and values that were added or replaced."""
+        width = self._tables.shape[1]
+        index: list[int] = []
+        values: list[int] = []
+        for seq in seqs:
+            first, end = seq.synced_blocks, len(seq.block_table)
+            if first < end:
+                assert seq.row is not None, "a scheduled sequence has a row"
+                values += seq.block_table[first:]
+                index += range(seq.row * width + first, seq.row * width + end)
+                seq.synced_blocks = end
+        flat_index, flat_values = np.array(index, dtype=np.int64), np.array(values, dtype=np.int32)
+        self._tables.reshape(-1)[flat_index] = flat_values
+        return flat_index, flat_values
+
+
+def table_width(max_model_len: int, block_size: int) -> int:
+    """Entries of a block table that serves sequences of max_model_len tokens."""
+    return -(-max_model_len // block_size)
+
+
+def _input_ids(work: ScheduledStep, num_tokens: int) -> Ints:
+    """[T] int64, 0 for tokens not read yet."""
+    if num_tokens == len(work.seqs):
+        decodes = ((seq.token_ids, seq.num_computed_tokens) for seq in work.seqs)
+        return np.array([ids[at] if at < len(ids) else 0 for ids, at in decodes], dtype=np.int64)
+    ids: list[int] = []
+    for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+        chunk = seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
+        ids += chunk or [0]  # only the one token of a decode can be unknown
+    return np.array(ids, dtype=np.int64)
+
+
+def _source_rows(seqs: list[Sequence], cu_q: Ints, num_tokens: int, rows: dict[int, int]) -> Ints | None:
+    pending = [b for b, seq in enumerate(seqs) if seq.num_pending_tokens]
+    if not pending:
+        return None
+    source = np.full(num_tokens, -1, dtype=np.int64)
+    source[cu_q[1:][pending] - 1] = [rows[seqs[b].seq_id] for b in pending]
+    return source
+

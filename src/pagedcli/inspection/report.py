@@ -1,0 +1,177 @@
+"""One self-contained HTML page of a recorded run: report.html with the folded trace inside. No network, no libraries.
+
+Used by `pagedcli report`. The page draws; everything that is counted is counted here, by the same folds as elsewhere.
+"""
+
+import dataclasses
+import html
+import re
+from array import array
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from pagedcli.errors import TraceError
+from pagedcli.events import BlockEvicted, Event, StepScheduled
+from pagedcli.inspection.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.stats import StepSeries
+from pagedcli.inspection.timeline import Timelines
+from pagedcli.inspection.trace_file import TraceReader
+
+MAX_FRAMES = 20_000  # steps drawn one by one; longer runs are summed up in groups, which the page says
+MAX_LOOKUPS = 20_000  # rows of the table of lookups
+_GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "saved")
+_STATUSES = ("waiting", "prefill", "decode", "preempted")
+_MOST_SHARED = 11  # owners of a block told apart on the map
+
+Decode = Callable[[tuple[int, ...]], str]
+
+
+def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
+    """The page, in UTF-8. `decode` turns recorded token ids into text; without it they stay numbers.
+
+    Raises: TraceError like the reader, or where the trace contradicts itself.
+    """
+    moment, series, timelines, explainer, frames = Moment(), StepSeries(), Timelines(), Explainer(), BlockFrames()
+    for event in reader:
+        try:
+            moment.apply(event)
+        except TraceError as error:
+            raise TraceError(f"{reader.path}:{reader.line_number}: {error.message}") from error
+        series.apply(event, moment.state)
+        timelines.apply(event, moment.state)
+        explainer.apply(event, moment.state)
+        frames.apply(event, moment)
+    explainer.finish()
+    timelines.finish(moment.state)
+    frames.add(moment)
+    group = max(1, -(-len(series) // MAX_FRAMES))
+    first_step = (moment.state.step_number or 0) - max(0, len(frames.deltas) - 2)
+    document = {
+        "file": reader.path.name,
+        "notes": reader.notes,
+        "engine": msgspec.to_builtins(moment.state.engine),
+        "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
+        "numUnfinished": len(moment.state.seqs),
+        "refused": [msgspec.to_builtins(event) for event in moment.state.refused[:1000]],
+        "firstStep": first_step,
+        "numSteps": len(series),
+        "group": group,
+        "columns": _grouped_columns(series, group),
+        "frames": frames.grouped(group),
+        "statuses": _STATUSES,
+        "timelines": _timeline_rows(timelines),
+        "explain": _explain_document(explainer, decode),
+    }
+    template = files("pagedcli.inspection").joinpath("report.html").read_text(encoding="utf-8")
+    parts = {"{{title}}": html.escape(f"pagedcli report: {reader.path.name}"), "{{data}}": embedded_json(document)}
+    return re.sub("{{title}}|{{data}}", lambda place: parts[place[0]], template).encode()
+
+
+def embedded_json(document: Any) -> str:
+    """JSON that cannot end the script element it stands in, whatever text it carries."""
+    text = msgspec.json.encode(document).decode()
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+class BlockFrames:
+    """The pool at every step as the changes since the step before: block_id * 16 + what it is.
+
+    0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more.
+    """
+
+    def __init__(self) -> None:
+        self.deltas: list[array[int]] = []
+        self._codes = bytearray()
+        self._touched: set[int] = set()
+
+    def apply(self, event: Event, moment: Moment) -> None:
+        """Called after the moment has the event."""
+        if isinstance(event, StepScheduled):
+            self.add(moment)
+        elif isinstance(event, BlockEvicted):
+            self._touched.add(event.block_id)
+        else:
+            self._touched.update(getattr(event, "block_ids", ()))
+
+    def add(self, moment: Moment) -> None:
+        """A frame of the pool as it stands."""
+        state, codes = moment.state, self._codes
+        if not codes:
+            codes.extend(bytes(state.num_blocks))
+        delta = array("q")
+        for block_id in sorted(self._touched):
+            ref_count, closed = state.ref_counts[block_id], state.hashes[block_id] is not None
+            code = 2 + min(ref_count, _MOST_SHARED) if ref_count > 1 else 2 * ref_count + closed
+            if code != codes[block_id]:
+                codes[block_id] = code
+                delta.append(block_id * 16 + code)
+        self._touched.clear()
+        self.deltas.append(delta)
+
+    def grouped(self, group: int) -> list[list[int]]:
+        """Every group-th frame, with the changes of all the frames before it."""
+        if group == 1:
+            return [delta.tolist() for delta in self.deltas]
+        frames = []
+        for start in range(0, len(self.deltas), group):
+            last = {packed >> 4: packed for delta in self.deltas[start : start + group] for packed in delta}
+            frames.append(list(last.values()))
+        return frames
+
+
+def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
+    """Gauges as they stand at the end of each group of steps, counts summed up over it."""
+    columns = {}
+    for name, column in series.columns.items():
+        if group == 1:
+            columns[name] = column.tolist()
+            continue
+        groups = [column[start : start + group] for start in range(0, len(column), group)]
+        if name == "start_ns":
+            columns[name] = [part[0] for part in groups]
+        else:
+            columns[name] = [part[-1] if name in _GAUGES else sum(part) for part in groups]
+    start_ns = columns["start_ns"]
+    columns["start_ns"] = [time_ns - start_ns[0] for time_ns in start_ns]  # exact in the browser's numbers
+    return columns
+
+
+def _timeline_rows(timelines: Timelines) -> list[list[Any]]:
+    return [
+        [
+            seq.seq_id, seq.request_id, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason,
+            [[_STATUSES.index(phase.status), phase.first_step, phase.last_step] for phase in seq.phases],
+        ]
+        for seq in timelines.seqs.values()
+    ]  # fmt: skip
+
+
+def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, Any]:
+    lookups = explainer.lookups
+    if len(lookups) > MAX_LOOKUPS:
+        lookups = sorted(lookups, key=Lookup.num_lost_tokens, reverse=True)[:MAX_LOOKUPS]
+    return {
+        "numLookups": len(explainer.lookups),
+        "longestSharedPrefix": explainer.longest_shared_prefix(),
+        "reasonWords": REASON_WORDS,
+        "totals": {kind: _totals_document(explainer.totals(kind)) for kind in ("new", "resumed")},
+        "lookups": [
+            [
+                lookup.step, lookup.seq_id, lookup.request_id, lookup.event.reason, lookup.event.num_tokens,
+                lookup.event.blocks_asked, lookup.event.blocks_hit, lookup.tokens_hit, lookup.ideal_tokens_hit,
+                lookup.reason, lookup.why(),
+                None if lookup.divergence is None else divergence_text(lookup.divergence, decode),
+            ]
+            for lookup in lookups
+        ],
+    }  # fmt: skip
+
+
+def _totals_document(totals: Totals) -> dict[str, Any]:
+    return {**dataclasses.asdict(totals), "reasons": dict(totals.reasons)}

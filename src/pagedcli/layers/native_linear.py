@@ -1,0 +1,107 @@
+"""Linear layers on a CPU by the project's own C++ kernels: weights packed once, the unpacked copy not kept.
+
+Near the arithmetic peak from 16 tokens on and near memory bandwidth below; see native/linear.h. A token's result does not
+depend, in any bit, on the other tokens of the batch.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pagedcli.errors import BackendError
+from pagedcli.native import NativeLibrary
+from pagedcli.native.structs import ADD, GATE, INT8, STORE, LinearStruct, bind
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class NativeLinear:
+    """y = x W^T + b; with `gated`, silu(y of the first half of W's rows) * (y of the second half)."""
+
+    __slots__ = ("_functions", "_tensors", "dtype", "nbytes", "out_features", "struct")
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        quantize: bool = False,
+    ) -> None:
+        """Pack `weight` [out, in]; with `quantize` to int8 with a scale per output feature. Neither argument is kept.
+
+        Raises: BackendError for a dtype or shape that the kernels do not know.
+        """
+        rows, columns = weight.shape
+        if weight.dtype not in DTYPE_CODES or columns % 2 or (gated and rows % 2):
+            raise BackendError(f"no native kernel for a {weight.dtype} weight of shape {rows} x {columns}")
+        self._functions = bind(library.functions)
+        self.dtype = weight.dtype
+        self.out_features = rows // 2 if gated else rows
+        kind = INT8 if quantize else DTYPE_CODES[weight.dtype]
+        self.struct = LinearStruct(kind=kind, rows=rows, columns=columns, gated=gated)
+        padded_rows = self._functions.linear_padded_rows(ctypes.byref(self.struct))
+        wide_bias = bias.float().contiguous() if bias is not None else None
+        tensors = self._quantized(weight, padded_rows) if quantize else self._packed(weight, padded_rows)
+        self._tensors = (*tensors, wide_bias)  # the struct points into them
+        self.struct.weight = tensors[0].data_ptr()
+        self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)  # as packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated."""
+        out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
+        self._run(x, out, GATE if self.struct.gated else STORE)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """out + y, in out. Shapes: out [T, out], x [T, in]."""
+        self._run(x, out, ADD)
+        return out
+
+    def weight_rows(self, rows: Tensor) -> Tensor:
+        """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not for quantized weights."""
+        assert self.struct.kind != INT8, "a quantized weight has no rows to give back"
+        out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
+        self._functions.linear_unpack_rows(
+            ctypes.byref(self.struct), rows.contiguous().data_ptr(), rows.shape[0], out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def _run(self, x: Tensor, out: Tensor, epilogue: int) -> None:
+        x = x.contiguous()
+        if x.dtype != self.dtype or out.dtype != self.dtype or x.shape[1] != self.struct.columns:
+            raise BackendError(f"x is {x.dtype} {tuple(x.shape)}, not {self.dtype} [T, {self.struct.columns}]")
+        if out.shape != (x.shape[0], self.out_features) or not out.is_contiguous():
+            raise BackendError(f"out is {tuple(out.shape)}, not [{x.shape[0]}, {self.out_features}]")
+        self._functions.linear_run(
+            ctypes.byref(self.struct),
+            DTYPE_CODES[self.dtype],
+            x.data_ptr(),
+            x.shape[0],
+            out.data_ptr(),
+            epilogue,
+            torch.get_num_threads(),
+        )
+
+    def _packed(self, weight: Tensor, padded_rows: int) -> tuple[Tensor]:
+        weight = weight.contiguous()
+        packed = torch.empty(padded_rows * weight.shape[1], dtype=weight.dtype)
+        self._functions.linear_pack(
+            ctypes.byref(self.struct), weight.data_ptr(), packed.data_ptr(), torch.get_num_threads()
+        )
+        return (packed,)
+
+    def _quantized(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        weight = weight.contiguous()
+        packed = torch.empty(padded_rows * (-(-weight.shape[1] // 4) * 4), dtype=torch.int8)
+        scales = torch.empty(padded_rows, dtype=torch.float32)
+        sums = torch.empty(padded_rows, dtype=torch.int32)
+        addresses = (tensor.data_ptr() for tensor in (weight, packed, scales, sums))
+        self._functions.linear_pack_int8(
+            ctypes.byref(self.struct), DTYPE_CODES[weight.dtype], *addresses, torch.get_num_threads()
+        )
+        self.struct.scales, self.struct.sums = scales.data_ptr(), sums.data_ptr()
+        return packed, scales, sums

@@ -1,0 +1,109 @@
+"""Tensor parallelism inside a model: who this rank is, and the layers that put the ranks' partial results together.
+
+Heads, MLP and vocabulary are split; each rank adds up with the others where a sum over its part is due.
+Source: Shoeybi et al., Megatron-LM, 2019.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagedcli.layers.linear import Linear
+
+# torch 2.13 gave it a new name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """This rank's place among `size` ranks of the default process group. With size 1 there is no group."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part_of(self, total: int) -> tuple[int, int]:
+        """First and end of this rank's part of `total` things, in equal parts but for the last ranks'."""
+        share = -(-total // self.size)
+        return min(total, self.rank * share), min(total, (self.rank + 1) * share)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's values, in place."""
+        if self.size > 1:
+            dist.broadcast(x, 0)
+        return x
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        """The ranks' columns side by side, on every rank.
+
+        Shapes:  x [R, C], C this rank's part_of(total); returns [R, total].
+        """
+        if self.size == 1:
+            return x
+        share = -(-total // self.size)
+        part = F.pad(x, (0, share - x.shape[1])).contiguous()
+        gathered = torch.empty((self.size * x.shape[0], share), dtype=x.dtype, device=x.device)
+        _all_gather(gathered, part)
+        return gathered.view(self.size, x.shape[0], share).transpose(0, 1).reshape(x.shape[0], -1)[:, :total]
+
+
+SINGLE = ParallelContext()
+
+
+class SummedLinear(Linear):
+    """A linear layer whose inputs are split over the ranks: the sum of all ranks' results. Only rank 0 has the bias."""
+
+    __slots__ = ("_parallel",)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: ParallelContext) -> None:
+        super().__init__(weight, bias if parallel.rank == 0 else None)
+        self._parallel = parallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in / size] -> [T, out]."""
+        return self._parallel.all_reduce(super().__call__(x))
+
+
+class VocabularyEmbedding:
+    """An embedding table whose rows are split over the ranks."""
+
+    __slots__ = ("_end", "_first", "_parallel", "weight")
+
+    def __init__(self, weight: Tensor, vocab_size: int, parallel: ParallelContext) -> None:
+        self.weight = weight
+        self._first, self._end = parallel.part_of(vocab_size)
+        self._parallel = parallel
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Shapes: input_ids [T] int64 -> [T, E]."""
+        if self._parallel.size == 1:
+            return F.embedding(input_ids, self.weight)
+        if self._first == self._end:
+            rows = self.weight.new_zeros((*input_ids.shape, self.weight.shape[1]))
+        else:
+            ours = (input_ids >= self._first) & (input_ids < self._end)
+            rows = F.embedding((input_ids - self._first).where(ours, 0), self.weight) * ours[:, None]
+        return self._parallel.all_reduce(rows)
+
+
+class VocabularyHead(Linear):
+    """The last linear layer, whose outputs are split over the ranks: the logits of the whole vocabulary."""
+
+    __slots__ = ("_parallel", "_vocab_size")
+
+    def __init__(self, weight: Tensor, vocab_size: int, parallel: ParallelContext) -> None:
+        super().__init__(weight)
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [R, E] -> [R, V], on every rank."""
+        return self._parallel.gather_columns(super().__call__(x), self._vocab_size)

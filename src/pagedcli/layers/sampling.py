@@ -1,0 +1,98 @@
+"""The choice of tokens from logits, in plain torch, without waiting for the device. The definition that faster kernels
+are tested against: inverse transform sampling in vocabulary order.
+"""
+
+import torch
+from torch import Tensor
+
+NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
+
+
+def choose_tokens(
+    logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None, *, num_drawn: int
+) -> Tensor:
+    """One token per row: the likeliest where the temperature is 0, else drawn from the softmax of the kept tokens.
+
+    Shapes:  logits [R, V], any floating dtype; temperature, uniform [R] float32, uniform in [0, 1]; floor [R] float32
+             or None: tokens with a smaller logit are dropped; num_drawn: rows with a temperature, known on the host;
+             returns [R] int64.
+    """
+    if num_drawn == 0:
+        return logits.argmax(-1)
+    if logits.is_cuda:
+        from pagedcli.layers.triton_sampling import choose_tokens as choose_tokens_in_one_pass
+
+        return choose_tokens_in_one_pass(logits, temperature, uniform, floor)
+    if num_drawn == logits.shape[0]:
+        return draw_tokens(logits, temperature, uniform, floor)
+    tokens = logits.argmax(-1)
+    drawn = temperature.nonzero().flatten()
+    rows = (x if x is None else x[drawn] for x in (logits, temperature, uniform, floor))
+    return tokens.index_copy_(0, drawn, draw_tokens(*rows))  # type: ignore[arg-type]
+
+
+def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None) -> Tensor:
+    """choose_tokens for rows that all have a temperature."""
+    scores = logits.float()
+    if floor is not None:
+        scores = scores.masked_fill(scores < floor[:, None], float("-inf"))
+    cumulative = (scores / temperature[:, None]).softmax(-1).cumsum(-1)
+    total = cumulative[:, -1]
+    # rounding may lift the target to the total, past every token with a probability
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+
+
+def smallest_kept(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    most_k: int | None,
+    only_min_p: bool,
+) -> Tensor:
+    """The smallest logit that min-p, then top-k, then top-p keep; ties at the border are all kept.
+
+    Shapes:  logits [R, V]; the others [R], top_k int64 (0: all); returns [R] float32. On the host: most_k is the
+             largest top_k if every row has one, only_min_p tells that no row has another limit.
+    """
+    scores = logits.float()
+    floor = scores.max(-1).values + temperature * min_p.log()  # in logits a share is a difference; log 0 keeps all
+    if only_min_p:
+        return floor
+    log_mass = (scores / temperature[:, None]).logsumexp(-1)
+    vocab_size = logits.shape[1]
+    count = min(most_k or vocab_size, vocab_size)
+    if count == vocab_size > NUM_LIKELIEST and not logits.is_cuda:
+        likeliest = scores.topk(NUM_LIKELIEST).values
+        kept, sufficed = _kept_of_likeliest(likeliest, floor, log_mass, temperature, top_k, top_p, min_p)
+        if bool(sufficed.all()):  # on a CPU it costs nothing to look
+            return kept
+    likeliest = scores.topk(count).values if count < vocab_size else scores.sort(descending=True).values
+    return _kept_of_likeliest(likeliest, floor, log_mass, temperature, top_k, top_p, min_p)[0]
+
+
+def _kept_of_likeliest(
+    likeliest: Tensor,
+    floor: Tensor,
+    log_mass: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """smallest_kept from the largest logits [R, C] in descending order; and [R] whether these C sufficed."""
+    num_likeliest = likeliest.shape[1]
+    rank = torch.arange(num_likeliest, device=likeliest.device)
+    inside = (likeliest >= floor[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])
+    weights = (likeliest / temperature[:, None] - log_mass[:, None]).exp() * inside
+    # top-p is a share of what the earlier filters left
+    mass = torch.where((top_k == 0) & (min_p == 0), 1.0, weights.sum(-1))
+    before = weights.cumsum(-1) - weights
+    kept = inside & ((before < (top_p * mass)[:, None]) | (top_p == 1)[:, None])
+    smallest = likeliest.masked_fill(~kept, float("inf")).amin(-1)
+    reaches_on = torch.where(min_p > 0, inside[:, -1], kept[:, -1]) & (top_k == 0)
+    smallest = torch.where((top_p == 1) & (top_k == 0), floor, smallest)
+    return smallest, ~reaches_on & (top_k <= num_likeliest)

@@ -1,0 +1,153 @@
+"""The decoder of models.decoder on a CPU: the same weights and the same numbers, a whole step in one native call.
+
+Linear layers are packed (layers.native_linear); a tied embedding is read from the packed output layer.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.cpu import CpuAttention
+from pagedcli.errors import BackendError
+from pagedcli.layers.native_linear import DTYPE_CODES, NativeLinear
+from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.rope_table import rope_table
+from pagedcli.models.spec import ModelSpec
+from pagedcli.models.weights import WeightSource
+from pagedcli.native import load_library
+from pagedcli.native.structs import LayerStruct, ModelStruct, StepStruct, bind
+
+
+class CpuDecoder:
+    """A native CausalLM (see models.base)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, Tensor],
+        *,
+        backend: CpuAttention,
+        rope_table: Tensor,
+        quantize: bool = False,
+    ) -> None:
+        """Packs the weights and removes each from `tensors`, so that there is no second copy of them all."""
+        self.spec = spec
+        self.notes: tuple[str, ...] = ()
+        self._backend = backend
+        self._library = load_library()
+        self._functions = bind(self._library.functions)
+        self._quantize = quantize
+        self._kept: list[Tensor | NativeLinear] = [rope_table]  # what the structs point into
+        self._weight_bytes = 0
+        embedding = tensors.pop("embedding")
+        tied = spec.tie_word_embeddings
+        self._lm_head = self._linear(embedding if tied else tensors.pop("lm_head"))
+        # int8 rows are too coarse to start a sequence from, and only a few rows are read per step
+        self._embedding = None if tied and not quantize else embedding
+        self._weight_bytes += self._embedding.nbytes if self._embedding is not None else 0
+        self._layers = (LayerStruct * spec.num_layers)(
+            *(self._layer(tensors, f"layers.{i}") for i in range(spec.num_layers))
+        )
+        self._model = ModelStruct(
+            dtype=DTYPE_CODES[rope_table.dtype],
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.rms_norm_eps,
+            layers=ctypes.addressof(self._layers),
+            final_norm=self._vector(tensors.pop("final_norm")),
+            rope_table=rope_table.data_ptr(),
+        )
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        source: WeightSource,
+        *,
+        backend: CpuAttention,
+        dtype: torch.dtype,
+        max_model_len: int,
+        quantize: bool = False,
+    ) -> "CpuDecoder":
+        """Fill a decoder from `source`. Units: max_model_len in tokens. Raises: ModelError, see weights."""
+        assert spec.rope is not None, "a native spec has rope parameters"
+        ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
+        tensors = source.load(decoder_parameters(spec), ignored=ignored, dtype=dtype, device=torch.device("cpu"))
+        table = rope_table(spec.rope, spec.head_dim, max_model_len, dtype=dtype).contiguous()
+        return cls(spec, tensors, backend=backend, rope_table=table, quantize=quantize)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are kept, shared ones counted once."""
+        return self._weight_bytes
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor, *, rows: Tensor | None = None
+    ) -> Tensor:
+        """See CausalLM.forward. With `rows` [R] int64, ascending, only these tokens' states: [R, E]."""
+        backend = self._backend
+        backend.prepare(batch)
+        k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
+        backend.check_cache(k_cache, v_cache)
+        embedding = self._embedding
+        residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
+        out = residual if rows is None else torch.empty((rows.shape[0], residual.shape[1]), dtype=residual.dtype)
+        positions, slots = positions.contiguous(), batch.slots.contiguous()
+        step = StepStruct(
+            num_tokens=input_ids.shape[0],
+            threads=torch.get_num_threads(),
+            residual=residual.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            geometry=backend.geometry_address,
+            plan=batch.plan.address,
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            layer_bytes=kv_cache.stride(1) * kv_cache.element_size(),
+            rows=None if rows is None else rows.data_ptr(),
+            num_rows=0 if rows is None else rows.shape[0],
+            out=out.data_ptr(),
+        )
+        if self._functions.decoder_forward(ctypes.byref(self._model), ctypes.byref(step)):
+            raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM.compute_logits."""
+        return self._lm_head(hidden)
+
+    def _layer(self, tensors: dict[str, Tensor], key: str) -> LayerStruct:
+        def linear(name: str, *, gated: bool = False) -> object:
+            weight, bias = tensors.pop(f"{key}.{name}.weight"), tensors.pop(f"{key}.{name}.bias", None)
+            return self._linear(weight, bias, gated=gated).struct
+
+        q_norm, k_norm = None, None
+        if self.spec.qk_norm:
+            q_norm, k_norm = (self._vector(weight) for weight in tensors.pop(f"{key}.qk_norm").chunk(2))
+        return LayerStruct(
+            input_norm=self._vector(tensors.pop(f"{key}.input_norm")),
+            mlp_norm=self._vector(tensors.pop(f"{key}.mlp_norm")),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            qkv=linear("qkv"),
+            attention_out=linear("out"),
+            gate_up=linear("gate_up", gated=True),
+            down=linear("down"),
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> NativeLinear:
+        linear = NativeLinear(self._library, weight, bias, gated=gated, quantize=self._quantize)
+        self._kept.append(linear)
+        self._weight_bytes += linear.nbytes + (bias.nbytes if bias is not None else 0)
+        return linear
+
+    def _vector(self, weight: Tensor) -> int:
+        weight = weight.contiguous()
+        self._kept.append(weight)
+        self._weight_bytes += weight.nbytes
+        return weight.data_ptr()

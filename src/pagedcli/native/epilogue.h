@@ -1,0 +1,67 @@
+// The order of output features in a packed weight, and what becomes of a row of sums (see Epilogue in linear.h).
+#pragma once
+
+#include "linear.h"
+#include "rows.h"
+
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 11;  // 22 sums, 2 vectors of weights and an operand of 32 registers; 32 tokens are 11 + 11 + 10
+#elif defined(__AVX2__)
+constexpr int MAX_ROWS = 5;
+#else
+constexpr int MAX_ROWS = 8;
+#endif
+constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * VL;  // output features of a panel
+
+// How often a panel is read for this many tokens. With two passes, the second one leaves time to fetch the next panel.
+static inline int64_t num_passes(int64_t tokens) {
+    const int64_t needed = (tokens + MAX_ROWS - 1) / MAX_ROWS;
+    return tokens > 6 ? std::max<int64_t>(2, needed) : needed;
+}
+
+static inline int64_t padded_rows(const Linear& l) {
+    const int64_t unit = l.gated ? VL : PANEL, rows = l.gated ? l.rows / 2 : l.rows;
+    return (rows + unit - 1) / unit * PANEL;
+}
+
+// Row of the checkpoint's weight at a place of the packed order; -1 for padding. Gated: VL gates, then their VL ups.
+static inline int64_t source_row(const Linear& l, int64_t place) {
+    if (!l.gated) return place < l.rows ? place : -1;
+    const int64_t inner = l.rows / 2, row = place / PANEL * VL + place % VL;
+    return row >= inner ? -1 : place % PANEL < VL ? row : inner + row;
+}
+
+template <class T> struct Output {
+    using Elem = typename T::Elem;
+    const Linear& l;
+    Elem* out;
+    Epilogue epilogue;
+    int64_t width;  // elements of a row of out
+
+    Output(const Linear& l, Elem* out, Epilogue epilogue)
+        : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows) {}
+
+    inline vf biased(vf y, int64_t row) const {
+        if (!l.bias) return y;
+        float b[VL] = {};
+        for (int i = 0; i < VL && row + i < l.rows; i++) b[i] = l.bias[row + i];
+        return y + loadf(b);
+    }
+
+    // The sums of one panel for one token.
+    inline void put(int64_t token, int64_t panel, const float* y) const {
+        Elem* to = out + token * width;
+        if (epilogue == GATE) {
+            const int64_t at = panel * VL;
+            vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), l.rows / 2 + at));
+            return store_some<T>(to + at, Rows<T>::round(silu_of(gate)) * up, width - at);
+        }
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const int64_t at = panel * PANEL + v * VL;
+            if (at >= width) return;
+            vf value = biased(loadf(y + v * VL), at);
+            if (epilogue == ADD) value = Rows<T>::round(value) + load_some<T>(to + at, width - at);
+            store_some<T>(to + at, value, width - at);
+        }
+    }
+};

@@ -1,0 +1,86 @@
+// Linear layers on weights that were packed once: y = x W^T + b, with what follows it done while y is in registers.
+//
+// Packed weight: panels of PANEL output features, in each [K / PAIR][PANEL][PAIR]: the right-hand side as the registers
+// want it. An output is one sum over k in ascending order, so a row does not depend, in any bit, on the other rows, on
+// their number or on the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "parallel.h"
+
+// What becomes of y. Each of these rounds where separate torch operations would.
+enum Epilogue : int {
+    STORE,  // out = y
+    ADD,    // out = out + y
+    GATE,   // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
+};
+
+enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8 };  // the first three are also the types of activations
+
+// Mirrored by pagedcli.native.linear.
+struct Linear {
+    int64_t kind, rows, columns, gated;  // rows: output features, of gate and up together; columns: input features
+    const void* weight;                  // packed
+    const float* bias;                   // [rows], or null
+    const float* scales;                 // int8: [padded rows] what a step of the weight is worth, in packed order
+    const int32_t* sums;                 // int8: [padded rows] sum of the weights of a feature, in packed order
+};
+
+// x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.
+void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
+                    int threads);
+
+// Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
+template <int MAX, class F> inline void with_rows(int64_t r, const F& f) {
+    if constexpr (MAX > 1)
+        if (r < MAX) return with_rows<MAX - 1>(r, f);
+    f(std::integral_constant<int, MAX>{});
+}
+
+// How one call is cut into pieces: blocks of tokens whose x stays in the L2 cache times groups of panels. Each thread
+// walks through neighbouring panels, so that memory is read in long streams, and helps the others when it is done.
+struct Cut {
+    int64_t blocks, groups, panels_per_group, panels;
+
+    // Units: bytes of one panel and of one row of x; flops_per_ns of one core.
+    Cut(int64_t num_tokens, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes, double ns_per_row, int& threads)
+        : panels(num_panels) {
+        constexpr int64_t L2_SHARE = 512 << 10;
+        constexpr double NS_PER_BYTE = 0.025, PIECE_NS = 20e3, WORTH_A_THREAD_NS = 8e3;
+        const int64_t most = std::max<int64_t>(64, L2_SHARE / row_bytes);
+        blocks = (num_tokens + most - 1) / most;
+        const double panel_ns = std::max(panel_bytes * NS_PER_BYTE, ns_per_row * num_tokens);
+        if (panel_ns * panels < WORTH_A_THREAD_NS) threads = 1;  // waking a thread would take longer
+        const int64_t wanted = (int64_t)(PIECE_NS * blocks / panel_ns) + 1;
+        panels_per_group = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, panels / (8 * threads)));
+        groups = (panels + panels_per_group - 1) / panels_per_group;
+    }
+
+    // work(first token, end, first panel, end)
+    template <class Work> void run(int threads, int64_t num_tokens, const Work& work) const {
+        auto piece = [&](int64_t i) {
+            const int64_t group = i / blocks, block = i % blocks;
+            work(num_tokens * block / blocks, num_tokens * (block + 1) / blocks, group * panels_per_group,
+                 std::min(panels, (group + 1) * panels_per_group));
+        };
+        const int64_t count = groups * blocks;
+        if (threads <= 1) {
+            for (int64_t i = 0; i < count; i++) piece(i);
+            return;
+        }
+        struct alignas(64) Range {
+            std::atomic<int64_t> next;
+            int64_t end;
+        };
+        std::vector<Range> ranges(threads);
+        for (int t = 0; t < threads; t++) ranges[t].next = count * t / threads, ranges[t].end = count * (t + 1) / threads;
+        parallel_for(threads, threads, [&](int64_t own) {
+            for (int t = 0; t < threads; t++) {
+                Range& range = ranges[(own + t) % threads];
+                for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) piece(i);
+            }
+        });
+    }
+};

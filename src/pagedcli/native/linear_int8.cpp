@@ -1,0 +1,145 @@
+// Linear layers on int8 weights: a scale per output feature, activations rounded to 8 bits with a scale per token.
+//
+// Packed as in linear.h with groups of four: [K / 4][PANEL][4]. Activations are stored with 128 added, as the
+// instruction multiplies unsigned by signed bytes; 128 times the sum of a feature's weights is taken off at the end.
+
+#include "epilogue.h"
+#include "linear.h"
+
+#include <cmath>
+#include <type_traits>
+
+namespace {
+
+constexpr int GROUP = 4;
+
+#if defined(__AVX512VNNI__)
+inline void madd(vi& acc, const uint8_t* x, vi w) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    acc = (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)w);
+}
+#else
+inline void madd(vi& acc, const uint8_t* x, vi w) {
+    for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((vi)((vu)w << (24 - 8 * j)) >> 24);
+}
+#endif
+
+template <int R, bool PREFETCH>
+inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t steps, const char* next,
+                     int32_t* sums) {
+    vi acc[R][PANEL_VECTORS] = {};
+    for (int64_t i = 0; i < steps; i++) {
+        vi w[PANEL_VECTORS];
+        for (int v = 0; v < PANEL_VECTORS; v++) w[v] = load_any<vi>(panel + (i * PANEL_VECTORS + v) * VL * GROUP);
+        if (PREFETCH) __builtin_prefetch(next + i * 64, 0, 2);
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < PANEL_VECTORS; v++) madd(acc[r][v], x + r * stride + i * GROUP, w[v]);
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) store_any(sums + r * PANEL + v * VL, acc[r][v]);
+}
+
+// One token's activations as bytes; returns what a step of them is worth.
+template <class T> float quantize(const typename T::Elem* x, int64_t columns, uint8_t* to) {
+    float top = 0;
+    int64_t k = 0;
+    vf tops = {};
+    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x + k) & 0x7fffffff));
+    top = max_in(tops);
+    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x + k)));
+    const float step = top / 127, inverse = top > 0 ? 127 / top : 0;
+    const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
+    for (k = 0; k + VL <= columns; k += VL) {
+        vi q = (vi)(Rows<T>::load(x + k) * inverse + magic) - (vi)magic + 128;
+        typedef uint8_t vb __attribute__((vector_size(VL)));
+        store_any(to + k, __builtin_convertvector((vu)q, vb));
+    }
+    for (; k < columns; k++) to[k] = (uint8_t)(std::nearbyint(Rows<T>::load_one(x + k) * inverse) + 128);
+    return step;
+}
+
+template <class T>
+void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t stride, int64_t begin, int64_t end,
+               int64_t first, int64_t last, typename T::Elem* out, Epilogue epilogue) {
+    const int64_t steps = stride / GROUP, panel_bytes = stride * PANEL, tokens = end - begin, passes = num_passes(tokens);
+    const Output<T> output(l, out, epilogue);
+    alignas(64) int32_t sums[MAX_ROWS * PANEL];
+    for (int64_t p = first; p < last; p++) {
+        const int8_t* panel = (const int8_t*)l.weight + p * panel_bytes;
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t row = begin + tokens * pass / passes, rows = begin + tokens * (pass + 1) / passes - row;
+            const bool fetch = pass < 2 && p + 1 < last;
+            const char* next = (const char*)panel + (fetch ? panel_bytes + pass * steps * 64 : 0);
+            with_rows<MAX_ROWS>(rows, [&](auto R) {
+                if (passes > 1)
+                    multiply<R(), true>(x + row * stride, stride, panel, steps, next, sums);
+                else
+                    multiply<R(), false>(x + row * stride, stride, panel, steps, next, sums);
+            });
+            for (int64_t r = 0; r < rows; r++) {
+                float y[PANEL];
+                for (int64_t v = 0, at = p * PANEL; v < PANEL; v += VL, at += VL) {
+                    vi exact = load_any<vi>(sums + r * PANEL + v) - 128 * load_any<vi>(l.sums + at);
+                    storef(y + v, __builtin_convertvector(exact, vf) * (loadf(l.scales + at) * steps_of[row + r]));
+                }
+                output.put(row + r, p, y);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
+                         int threads) {
+    const int64_t stride = (l.columns + GROUP - 1) / GROUP * GROUP;
+    static thread_local std::vector<uint8_t> bytes;
+    static thread_local std::vector<float> worth;
+    bytes.resize(num_tokens * stride);
+    worth.resize(num_tokens);
+    uint8_t* quantized = bytes.data();
+    float* steps_of = worth.data();
+    const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP;
+    Cut cut(num_tokens, padded_rows(l) / PANEL, stride * PANEL, stride, ns_per_row, threads);
+    with_activations(dtype, [&](auto type) {
+        using T = decltype(type);
+        using E = typename T::Elem;
+        parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
+            steps_of[t] = quantize<T>((const E*)x + t * l.columns, l.columns, quantized + t * stride);
+        });
+        cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
+            run_piece<T>(l, quantized, steps_of, stride, begin, end, first, last, (E*)out, epilogue);
+        });
+    });
+}
+
+// weight [rows][columns] of dtype -> packed bytes, scales and sums of the padded rows, symmetric around zero.
+extern "C" void linear_pack_int8(const Linear* linear, int64_t dtype, const void* weight, int8_t* packed, float* scales,
+                                 int32_t* sums, int threads) {
+    const Linear& l = *linear;
+    const int64_t stride = (l.columns + GROUP - 1) / GROUP * GROUP;
+    with_activations(dtype, [&](auto type) {
+        using T = decltype(type);
+        using E = typename T::Elem;
+        parallel_for(threads, padded_rows(l) / PANEL, [&](int64_t p) {
+            int8_t* to = packed + p * PANEL * stride;
+            memset(to, 0, PANEL * stride);
+            for (int64_t i = 0; i < PANEL; i++) {
+                const int64_t row = source_row(l, p * PANEL + i);
+                float top = 0;
+                const E* from = (const E*)weight + row * l.columns;
+                for (int64_t k = 0; row >= 0 && k < l.columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(from + k)));
+                const float inverse = top > 0 ? 127 / top : 0;
+                int32_t sum = 0;
+                for (int64_t k = 0; row >= 0 && k < l.columns; k++) {
+                    const int8_t q = (int8_t)std::nearbyint(Rows<T>::load_one(from + k) * inverse);
+                    to[(k / GROUP * PANEL + i) * GROUP + k % GROUP] = q;
+                    sum += q;
+                }
+                scales[p * PANEL + i] = top / 127;
+                sums[p * PANEL + i] = sum;
+            }
+        });
+    });
+}

@@ -1,0 +1,85 @@
+// Rows of activations as float vectors, with the roundings of their type. Used by linears, norms and the rotary step.
+#pragma once
+
+#include "simd.h"
+
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+
+static inline vf select_of(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+// Rows<T>: load and store VL elements of type T; round: to the precision of T and back.
+template <class T> struct Rows;
+
+template <> struct Rows<F32> {
+    static inline vf load(const float* p) { return loadf(p); }
+    static inline void store(float* p, vf x) { storef(p, x); }
+    static inline vf round(vf x) { return x; }
+    static inline float load_one(const float* p) { return *p; }
+};
+
+template <> struct Rows<BF16> {
+    static inline vf load(const uint16_t* p) { return (vf)(__builtin_convertvector(load_any<vh>(p), vu) << 16); }
+    static inline vf round(vf x) {
+        vu bits = (vu)x;
+        vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+        return select_of(x == x, (vf)rounded, splat(__builtin_nanf("")));
+    }
+    static inline void store(uint16_t* p, vf x) {
+#if defined(__AVX512BF16__)
+        store_any(p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+        store_any(p, __builtin_convertvector((vu)round(x) >> 16, vh));
+#endif
+    }
+    static inline float load_one(const uint16_t* p) {
+        uint32_t bits = (uint32_t)*p << 16;
+        float x;
+        memcpy(&x, &bits, 4);
+        return x;
+    }
+};
+
+template <> struct Rows<F16> {
+    static inline vf load(const uint16_t* p) { return F16::load(p); }
+    static inline void store(uint16_t* p, vf x) {
+#if defined(__AVX512F__)
+        store_any(p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+        for (int i = 0; i < VL; i++) p[i] = float_to_half(x[i]);
+#endif
+    }
+    static inline vf round(vf x) {
+        uint16_t h[VL];
+        store(h, x);
+        return load(h);
+    }
+    static inline float load_one(const uint16_t* p) { return half_to_float(*p); }
+};
+
+// The first min(room, VL) elements; the others are 0 when loaded and not touched when stored.
+template <class T> static inline vf load_some(const typename T::Elem* p, int64_t room) {
+    if (room >= VL) return Rows<T>::load(p);
+    typename T::Elem part[VL] = {};
+    memcpy(part, p, room * sizeof *p);
+    return Rows<T>::load(part);
+}
+template <class T> static inline void store_some(typename T::Elem* p, vf x, int64_t room) {
+    if (room >= VL) return Rows<T>::store(p, x);
+    typename T::Elem part[VL];
+    Rows<T>::store(part, x);
+    memcpy(p, part, room * sizeof *p);
+}
+
+// x * sigmoid(x)
+static inline vf silu_of(vf x) {
+    constexpr float LOG2E = 1.4426950408889634f;
+    vf magnitude = (vf)((vi)x & 0x7fffffff);
+    vf e = exp2_of(magnitude * -LOG2E);
+    return x * select_of(x >= 0, splat(1.f), e) / (1.f + e);
+}
+
+template <class F> static inline auto with_activations(int64_t dtype, const F& f) {
+    if (dtype == 0) return f(F32{});
+    if (dtype == 1) return f(BF16{});
+    return f(F16{});
+}

@@ -1,0 +1,60 @@
+"""A batch run in this process, on the built-in model: lines in, rows out."""
+
+import io
+import json
+
+import msgspec
+
+from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.lines import LineSource
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.run import BatchRun
+from pagedcli.batch.sinks import StreamSink
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+DEFAULTS = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+class Harness:
+    """An engine with a small pool, used for one run after the other."""
+
+    def __init__(self, **engine):
+        settings = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 4}
+        self.engine = LLMEngine(EngineConfig(**(settings | engine)))
+        self.tokenizer = Tokenizer(self.engine.model_path)
+
+    def run(self, lines, *, sink=None, output_token_ids=False, stop_requested=lambda: False, observe=None, **options):
+        """The result and the rows of a run. `lines`: bytes or what JSON makes of them; or an iterator of Line."""
+        stream = io.BytesIO()
+        run = BatchRun(
+            self.engine,
+            self.tokenizer,
+            MemorySource(lines) if isinstance(lines, list) else lines,
+            sink or StreamSink(stream, order="input"),
+            RowWriter(self.tokenizer, "demo", "key", 1, output_token_ids=output_token_ids),
+            BatchOptions(**({"defaults": DEFAULTS} | options)),
+            stop_requested=stop_requested,
+            observe=observe,
+        )
+        result = run.run()
+        return result, [json.loads(row) for row in stream.getvalue().splitlines()]
+
+    def rows(self, lines, **options):
+        return self.run(lines, **options)[1]
+
+
+def encode(lines):
+    return b"".join((line if isinstance(line, bytes) else msgspec.json.encode(line)) + b"\n" for line in lines)
+
+
+class MemorySource(LineSource):
+    """Lines from memory."""
+
+    def __init__(self, lines):
+        self.name, self.is_stdin, self._content = "memory", False, encode(lines)
+
+    def _open(self):
+        return io.BytesIO(self._content)

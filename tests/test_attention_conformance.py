@@ -1,0 +1,206 @@
+"""Every attention backend of the registry computes the same function as float64 mathematics.
+
+Triton's kernels run here on a GPU, or on a CPU where TRITON_INTERPRET=1 is set (tests/test_triton.py sees to that).
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import TOLERANCE, Case, fill_cache, run, worst_error
+
+from pagedcli.attention.select import REGISTRY, select_backend
+from pagedcli.errors import BackendError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+# All that this device type could have; through the interpreter, which is slow, Triton alone.
+NAMES = ["triton"] if INTERPRETED else [entry.name for entry in REGISTRY if DEVICE in entry.auto_devices]
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# (tokens in the cache, new tokens): decode, chunks and whole prompts at the edges of pages, tiles, splits.
+DECODE = [(1, 1), (16, 1), (257, 1), (513, 1), (2, 1), (15, 1), (17, 1), (255, 1), (256, 1), (700, 1)]
+CHUNKS = [(33, 2), (130, 5), (77, 64), (257, 64), (520, 9), (600, 40)]
+PROMPTS = [(3, 3), (16, 16), (33, 33), (49, 49), (145, 145)]
+RAGGED = [(1, 1), (300, 1), (20, 20), (130, 5), (16, 16), (17, 1), (258, 3), (90, 33), (5, 5), (64, 1)]
+# block size, key/value heads, group, head size
+SHAPES = [
+    (1, 2, 2, 8),
+    (1, 1, 4, 64),
+    (3, 2, 3, 20),
+    (8, 2, 1, 32),
+    (16, 1, 1, 64),
+    (16, 2, 2, 128),
+    (16, 3, 5, 64),
+    (16, 1, 16, 128),
+    (16, 2, 8, 96),
+    (20, 1, 4, 80),
+    (16, 1, 4, 256),
+    (48, 2, 2, 64),
+    (256, 2, 4, 8),
+    (256, 1, 8, 128),
+    (256, 2, 1, 96),
+    (256, 1, 2, 256),
+]
+INTERPRETED_SHAPES = [(16, 2, 2, 8), (16, 1, 16, 64), (48, 1, 3, 96), (256, 2, 2, 128), (32, 1, 1, 256)]
+INTERPRETED_RAGGED = [(1, 1), (17, 1), (258, 3), (20, 20), (60, 33)]
+
+
+def backend_for(name, case):
+    """The backend, or a skip with the reason why it cannot run here."""
+    try:
+        selection = select_backend(
+            name,
+            device=torch.device(case.device),
+            dtype=case.dtype,
+            block_size=case.block_size,
+            num_heads=case.num_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+        )
+    except BackendError as error:
+        pytest.skip(error.message)
+    return selection.backend
+
+
+def make_case(lengths, shape, dtype, seed=0):
+    block_size, num_kv_heads, group, head_dim = shape
+    return Case(lengths, block_size, num_kv_heads * group, num_kv_heads, head_dim, dtype, DEVICE, seed)
+
+
+def shapes_for(name):
+    return INTERPRETED_SHAPES if INTERPRETED else SHAPES
+
+
+def each_shape(name):
+    return [pytest.param(name, shape, id=f"{name}-{'x'.join(map(str, shape))}") for shape in shapes_for(name)]
+
+
+ALL_SHAPES = [param for name in NAMES for param in each_shape(name)]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize(("name", "shape"), ALL_SHAPES)
+def test_ragged_step_is_exact_attention(name, shape, dtype):
+    if INTERPRETED and dtype is BF16 and shape is not INTERPRETED_SHAPES[0]:
+        pytest.skip("the interpreter computes bfloat16 in float32: one shape shows the conversions")
+    case = make_case(INTERPRETED_RAGGED if INTERPRETED else RAGGED, shape, dtype)
+    result = run(backend_for(name, case), case)
+    assert result.dtype == dtype
+    assert worst_error(result, case.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("lengths", [DECODE, CHUNKS, PROMPTS], ids=["decode", "chunks", "prompts"])
+@pytest.mark.parametrize("name", NAMES)
+def test_uniform_step_is_exact_attention(name, lengths):
+    if INTERPRETED:
+        lengths = lengths[:3]
+    case = make_case(lengths, (16, 2, 2, 64), F32, seed=1)
+    assert worst_error(run(backend_for(name, case), case), case.expected()) < TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_large_scores_do_not_overflow(name, dtype):
+    """Scores of some thousands: only a softmax that subtracts its running maximum survives, in any order of tiles."""
+    case = make_case([(290, 1), (70, 30)], (16, 1, 2, 64), dtype)
+    case.q, case.k = case.q * 16, case.k * 16
+    assert worst_error(run(backend_for(name, case), case), case.expected()) < 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sequence_alone_and_in_a_crowd_gives_the_same_bits(name, dtype):
+    lengths = [(300, 1), (60, 33)] if INTERPRETED else [(300, 1), (90, 33), (600, 2), (40, 40)]
+    case = make_case(lengths, (16, 1, 2, 64), dtype)
+    backend = backend_for(name, case)
+    if not getattr(backend, "batch_invariant", False):
+        pytest.skip(f"{name} does not promise it")
+    crowd = run(backend, case)
+    start = 0
+    for b, (_, new) in enumerate(case.lengths):
+        alone = run(backend, case, only=[b])
+        assert torch.equal(alone, crowd[start : start + new]), f"sequence {b}"
+        start += new
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slot_minus_one_writes_nothing(name):
+    case = make_case([(20, 20)], (16, 1, 2, 64), F32)
+    backend = backend_for(name, case)
+    shape = backend.kv_shape(3, 16, 1, 64)
+    k_cache, v_cache = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
+    backend.write(case.k, case.v, k_cache, v_cache, torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
+    assert bool((k_cache == 7).all())
+    assert bool((v_cache == 7).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copying_a_block_copies_its_tokens(name):
+    """Copy-on-write copies whole blocks with cache[dst] = cache[src], in whatever layout."""
+    case = make_case([(20, 1)], (16, 2, 2, 64), F32)
+    backend = backend_for(name, case)
+    k_cache, v_cache, batch = fill_cache(backend, case)
+    assert k_cache[0].numel() == 16 * 2 * 64
+    free = next(b for b in range(k_cache.shape[0]) if b not in batch.block_table[0, :2].tolist())
+    old = int(batch.block_table[0, 1])
+    for cache in (k_cache, v_cache):
+        cache[free] = cache[old]
+        cache[old] = float("nan")
+    batch.block_table[0, 1] = free
+    batch.plan = None
+    backend.prepare(batch)
+    result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.scale)
+    assert worst_error(result, case.expected()) < TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cache_of_more_than_2_31_elements(name):
+    """Blocks at the far end of a cache whose offsets need 64 bits. Memory is reserved, only a few pages are touched."""
+    case = make_case([(40, 1), (20, 20)], (16, 2, 2, 64), F16)
+    backend = backend_for(name, case)
+    k_small, v_small, batch = fill_cache(backend, case)
+    num_blocks = 2**31 // (16 * 2 * 64) + k_small.shape[0]
+    try:
+        caches = [torch.empty(backend.kv_shape(num_blocks, 16, 2, 64), dtype=F16, device=DEVICE) for _ in range(2)]
+    except RuntimeError as error:
+        pytest.skip(f"cannot reserve 8 GiB: {error}")
+    base = num_blocks - k_small.shape[0]
+    for cache, small in zip(caches, (k_small, v_small), strict=True):
+        cache[base:] = small
+    batch.block_table[:, :3] += base
+    backend.prepare(batch)
+    q = torch.cat([case.of_sequence(case.q, 0)[39:], case.of_sequence(case.q, 1)])
+    far = torch.tensor([int(batch.block_table[0, 2]) * 16 + 7], dtype=torch.int32, device=DEVICE)  # position 39
+    k, v = (case.of_sequence(x, 0)[39:] for x in (case.k, case.v))
+    backend.write(k, v, caches[0], caches[1], far)
+    result = backend.attend(q, caches[0], caches[1], batch, case.scale)
+    assert worst_error(result, case.expected()) < TOLERANCE[F16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
+def test_random_steps_are_exact_attention(name, dtype, seed):
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (), generator=random))
+
+    totals = [pick(1, 1500 if not INTERPRETED else 300) for _ in range(pick(1, 12))]
+    lengths = [(n, 1 if pick(0, 1) else pick(1, min(n, 200))) for n in totals]
+    shapes = shapes_for(name)
+    case = make_case(lengths, shapes[pick(0, len(shapes) - 1)], dtype, seed)
+    assert worst_error(run(backend_for(name, case), case), case.expected()) < TOLERANCE[dtype]
+
+
+def test_poison_is_seen():
+    """The test's own teeth: a backend that reads one token too far must fail it."""
+    case = make_case([(17, 1)], (16, 1, 1, 64), F32)
+    backend = backend_for("reference", case)
+    k_cache, v_cache, batch = fill_cache(backend, case)
+    longer = replace(batch, num_tokens=batch.num_tokens + 1)
+    result = backend.attend(case.q[16:], k_cache, v_cache, longer, case.scale)
+    assert worst_error(result, case.expected()) == float("inf")

@@ -1,0 +1,263 @@
+"""The journal survives what can happen to a file, and the output appears whole or not at all."""
+
+import gzip
+import io
+import json
+import resource
+import signal
+
+import pytest
+
+from pagedcli.batch.journal import Journal
+from pagedcli.batch.sinks import StreamSink, check_output, is_complete, is_stream, journal_path, open_file_sink
+from pagedcli.errors import PagedcliError, UsageError
+
+FINGERPRINT = {"model": "m", "seed": "0"}
+ROWS = {3: b'{"index":3}', 0: b'{"index":0,"text":"\\n,\\"row\\":"}', 1: b'{"index":1}', 2: b'{"index":2}'}
+
+
+def fill(journal, rows=ROWS):
+    for index, row in rows.items():
+        journal.append(index, 1000 + index, row, ok=index != 2)
+    journal.flush()
+    return journal
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "out.jsonl.partial"
+
+
+def held(journal):
+    return {index for index in ROWS if journal.holds(index, 1000 + index)}
+
+
+def test_rows_come_back_in_both_orders(path):
+    journal = fill(Journal.create(path, FINGERPRINT))
+    assert list(journal.rows("input")) == [ROWS[index] for index in sorted(ROWS)]
+    assert list(journal.rows("completion")) == list(ROWS.values())
+    assert (journal.num_rows, journal.num_failed_rows) == (4, 1)
+
+
+def test_every_line_of_a_journal_is_json(path):
+    fill(Journal.create(path, FINGERPRINT)).close()
+    header, *records = map(json.loads, path.read_text().splitlines())
+    assert header["fingerprint"] == FINGERPRINT
+    assert [record["index"] for record in records] == list(ROWS)
+
+
+def test_a_journal_cut_at_any_byte_is_resumed_with_its_whole_rows(path):
+    fill(Journal.create(path, FINGERPRINT)).close()
+    content = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(content) if byte == 10]
+    for cut in range(len(content) + 1):
+        path.write_bytes(content[:cut])
+        journal = Journal.resume(path, FINGERPRINT)
+        num_whole = max(sum(end <= cut for end in ends) - 1, 0)
+        assert held(journal) == set(list(ROWS)[:num_whole])
+        fill(journal, {index: row for index, row in ROWS.items() if index not in held(journal)})
+        assert list(journal.rows("input")) == [ROWS[index] for index in sorted(ROWS)]
+        journal.close()
+
+
+@pytest.mark.parametrize("damage", [b"\0", b"\xff", b"}", b"\n"])
+def test_a_damaged_record_is_made_again_and_the_others_are_kept(path, damage):
+    fill(Journal.create(path, FINGERPRINT)).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    middle = len(lines[2]) // 2
+    lines[2] = lines[2][:middle] + damage + lines[2][middle + 1 :]
+    path.write_bytes(b"".join(lines))
+    journal = Journal.resume(path, FINGERPRINT)
+    assert held(journal) == {3, 1, 2}
+    fill(journal, {0: ROWS[0]})
+    assert list(journal.rows("input")) == [ROWS[index] for index in sorted(ROWS)]
+
+
+def test_a_row_that_is_there_twice_counts_once(path):
+    fill(fill(Journal.create(path, FINGERPRINT))).close()
+    journal = Journal.resume(path, FINGERPRINT)
+    assert journal.num_rows == 4
+    assert len(list(journal.rows("completion"))) == 4
+
+
+def test_other_settings_are_refused_and_named(path):
+    fill(Journal.create(path, FINGERPRINT)).close()
+    with pytest.raises(UsageError, match="seed: 0 there, 1 now") as refused:
+        Journal.resume(path, {"model": "m", "seed": "1"})
+    assert "model" not in refused.value.message
+    assert "--overwrite" in refused.value.hint
+
+
+def test_another_input_line_is_refused(path):
+    journal = fill(Journal.create(path, FINGERPRINT))
+    with pytest.raises(UsageError, match="the input has changed"):
+        journal.holds(1, 7)
+
+
+def test_a_file_that_is_no_journal_is_refused_and_left_alone(path):
+    path.write_text("hello\nworld\n")
+    with pytest.raises(UsageError, match="not the journal"):
+        Journal.resume(path, FINGERPRINT)
+    assert path.read_text() == "hello\nworld\n"
+
+
+def test_two_runs_cannot_write_one_journal(path):
+    journal = Journal.create(path, FINGERPRINT)
+    for opened in (Journal.create, Journal.resume):
+        with pytest.raises(UsageError, match="another run is writing"):
+            opened(path, FINGERPRINT)
+    journal.close()
+    Journal.resume(path, FINGERPRINT).close()
+
+
+# ---------------------------------------------------------------------- the output
+
+
+def open_sink(tmp_path, name="out.jsonl", **options):
+    settings = {"resume": False, "overwrite": False, "order": "input"} | options
+    return open_file_sink(tmp_path / name, FINGERPRINT, **settings)
+
+
+def write_all(sink):
+    for index, row in ROWS.items():
+        sink.write(index, 1000 + index, row, ok=True)
+
+
+def test_the_output_appears_only_when_it_is_whole(tmp_path):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
+    sink.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
+    assert is_complete(tmp_path / "out.jsonl")
+
+
+def test_an_output_that_ends_in_gz_is_compressed(tmp_path):
+    sink = open_sink(tmp_path, "out.jsonl.gz", order="completion")
+    write_all(sink)
+    sink.finish()
+    assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == b"".join(row + b"\n" for row in ROWS.values())
+
+
+def test_an_existing_output_is_never_lost_silently(tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious\n")
+    for resume in (False, True):
+        with pytest.raises(UsageError, match="exists already"):
+            check_output(out, resume=resume, overwrite=False)
+    sink = open_sink(tmp_path, overwrite=True)
+    write_all(sink)
+    assert out.read_text() == "precious\n", "it stays until the new one is whole"
+    sink.finish()
+    assert out.read_bytes().startswith(ROWS[0])
+
+
+def test_a_journal_with_rows_needs_resume_or_overwrite(tmp_path):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.abandon()
+    with pytest.raises(UsageError, match="run that was stopped") as refused:
+        open_sink(tmp_path)
+    assert "--resume" in refused.value.hint
+    assert open_sink(tmp_path, resume=True).resumed_rows == 4
+
+
+def test_a_run_that_stops_before_its_first_row_leaves_nothing_behind(tmp_path):
+    open_sink(tmp_path).abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_without_rows_is_no_obstacle(tmp_path):
+    sink = open_sink(tmp_path)  # as after a kill while the model was loading
+    sink.journal.close()
+    check_output(tmp_path / "out.jsonl", resume=False, overwrite=False)
+
+
+def test_folders_are_checked(tmp_path):
+    with pytest.raises(UsageError, match="no folder"):
+        check_output(tmp_path / "none" / "out.jsonl", resume=False, overwrite=False)
+    with pytest.raises(UsageError, match="is a folder"):
+        check_output(tmp_path, resume=False, overwrite=False)
+
+
+def test_devices_are_streams(tmp_path):
+    import pathlib
+
+    assert is_stream(pathlib.Path("/dev/null"))
+    assert not is_stream(tmp_path / "new.jsonl")
+
+
+@pytest.fixture
+def full_disk():
+    """Files of this process cannot grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(num_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_was_written(tmp_path, full_disk):
+    sink = open_sink(tmp_path)
+    sink.write(3, 1003, ROWS[3], ok=True)
+    sink.flush()
+    full_disk(journal_path(tmp_path / "out.jsonl").stat().st_size + 20)
+    sink.write(0, 1000, ROWS[0], ok=True)
+    with pytest.raises(PagedcliError, match="cannot write") as failed:
+        sink.flush()
+    assert "--resume" in failed.value.hint
+    sink.abandon()
+    full_disk(resource.RLIM_INFINITY)
+    again = open_sink(tmp_path, resume=True)
+    assert again.resumed_rows == 1
+    write_all(again)
+    again.finish()
+    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_row(tmp_path, full_disk):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.flush()
+    full_disk(10)
+    with pytest.raises(PagedcliError, match="cannot write"):
+        sink.finish()
+    full_disk(resource.RLIM_INFINITY)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
+    sink.journal.close()
+    again = open_sink(tmp_path, resume=True)
+    again.finish()
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 4
+
+
+def test_a_stream_gets_rows_in_input_order_as_soon_as_possible():
+    stream = io.BytesIO()
+    sink = StreamSink(stream, order="input")
+    seen = []
+    for index in (1, 0, 3, 2):
+        sink.write(index, 0, b"%d" % index, ok=True)
+        seen.append(stream.getvalue().split())
+    assert seen == [[], [b"0", b"1"], [b"0", b"1"], [b"0", b"1", b"2", b"3"]]
+
+
+def test_a_stopped_stream_still_gets_the_rows_that_were_done():
+    stream = io.BytesIO()
+    sink = StreamSink(stream, order="input")
+    sink.write(2, 0, b"2", ok=True)
+    sink.write(1, 0, b"1", ok=True)
+    sink.abandon()
+    assert stream.getvalue() == b"1\n2\n"
+
+
+def test_a_sharded_stream_counts_its_own_rows():
+    stream = io.BytesIO()
+    sink = StreamSink(stream, order="input", first_index=1, step=3)
+    sink.write(4, 0, b"4", ok=True)
+    sink.write(1, 0, b"1", ok=True)
+    assert stream.getvalue() == b"1\n4\n"

@@ -1,0 +1,269 @@
+"""Lines of a batch file: what is read, what is refused and with which code."""
+
+import gzip
+import io
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedcli.batch import lines as lines_module
+from pagedcli.batch.chat import with_system_prompt
+from pagedcli.batch.lines import LineSource
+from pagedcli.batch.requests import MAX_SAMPLES, RequestParser, check_head, decode_line, read_head
+from pagedcli.errors import PagedcliError, RequestError, UsageError
+from pagedcli.sampling_params import SamplingParams
+
+CHAT = "/v1/chat/completions"
+DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
+
+
+def parse(line, *, defaults=DEFAULTS, strict=False, parser=None):
+    document = decode_line(line if isinstance(line, bytes) else line.encode())
+    head = read_head(document, 0, 1)
+    check_head(document, head)
+    return (parser or RequestParser(defaults, strict=strict)).parse(document, head)
+
+
+def chat_line(body='{"messages": [{"role": "user", "content": "hi"}]}', url="/v1/chat/completions"):
+    return f'{{"custom_id": "a", "method": "POST", "url": "{url}", "body": {body}}}'
+
+
+# ---------------------------------------------------------------------- the reader
+
+
+def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}\r\n{"c": 3}')
+    read = [(line.index, line.number, line.content) for line in LineSource(str(path))]
+    assert read == [(0, 1, b'{"a": 1}'), (1, 4, b'{"b": 2}'), (2, 5, b'{"c": 3}')]
+
+
+def test_a_line_over_the_limit_is_skipped_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"0123456789\n" + b"x" * 200_000 + b"\nshort\n" + b"y" * 11)
+    assert [line.content for line in LineSource(str(path))] == [b"0123456789", None, b"short", None]
+
+
+def test_a_50_mb_line_costs_no_more_than_the_limit(tmp_path):
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        for _ in range(50):
+            file.write(b"x" * 2**20)
+        file.write(b'\n{"prompt": "a"}\n')
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        read = [line.content for line in LineSource(str(path))]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert read == [None, b'{"prompt": "a"}']
+    assert peak < 3 * lines_module.MAX_LINE_BYTES
+
+
+def test_gzip_and_plain_files_have_the_same_rows_and_digest(tmp_path):
+    content = b'{"prompt": "a"}\n\n{"prompt": "b"}\n'
+    plain, packed = tmp_path / "in.jsonl", tmp_path / "in.jsonl.gz"
+    plain.write_bytes(content)
+    packed.write_bytes(gzip.compress(content))
+    assert list(LineSource(str(plain))) == list(LineSource(str(packed)))
+    assert LineSource(str(plain)).scan() == LineSource(str(packed)).scan()
+    assert LineSource(str(plain)).scan().num_rows == 2
+
+
+def test_a_cut_off_gzip_file_says_where_it_is_damaged(tmp_path):
+    path = tmp_path / "in.jsonl.gz"
+    packed = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % i for i in range(5000)))
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(PagedcliError, match=r"is damaged after line \d+"):
+        list(LineSource(str(path)))
+
+
+def test_a_missing_input_is_a_usage_error_before_anything_starts(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        LineSource(str(tmp_path / "none.jsonl"))
+
+
+def test_stdin_has_rows_but_no_digest(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n')))
+    source = LineSource("-")
+    assert source.scan() is None
+    assert [line.content for line in source] == [b'{"prompt": "a"}']
+
+
+# ---------------------------------------------------------------------- good lines
+
+
+def test_plain_lines_hold_text_or_token_ids():
+    assert parse('{"prompt": "hi"}').prompt == "hi"
+    assert parse('{"prompt": [1, 2]}').prompt == [1, 2]
+    assert parse('{"prompt": "hi"}').params is DEFAULTS
+
+
+def test_a_line_overrides_sampling_by_name_and_by_openai_alias():
+    request = parse(
+        '{"prompt": "hi", "max_completion_tokens": 3, "temperature": 1, "stop": ["a"], "n": 2, "top_k": null}'
+    )
+    assert request.params == SamplingParams(temperature=1.0, max_tokens=3, stop=["a"], n=2)
+    assert request.max_tokens_given
+
+
+def test_logit_bias_keys_are_token_ids_written_as_strings():
+    assert parse('{"prompt": "hi", "logit_bias": {"5": -100}}').params.logit_bias == {5: -100.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "url", "expected"),
+    [
+        ('{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 3}', CHAT, 3),
+        ('{"messages": [{"role": "user", "content": "x"}], "logprobs": true}', CHAT, 0),
+        ('{"messages": [{"role": "user", "content": "x"}], "logprobs": false}', CHAT, None),
+        ('{"prompt": "x", "logprobs": 2}', "/v1/completions", 2),
+    ],
+)  # fmt: skip
+def test_openai_logprobs_become_one_number(body, url, expected):
+    assert parse(chat_line(body, url)).params.logprobs == expected
+
+
+def test_text_parts_are_joined_and_developer_is_system():
+    line = """{"messages": [{"role": "developer", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}"""
+    assert parse(line).messages == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}]
+
+
+def test_a_system_prompt_is_put_before_chats_that_have_none():
+    user = {"role": "user", "content": "hi"}
+    system = {"role": "system", "content": "be brief"}
+    assert with_system_prompt([user], "be brief") == [system, user]
+    own = [{"role": "system", "content": "mine"}, user]
+    assert with_system_prompt(own, "be brief") == own
+
+
+def test_completions_take_a_list_of_one_prompt():
+    assert parse(chat_line('{"prompt": ["x"]}', "/v1/completions")).prompt == "x"
+    assert parse(chat_line('{"prompt": [[1, 2]]}', "/v1/completions")).prompt == [1, 2]
+
+
+def test_min_tokens_above_the_default_max_tokens_raises_it():
+    assert parse('{"prompt": "x", "min_tokens": 300}').params.max_tokens == 300
+
+
+def test_fields_without_effect_are_counted_and_with_strict_refused():
+    parser = RequestParser(DEFAULTS)
+    for _ in range(3):
+        parse('{"prompt": "x", "colour": 1, "user": "u", "id": 4}', parser=parser)
+    assert parser.ignored == {"colour": 3}
+    with pytest.raises(RequestError, match="colour") as refused:
+        parse('{"prompt": "x", "colour": 1}', strict=True)
+    assert refused.value.code == "unknown_field"
+
+
+# ---------------------------------------------------------------------- bad lines
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b"null", "invalid_request"),
+        (b"[1]", "invalid_request"),
+        (b"5", "invalid_request"),
+        (b'{"prompt": "\xff"}', "invalid_utf8"),
+        (b'{"prompt": "\\ud800 alone"}', "invalid_json"),
+        (b'{"prompt": "x", "temperature": NaN}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"{}", "invalid_request"),
+        (b'{"prompt": "a", "messages": [{"role": "user", "content": "x"}]}', "invalid_request"),
+        (b'{"prompt": 5}', "invalid_request"),
+        (b'{"prompt": ["a", "b"]}', "invalid_request"),
+        (b'{"prompt": [1.5]}', "invalid_request"),
+        (b'{"prompt": {}}', "invalid_request"),
+        (b'{"prompt": "x", "id": 1.5}', "invalid_request"),
+        (b'{"prompt": "x", "id": {}}', "invalid_request"),
+        (b'{"prompt": "x", "cache_salt": 5}', "invalid_request"),
+        (b'{"prompt": "x", "temperature": "hot"}', "invalid_parameter"),
+        (b'{"prompt": "x", "temperature": -1}', "invalid_parameter"),
+        (b'{"prompt": "x", "temperature": 1e999}', "invalid_json"),
+        (b'{"prompt": "x", "top_p": 0}', "invalid_parameter"),
+        (b'{"prompt": "x", "max_tokens": 0}', "invalid_parameter"),
+        (b'{"prompt": "x", "max_tokens": true}', "invalid_parameter"),
+        (b'{"prompt": "x", "n": 100000000}', "invalid_parameter"),
+        (b'{"prompt": "x", "seed": 99999999999999999999999}', "invalid_parameter"),
+        (b'{"prompt": "x", "stop": 5}', "invalid_parameter"),
+        (b'{"prompt": "x", "stop": [""]}', "invalid_parameter"),
+        (b'{"prompt": "x", "logit_bias": {"a": 1}}', "invalid_parameter"),
+        (b'{"prompt": "x", "top_logprobs": 1}', "invalid_parameter"),
+        (b'{"prompt": "x", "response_format": {"type": "json_object"}}', "unsupported_parameter"),
+        (b'{"prompt": "x", "echo": true}', "unsupported_parameter"),
+        (b'{"messages": []}', "invalid_messages"),
+        (b'{"messages": "hi"}', "invalid_messages"),
+        (b'{"messages": [5]}', "invalid_messages"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}', "invalid_messages"),
+        (b'{"messages": [{"role": "user"}]}', "invalid_messages"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}', "invalid_messages"),
+        (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "x"}}', "unsupported_endpoint"),
+        (b'{"custom_id": "a", "url": ["x"], "body": {}}', "unsupported_endpoint"),
+        (b'{"custom_id": "a", "url": "/v1/completions"}', "invalid_request"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": 5}', "invalid_request"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}', "invalid_messages"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"max_tokens": 5}}', "invalid_request"),
+        (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}', "invalid_request"),
+        (b'{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {"prompt": "x"}}', "invalid_request"),
+        (b'{"url": "/v1/completions", "body": {"prompt": "x"}}', "invalid_request"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_refused_with_a_code(line, code):
+    with pytest.raises(RequestError) as refused:
+        parse(line)
+    assert refused.value.code == code
+    assert refused.value.message
+
+
+def test_a_line_that_was_too_long_to_read_is_refused():
+    with pytest.raises(RequestError) as refused:
+        decode_line(None)
+    assert refused.value.code == "line_too_long"
+
+
+def test_n_has_an_upper_limit_that_is_named():
+    with pytest.raises(RequestError, match=f"1 to {MAX_SAMPLES}"):
+        parse('{"prompt": "x", "n": 2000}')
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_NAMES = st.sampled_from(
+    ["prompt", "messages", "id", "custom_id", "url", "method", "body", "max_tokens", "temperature", "n", "stop", "seed",
+     "logprobs", "top_logprobs", "logit_bias", "stop_token_ids", "role", "content", "type", "tools", "model"]
+)  # fmt: skip
+_OBJECTS = st.recursive(
+    st.dictionaries(_NAMES, _VALUES | st.lists(st.dictionaries(_NAMES, _VALUES, max_size=3), max_size=2), max_size=6),
+    lambda inner: st.dictionaries(_NAMES, _VALUES | inner, max_size=5),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(_OBJECTS)
+def test_any_json_object_is_a_request_or_a_refusal_never_a_crash(document):
+    head = read_head(document, 0, 1)
+    try:
+        check_head(document, head)
+        request = RequestParser(DEFAULTS).parse(document, head)
+    except RequestError:
+        return
+    assert (request.prompt is None) != (request.messages is None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_an_object_or_a_refusal_never_a_crash(content):
+    with suppress(RequestError):
+        assert isinstance(decode_line(content), dict)

@@ -1,0 +1,182 @@
+"""A run that is killed at any moment and resumed gives the file that an uninterrupted run gives."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pagedcli.batch.sinks import journal_path
+from pagedcli.cli.session import Job, run_job
+from pagedcli.config import load_config
+
+FLAGS = {
+    "sampling.max_tokens": 12,
+    "sampling.temperature": 1.0,
+    "sampling.ignore_eos": True,
+    "engine.dtype": "float32",
+    "engine.max_num_seqs": 4,
+    "engine.num_gpu_blocks_override": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that start with everything imported: a kill test is about the run, not about imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pagedcli.cli.session", "pagedcli.llm", "transformers"])
+    return context
+
+
+def lines():
+    """All kinds of rows: plain, OpenAI, n > 1, greedy and sampled, and bad ones."""
+    for i in range(60):
+        if i % 10 == 3:
+            yield "{broken"
+        elif i % 10 == 6:
+            body = {"messages": [{"role": "user", "content": f"Tell me about number {i}."}], "max_tokens": 6}
+            yield json.dumps({"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        else:
+            yield json.dumps({"prompt": f"Story number {i}: Once upon a time", "n": 2 if i % 7 == 0 else 1, "id": i})
+
+
+def job(folder: Path, *, resume: bool) -> Job:
+    return Job(load_config(None, FLAGS), str(folder / "in.jsonl"), folder / "out.jsonl", resume=resume)
+
+
+def run_in_child(folder: Path, resume: bool) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os._exit(run_job(job(folder, resume=resume)))
+
+
+def without_run_dependent_fields(row):
+    """OpenAI's fields tell when the run began and what the cache held: these two may differ."""
+    if row.get("response") is not None:
+        body = row["response"]["body"]
+        del body["created"], body["usage"]["prompt_tokens_details"]
+    return row
+
+
+def rows_of(path):
+    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The folder, rows and duration of a run in peace."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    start_s = time.monotonic()
+    assert run_job(job(folder, resume=False)) == 3, "some lines are bad on purpose"
+    return folder, rows_of(folder / "out.jsonl"), time.monotonic() - start_s
+
+
+def killed_and_resumed(folder, processes, rng, num_kills, size):
+    """Run, kill when the journal has grown to a random size or at a random time, resume, until it is done."""
+    out = folder / "out.jsonl"
+    kills = 0
+    while not out.exists():
+        process = processes.Process(target=run_in_child, args=(folder, kills > 0))
+        process.start()
+        if kills < num_kills:
+            partial = journal_path(out)
+            target = rng.uniform(0, size)
+            while process.is_alive() and not (partial.exists() and partial.stat().st_size >= target):
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.03))
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills += 1
+            if partial.exists() and rng.random() < 0.5:  # and as if the disk had lost its last sector
+                os.truncate(partial, rng.randint(0, partial.stat().st_size))
+        else:
+            process.join()
+            assert process.exitcode == 3, (folder / "stderr.txt").read_text()
+    return kills
+
+
+def check_kills(uninterrupted, processes, tmp_path, *, seed, num_kills):
+    _, rows, _ = uninterrupted
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    size = (uninterrupted[0] / "out.jsonl").stat().st_size * 1.2
+    kills = killed_and_resumed(tmp_path, processes, random.Random(seed), num_kills, size)
+    resumed = rows_of(tmp_path / "out.jsonl")
+    assert len(resumed) == 60, "no row is lost and none is there twice"
+    assert resumed == rows
+    assert not journal_path(tmp_path / "out.jsonl").exists()
+    return kills
+
+
+def test_a_run_killed_three_times_gives_the_same_file(uninterrupted, processes, tmp_path):
+    assert check_kills(uninterrupted, processes, tmp_path, seed=0, num_kills=3) > 0
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_random_moments_lose_no_row_and_double_none(uninterrupted, processes, tmp_path):
+    total = 0
+    for seed in range(1, 1000):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        total += check_kills(uninterrupted, processes, folder, seed=seed, num_kills=5)
+        if total >= 50:
+            return
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, monkeypatch, capsys):
+    _, rows, _ = uninterrupted
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    monkeypatch.setattr("sys.argv", ["pagedcli", "generate", "in.jsonl", "-o", "my out.jsonl", "--overwrite"])
+    from pagedcli.batch import intake
+
+    interrupted = []
+
+    class Interrupting(intake.SeenIds):
+        """Ctrl-C while the 30th id is looked at."""
+
+        def add(self, row_id):
+            interrupted.append(row_id)
+            if len(interrupted) == 30:
+                signal.raise_signal(signal.SIGINT)
+            return super().add(row_id)
+
+    monkeypatch.setattr(intake, "SeenIds", Interrupting)
+    assert run_job(job(tmp_path, resume=False)) == 130
+    said = capsys.readouterr().err
+    assert "stopping after this step; finished rows are kept" in said
+    assert "go on with: pagedcli generate in.jsonl -o 'my out.jsonl' --resume" in said
+    assert journal_path(tmp_path / "out.jsonl").exists()
+    assert not (tmp_path / "out.jsonl").exists()
+    monkeypatch.undo()
+    assert run_job(job(tmp_path, resume=True)) == 3
+    assert rows_of(tmp_path / "out.jsonl") == rows
+
+
+def test_two_interrupts_stop_at_once_and_keep_the_finished_rows(tmp_path, monkeypatch, capsys):
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    from pagedcli.batch import run as run_module
+
+    calls = []
+
+    def finish(self, output):
+        calls.append(output)
+        original(self, output)
+        if len(calls) == 10:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    original = run_module.BatchRun._write_success
+    monkeypatch.setattr(run_module.BatchRun, "_write_success", finish)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job(tmp_path, resume=False))
+    assert "go on with:" in capsys.readouterr().err
+    from pagedcli.batch.journal import Journal
+
+    header = json.loads(journal_path(tmp_path / "out.jsonl").read_text().splitlines()[0])
+    assert Journal.resume(journal_path(tmp_path / "out.jsonl"), header["fingerprint"]).num_rows >= 10

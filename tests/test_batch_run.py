@@ -1,0 +1,316 @@
+"""Whole batch runs on the built-in model: one row per line, whatever the line; the same rows, whatever the pool."""
+
+import io
+import json
+
+import msgspec
+import pytest
+from batch_harness import Harness
+
+from pagedcli.batch.lines import Line
+from pagedcli.batch.sinks import StreamSink
+from pagedcli.sampling_params import SamplingParams
+
+PROMPTS = ["Once upon a time", "The fox lives", "Q: What does the bear eat?\nA:", "Hello", "Lily and Ben"]
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness()
+
+
+def plain(prompt, **fields):
+    return {"prompt": prompt, **fields}
+
+
+def openai(body, url="/v1/chat/completions", custom_id="a"):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+# ---------------------------------------------------------------------- one row per line
+
+
+def test_plain_rows_have_the_documented_fields(harness):
+    (row,) = harness.rows([plain("Once upon a time", id="x")])
+    assert list(row) == ["index", "id", "text", "finish_reason", "usage", "error"]
+    assert (row["index"], row["id"], row["error"]) == (0, "x", None)
+    assert row["usage"] == {
+        "prompt_tokens": len(harness.tokenizer.encode("Once upon a time")),
+        "completion_tokens": 8,
+        "total_tokens": len(harness.tokenizer.encode("Once upon a time")) + 8,
+    }
+
+
+def test_a_bad_line_is_an_error_row_and_its_neighbours_are_served(harness):
+    result, rows = harness.run([plain("a"), b"{bad", b"", plain("b"), plain("c", temperature=-1)])
+    assert [row["index"] for row in rows] == [0, 1, 2, 3]
+    assert [row["error"] and (row["error"]["code"], row["error"]["line"]) for row in rows] == [
+        None,
+        ("invalid_json", 2),
+        None,
+        ("invalid_parameter", 5),
+    ]
+    assert rows[1]["text"] is None
+    assert (result.stats.num_done, result.stats.num_failed) == (4, 2)
+    assert result.stats.error_codes == {"invalid_json": 1, "invalid_parameter": 1}
+
+
+def test_an_empty_input_gives_no_rows(harness):
+    result, rows = harness.run([b"", b"  "])
+    assert rows == []
+    assert result.outcome == "complete"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (plain([]), "empty_prompt"),
+        (plain([10**6]), "invalid_token_id"),
+        (plain([-1]), "invalid_token_id"),
+        (plain([5] * 5000), "context_length_exceeded"),
+        (plain([5] * 900), "kv_cache_exceeded"),  # the pool holds 800 tokens
+        (plain([5] * 100, max_tokens=750), "kv_cache_exceeded"),
+        (plain("a", logit_bias={"99999": 1.0}), "invalid_token_id"),
+        ({"messages": [{"role": "user", "content": 5}]}, "invalid_messages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_engine_cannot_serve_is_an_error_row(harness, line, code):
+    bad, good = harness.rows([line, plain("Hello")])
+    assert bad["error"]["code"] == code
+    assert good["error"] is None
+
+
+def test_an_empty_text_prompt_is_an_error_row_unless_the_tokenizer_adds_tokens(harness):
+    (row,) = harness.rows([plain("")])
+    assert row["error"]["code"] == "empty_prompt"
+
+
+def test_a_second_line_with_the_same_id_is_an_error_row(harness):
+    rows = harness.rows([plain("a", id="x"), plain("b", id="x"), plain("c", id=1), plain("d", id="1"), plain("e")])
+    assert [row["error"] and row["error"]["code"] for row in rows] == [None, "duplicate_id", None, None, None]
+
+
+# ---------------------------------------------------------------------- the same tokens
+
+
+def test_pool_size_and_neighbours_never_change_the_rows(harness):
+    lines = [plain(prompt, temperature=1, max_tokens=20, n=2, id=prompt) for prompt in PROMPTS]
+    rows = harness.rows(lines, output_token_ids=True)
+    tight = Harness(num_gpu_blocks_override=12)
+    result, tight_rows = tight.run(lines, output_token_ids=True)
+    assert result.stats.num_preemptions > 0, "the pool is too large to test anything"
+    assert tight_rows == rows
+    assert Harness(max_num_seqs=1, enable_prefix_caching=False).rows(lines, output_token_ids=True) == rows
+
+
+def test_seeds_belong_to_rows_not_to_their_order_of_arrival(harness):
+    lines = [plain("Once upon a time", temperature=1.0, max_tokens=12) for _ in range(6)]
+    rows = harness.rows(lines)
+    assert len({row["text"] for row in rows}) > 1, "rows draw from seeds of their own"
+    assert harness.rows(lines) == rows
+    assert harness.rows(lines, seed=1) != rows
+    assert harness.rows(lines, limit=3) == rows[:3]
+
+
+def test_a_seed_in_the_line_fixes_its_draws(harness):
+    lines = [plain("Once upon a time", temperature=1.0, seed=7) for _ in range(3)]
+    assert len({row["text"] for row in harness.rows(lines)}) == 1
+
+
+def test_shards_give_together_what_one_run_gives(harness):
+    lines = [plain(prompt, temperature=1.0) for prompt in PROMPTS]
+    shards = []
+    for place in range(2):
+        stream = io.BytesIO()
+        harness.run(lines, sink=StreamSink(stream, order="input", first_index=place, step=2), shard=(place, 2))
+        shards.append([json.loads(row) for row in stream.getvalue().splitlines()])
+    assert [len(shard) for shard in shards] == [3, 2]
+    merged = sorted((row for shard in shards for row in shard), key=lambda row: row["index"])
+    assert merged == harness.rows(lines)
+
+
+# ---------------------------------------------------------------------- sampling per line
+
+
+def test_lines_override_the_defaults_one_by_one(harness):
+    rows = harness.rows([plain("a", max_tokens=n) for n in (1, 2, 3)] + [plain("a")])
+    assert [row["usage"]["completion_tokens"] for row in rows] == [1, 2, 3, 8]
+
+
+def test_a_stop_string_cuts_the_text(harness):
+    (whole,) = harness.rows([plain("Once upon a time")])
+    text = whole["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut, kept = harness.rows(
+        [plain("Once upon a time", stop=[stop]), plain("Once upon a time", stop=stop, include_stop_str_in_output=True)]
+    )
+    assert cut["text"] == text[: text.index(stop)]
+    assert kept["text"] == cut["text"] + stop
+    assert cut["finish_reason"] == "stop"
+
+
+def test_a_stop_token_and_ignore_eos(harness):
+    token_ids = harness.rows([plain("Once upon a time")], output_token_ids=True)[0]["token_ids"]
+    (row,) = harness.rows([plain("Once upon a time", stop_token_ids=[token_ids[2]])], output_token_ids=True)
+    assert row["token_ids"] == token_ids[: token_ids.index(token_ids[2]) + 1]
+    eos = harness.engine.spec.eos_token_ids
+    (row,) = harness.rows(
+        [plain("The fox", ignore_eos=True, max_tokens=60, skip_special_tokens=False)], output_token_ids=True
+    )
+    assert len(row["token_ids"]) == 60
+    (row,) = harness.rows([plain("The fox", max_tokens=60)], output_token_ids=True)
+    assert (row["finish_reason"] == "stop") == (row["token_ids"][-1] in eos)
+
+
+def test_n_samples_of_one_prompt_share_its_blocks_and_differ(harness):
+    before = harness.engine.stats.num_prompt_tokens
+    (row,) = harness.rows([plain("Once upon a time", n=4, temperature=1.0, max_tokens=12)])
+    assert [sample["index"] for sample in row["outputs"]] == [0, 1, 2, 3]
+    assert len({sample["text"] for sample in row["outputs"]}) > 1
+    assert row["usage"]["completion_tokens"] == sum([12] * 4)
+    assert harness.engine.stats.num_prompt_tokens - before == row["usage"]["prompt_tokens"]
+
+
+def test_the_default_max_tokens_is_lowered_to_what_fits_but_an_explicit_one_is_not(harness):
+    prompt = [5] * 790  # of 800 slots; the last token needs none
+    many = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    lowered, refused = harness.rows([plain(prompt), plain(prompt, max_tokens=64)], defaults=many)
+    assert lowered["usage"]["completion_tokens"] == 11
+    assert refused["error"]["code"] == "kv_cache_exceeded"
+    (by_flag,) = harness.rows([plain(prompt)], defaults=many, max_tokens_given=True)
+    assert by_flag["error"]["code"] == "kv_cache_exceeded"
+
+
+def test_logprobs_of_the_sampled_token_are_in_the_row(harness):
+    (row,) = harness.rows([plain("Once upon", logprobs=2, max_tokens=3)], output_token_ids=True)
+    assert len(row["logprobs"]) == 3
+    for position in row["logprobs"]:
+        assert len(position["top_logprobs"]) == 2
+        assert position["logprob"] == position["top_logprobs"][0]["logprob"] <= 0, "greedy takes the likeliest"
+        assert bytes(position["bytes"]).decode("utf-8", errors="replace") == position["token"]
+    assert "".join(position["token"] for position in row["logprobs"]) == row["text"]
+
+
+def test_a_cache_salt_keeps_equal_prompts_apart(harness):
+    prompt = "Here is a list of names and codes that nobody has asked for in this file."
+
+    def cached(*salts):
+        bodies = [{"prompt": prompt, "cache_salt": salt} for salt in salts]
+        rows = Harness(max_num_seqs=1).rows(
+            [openai(body, "/v1/completions", str(place)) for place, body in enumerate(bodies)]
+        )
+        return [row["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for row in rows]
+
+    first, second = cached(None, None)
+    assert first == 0
+    assert second > 0
+    assert cached("a", "b") == [0, 0]
+    assert cached("a", "a") == [0, second]
+
+
+# ---------------------------------------------------------------------- chat and OpenAI
+
+
+def test_a_chat_and_its_rendered_prompt_give_the_same_answer(harness):
+    ids = harness.tokenizer.encode_chat(user("Hello!"))
+    chat, ids_row = harness.rows([{"messages": user("Hello!")}, plain(ids)])
+    assert chat["text"] == ids_row["text"]
+    assert chat["usage"] == ids_row["usage"]
+
+
+def test_a_system_prompt_makes_text_prompts_chats(harness):
+    with_system, written_out = harness.rows(
+        [plain("Hello!"), {"messages": [{"role": "system", "content": "Be kind."}, *user("Hello!")]}],
+        system_prompt="Be kind.",
+    )
+    assert with_system["usage"]["prompt_tokens"] == written_out["usage"]["prompt_tokens"]
+    assert with_system["text"] == written_out["text"]
+
+
+def test_openai_rows_have_openais_fields(harness):
+    chat, completion, error = harness.rows(
+        [
+            openai({"model": "m", "messages": user("Hello!"), "logprobs": True, "top_logprobs": 1, "n": 2}),
+            openai({"model": "m", "prompt": "Once", "logprobs": 1, "max_tokens": 3}, "/v1/completions", "b"),
+            openai({"model": "m", "messages": []}, custom_id="c"),
+        ]
+    )
+    for row in (chat, completion, error):
+        assert list(row) == ["id", "custom_id", "response", "error"]
+    assert chat["response"]["status_code"] == 200
+    assert chat["response"]["body"]["object"] == "chat.completion"
+    assert [choice["message"]["role"] for choice in chat["response"]["body"]["choices"]] == ["assistant"] * 2
+    assert completion["response"]["body"]["object"] == "text_completion"
+    assert "cached_tokens" in completion["response"]["body"]["usage"]["prompt_tokens_details"]
+    assert error["response"] is None
+    assert error["error"]["code"] == "invalid_messages"
+    assert error["error"]["line"] == 3
+    assert error["custom_id"] == "c"
+
+
+def test_openai_rows_parse_with_openais_own_types(harness):
+    openai_types = pytest.importorskip("openai.types", reason="the openai package is not installed")
+    from openai.types.chat import ChatCompletion
+
+    chat, completion = harness.rows(
+        [
+            openai({"model": "m", "messages": user("Hello!"), "logprobs": True, "top_logprobs": 2, "n": 2}),
+            openai({"model": "m", "prompt": "Once", "logprobs": 2, "max_tokens": 3}, "/v1/completions", "b"),
+        ]
+    )
+    for row, type_ in ((chat, ChatCompletion), (completion, openai_types.Completion)):
+        body = row["response"]["body"]
+        parsed = type_.model_validate(body, strict=True)
+        assert parsed.model_dump(exclude_unset=True) == body
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+def test_a_run_takes_only_as_many_lines_as_the_engine_needs(harness):
+    num_taken = most_ahead = 0
+
+    def lines():
+        nonlocal num_taken
+        for index in range(1000):
+            num_taken += 1
+            yield Line(index, index + 1, msgspec.json.encode(plain([5, 6], max_tokens=2)), 0)
+
+    def observe(stats):
+        nonlocal most_ahead
+        most_ahead = max(most_ahead, num_taken - stats.num_done)
+
+    result, rows = harness.run(lines(), observe=observe)
+    assert len(rows) == result.stats.num_done == 1000
+    assert 0 < most_ahead <= 2 * harness.engine.plan.max_num_seqs
+
+
+def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):
+    steps = 0
+
+    def stop():
+        nonlocal steps
+        steps += 1
+        return steps > 10
+
+    result, rows = harness.run([plain(prompt, max_tokens=4) for prompt in PROMPTS * 10], stop_requested=stop)
+    assert result.outcome == "interrupted"
+    assert 0 < len(rows) < 50
+    for request_id in list(harness.engine._requests):
+        harness.engine.abort(request_id)
+
+
+def test_max_errors_stops_a_run_of_bad_lines(harness):
+    result, rows = harness.run([b"bad"] * 100, max_errors=3)
+    assert result.outcome == "too_many_errors"
+    assert len(rows) == 3
+
+
+def test_ignored_fields_are_counted_for_a_note(harness):
+    result, _ = harness.run([plain("a", colour=1), plain("b", colour=2)])
+    assert result.ignored == {"colour": 2}

@@ -1,0 +1,190 @@
+"""Text in and out: output text is exact, also where tokens split characters and stop strings cross token borders."""
+
+import pytest
+from conftest import shared_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedcli.batch.detokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker
+from pagedcli.batch.tokenizer import Tokenizer, text_after
+from pagedcli.config import EngineConfig
+from pagedcli.engine.plan import model_folder
+from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.sampling_params import SamplingParams
+
+CHAT = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """Byte-level BPE, with a chat template."""
+    return Tokenizer(model_folder(EngineConfig()))
+
+
+@pytest.fixture(scope="module")
+def stories():
+    """SentencePiece style with byte fallback, without a chat template."""
+    return Tokenizer(shared_data("stories260k"))
+
+
+@pytest.fixture(params=["demo", "stories"])
+def tokenizer(request):
+    return request.getfixturevalue(request.param)
+
+
+def body(tokenizer, text):
+    """The tokens of a text without the special ones before it."""
+    return tokenizer._hf.encode(text, add_special_tokens=False)
+
+
+def fed(checker, token_ids):
+    """What a checker says to each token until it stops."""
+    for num_tokens, token_id in enumerate(token_ids, 1):
+        stop = checker(token_id)
+        if stop is not None:
+            return stop, num_tokens
+    return None, len(token_ids)
+
+
+# ---------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", " two  spaces ", "caf\u00e9 \u6f22\u5b57 \U0001f642", "a\nb"])
+def test_prompt_and_output_text_join_without_a_seam(tokenizer, text):
+    ids = tokenizer.encode("Lily said: " + text)
+    whole = tokenizer.decode(ids)
+    for cut in range(1, len(ids)):
+        prompt_text = tokenizer.decode(ids[:cut])
+        added = tokenizer.decode_output(ids[:cut], ids[cut:])
+        assert (prompt_text.rstrip("\ufffd") if "\ufffd" in prompt_text else prompt_text) + added == whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(min_size=1, max_size=20), prompt=st.sampled_from(["Once", "a b", "\u00e9"]))
+def test_the_pieces_add_up_to_the_whole_text(demo, text, prompt):
+    prompt_ids, ids = demo.encode(prompt), body(demo, text)
+    detokenizer = IncrementalDetokenizer(demo, prompt_ids)
+    # a text that ends with U+FFFD itself looks unfinished until the next character comes
+    assert "".join(map(detokenizer.add, [*ids, *body(demo, "x")])) == demo.decode_output(prompt_ids, ids) + "x"
+
+
+def test_a_character_split_over_tokens_is_held_back_until_it_is_whole(tokenizer):
+    ids = body(tokenizer, "\U0001f642")
+    assert len(ids) >= 4, "this tokenizer spells the emoji in bytes"
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("a"))
+    pieces = [detokenizer.add(token_id) for token_id in ids]
+    assert "".join(pieces).strip() == "\U0001f642"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_half_a_character_at_the_end_of_the_prompt_is_completed_by_the_output(demo):
+    ids = body(demo, "\u00e9")
+    assert len(ids) == 2
+    assert demo.decode_output([*demo.encode("caf"), ids[0]], [ids[1]]) == "\u00e9"
+    assert text_after("ab\ufffd", "ab\ufffdx") == "x", "what was never completed belongs to the prompt"
+
+
+def test_the_bytes_of_a_token_are_exact(demo, stories):
+    emoji = "\U0001f642"
+    for tokenizer in (demo, stories):
+        assert b"".join(map(tokenizer.token_bytes, body(tokenizer, emoji))).strip() == emoji.encode()
+        assert b"".join(map(tokenizer.token_bytes, body(tokenizer, "a b"))).strip() == b"a b"
+    assert stories.token_text(stories.encode(" upon")[-1]) == " upon"
+    assert demo.token_text(10**6) == ""
+
+
+# ---------------------------------------------------------------------- stop strings
+
+
+def test_a_stop_string_is_found_across_token_borders(tokenizer):
+    prompt, output = tokenizer.encode("Once"), body(tokenizer, "upon a time there was a dog")
+    text = tokenizer.decode_output(prompt, output)
+    for start in range(len(text) - 4):
+        stop = text[start : start + 4]
+        checkers = StopCheckers(tokenizer, prompt, SamplingParams(stop=stop))
+        checker = checkers()
+        found, num_tokens = fed(checker, output)
+        assert found == stop
+        assert checkers.text(0, output[:num_tokens]) == text[: text.index(stop)]
+        assert stop not in tokenizer.decode_output(prompt, output[: num_tokens - 1]), "it stopped as early as possible"
+
+
+def test_the_stop_string_is_kept_if_asked_for(tokenizer):
+    prompt, output = tokenizer.encode("Once"), body(tokenizer, "upon a time")
+    checker = StopStringChecker(tokenizer, prompt, SamplingParams(stop="a t", include_stop_str_in_output=True))
+    fed(checker, output)
+    assert checker.text.endswith("a t")
+
+
+def test_the_first_of_several_stop_strings_wins_and_at_one_place_the_longer(tokenizer):
+    prompt, output = tokenizer.encode("Once"), body(tokenizer, "upon a time")
+    text = tokenizer.decode_output(prompt, output)
+    checker = StopStringChecker(tokenizer, prompt, SamplingParams(stop=["ime", "time", "on"]))
+    assert fed(checker, output)[0] == "on"
+    assert checker.text == text[: text.index("on")]
+
+
+def test_a_stop_string_that_ends_within_min_tokens_does_not_count(demo):
+    prompt, output = demo.encode("a"), body(demo, " Ben Ben Ben")
+    num_first = next(n for n in range(1, len(output)) if "Ben" in demo.decode(output[:n]))
+    checker = StopStringChecker(demo, prompt, SamplingParams(stop="Ben", min_tokens=num_first))
+    assert fed(checker, output)[0] == "Ben"
+    assert checker.text == " Ben "
+
+
+def test_a_stop_string_that_never_comes_leaves_the_text_alone(tokenizer):
+    prompt, output = tokenizer.encode("Once"), body(tokenizer, "upon a \u00e9")
+    checkers = StopCheckers(tokenizer, prompt, SamplingParams(stop="never"))
+    checker = checkers()
+    assert fed(checker, output) == (None, len(output))
+    assert checkers.text(0, output) == tokenizer.decode_output(prompt, output)
+
+
+# ---------------------------------------------------------------------- chat
+
+
+def test_a_chat_becomes_a_prompt_that_waits_for_the_answer(demo):
+    text = demo.decode(demo.encode_chat(CHAT), skip_special_tokens=False)
+    assert text == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_a_chat_template_messages_are_refused(stories):
+    with pytest.raises(RequestError) as refused:
+        stories.encode_chat(CHAT)
+    assert refused.value.code == "no_chat_template"
+
+
+def test_a_given_template_replaces_the_tokenizers_own(tmp_path):
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+    for source in (template, str(tmp_path / "chat.jinja")):
+        tokenizer = Tokenizer(model_folder(EngineConfig()), chat_template=source)
+        assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "[user] Hello!"
+    with pytest.raises(UsageError, match="cannot read the chat template"):
+        Tokenizer(model_folder(EngineConfig()), chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_template_that_refuses_the_messages_gives_its_reason():
+    template = "{% if true %}{{ raise_exception('only users here') }}{% endif %}"
+    tokenizer = Tokenizer(model_folder(EngineConfig()), chat_template=template)
+    with pytest.raises(RequestError, match="only users here") as refused:
+        tokenizer.encode_chat(CHAT)
+    assert refused.value.code == "chat_template_error"
+
+
+def test_a_template_cannot_reach_python():
+    tokenizer = Tokenizer(model_folder(EngineConfig()), chat_template="{{ ''.__class__.__mro__ }}")
+    with pytest.raises(RequestError, match="chat template"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_a_real_chat_template_is_used(tmp_path):
+    tokenizer = Tokenizer(shared_data("qwen2_tokenizer"))
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT), skip_special_tokens=False).endswith(
+        "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        Tokenizer(tmp_path)

@@ -1,0 +1,106 @@
+"""Flags, configuration files and help say the same thing."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pagedcli import __version__
+from pagedcli.cli.main import COMMANDS, app
+from pagedcli.cli.options import FLAGS
+from pagedcli.config import Config, EngineConfig, RunConfig, load_config
+from pagedcli.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS = {"engine": EngineConfig, "sampling": SamplingParams, "run": RunConfig}
+# in a YAML file only: as flags they would need a syntax of their own, or belong to a line
+WITHOUT_FLAG = {"sampling.seed", "sampling.logit_bias", "sampling.skip_special_tokens", "sampling.detokenize"}
+
+
+def run(*arguments, **environment):
+    return CliRunner(env={"COLUMNS": "80", **environment}).invoke(app, list(arguments))
+
+
+def test_every_configuration_key_has_a_flag_of_its_name():
+    keys = {f"{section}.{name}" for section, struct in SECTIONS.items() for name in struct.__struct_fields__}
+    assert set(FLAGS) == keys - WITHOUT_FLAG
+    help_ = run("generate", "--help").stdout
+    for key in FLAGS:
+        assert f"--{key.split('.')[1].replace('_', '-')}" in help_, key
+
+
+def test_the_help_fits_80_columns_and_cuts_no_flag():
+    for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        shown = run(*arguments)
+        assert shown.exit_code == 0
+        assert all(len(line) <= 80 or "  pagedcli " in line for line in shown.stdout.splitlines())
+        assert "\u2026" not in shown.stdout
+
+
+def test_version():
+    assert run("--version").stdout == f"pagedcli {__version__}\n"
+
+
+def test_an_unknown_command_is_a_usage_error():
+    result = run("generat")
+    assert result.exit_code == 2
+    assert "generat" in result.stderr
+
+
+def test_default_yaml_holds_every_key_with_its_default_and_a_comment():
+    path = ROOT / "configs" / "default.yaml"
+    assert load_config(path).config == Config()
+    document = yaml.safe_load(path.read_text())
+    assert {section: set(values) for section, values in document.items()} == {
+        section: set(struct.__struct_fields__) for section, struct in SECTIONS.items()
+    }
+    for line in path.read_text().splitlines():
+        if line.startswith("  ") and line.strip() and not line.strip().startswith("#"):
+            assert "#" in line or line.split(":")[0].strip() == "include_stop_str_in_output", line
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "examples").glob("*.yaml")))
+def test_every_configuration_file_is_valid(path):
+    assert load_config(path).config != Config() or path.name == "default.yaml"
+
+
+def test_show_config_tells_where_each_value_is_from(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("engine: {block_size: 32, kv_cache_memory: 4GiB}\n")
+    shown = run("generate", "--show-config", "-C", str(path), "--block-size", "64", "--stop", "a", "--stop", "b")
+    rows = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines() if line}
+    assert rows["engine.block_size"] == ["64", "--block-size"]
+    assert rows["engine.kv_cache_memory"] == [str(4 * 2**30), str(path)]
+    assert rows["engine.max_num_seqs"] == ["256", "default"]
+    assert rows["sampling.stop"] == ["['a',", "'b']", "--stop"]
+
+
+def test_show_config_as_yaml_is_a_configuration_file(tmp_path):
+    path = tmp_path / "shown.yaml"
+    path.write_text(run("generate", "--show-config", "--format", "yaml", "--block-size", "4", "--top-p", "0.5").stdout)
+    assert load_config(path).config == load_config(None, {"engine.block_size": 4, "sampling.top_p": 0.5}).config
+
+
+def test_show_config_as_json():
+    document = json.loads(run("generate", "--show-config", "--format", "json", "--seed", "3").stdout)
+    assert msgspec.convert(document["config"], Config).engine.seed == 3
+    assert document["sources"] == {"engine.seed": "--seed"}
+
+
+@pytest.mark.parametrize("name", ["prompts", "chat", "openai_batch"])
+def test_the_examples_run_without_an_error_row(name):
+    result = run("generate", str(ROOT / "examples" / f"{name}.jsonl"), "--max-num-seqs", "8")
+    assert result.exit_code == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == len((ROOT / "examples" / f"{name}.jsonl").read_text().splitlines())
+    assert all(row["error"] is None for row in rows)
+
+
+def test_the_look_inside_configuration_shows_sharing_and_preemption():
+    result = run("generate", str(ROOT / "examples" / "prompts.jsonl"), "-C", str(ROOT / "configs" / "look-inside.yaml"))
+    assert result.exit_code == 0, result.stderr
+    assert "preemptions  0" not in result.stderr
+    assert "0 of them cached" not in result.stderr

@@ -1,0 +1,223 @@
+"""Each prefix lookup gets the reason that a person can check by hand, and the totals add up."""
+
+import random
+
+import pytest
+from simulation import Simulation
+
+from pagedcli.inspection.explain import Explainer, divergence_text
+from pagedcli.inspection.state import PoolState
+
+
+class Explained:
+    """A simulation whose events are explained."""
+
+    def __init__(self, num_blocks=100, block_size=4, **limits):
+        self.state, self.explainer = PoolState(), Explainer()
+        limits = {"max_num_batched_tokens": 1000, "max_num_seqs": 8, "trace_tokens": True, **limits}
+        self.sim = Simulation(num_blocks, block_size, emit=self.apply, **limits)
+
+    def apply(self, event):
+        self.state.apply(event)
+        self.explainer.apply(event, self.state)
+
+    def run(self, *prompts, max_new_tokens=1, cache_salt=None):
+        """Each prompt alone, one after the other. Returns their lookups."""
+        done = len(self.explainer.lookups)
+        for prompt in prompts:
+            self.sim.add(prompt, max_new_tokens, cache_salt=cache_salt)
+            self.sim.run()
+        self.explainer.finish()
+        return self.explainer.lookups[done:]
+
+
+A, B, C, D = ([letter] * 4 for letter in range(4))
+
+
+def test_no_shared_prefix():
+    first, second = Explained().run(A + B, C + D)
+    assert (first.reason, second.reason) == ("no_shared_prefix", "no_shared_prefix")
+    assert second.why() == "no cached block begins like this prompt"
+    assert second.num_first == 2
+
+
+def test_a_shared_prefix_shorter_than_a_block():
+    _, second = Explained().run(A + B, [0, 0, 0, 9, *B])
+    assert second.reason == "shorter_than_block"
+    assert second.why() == "a prefix is shared, but it is shorter than a block: 3 more tokens shared, a block is 4"
+
+
+def test_a_prompt_that_goes_its_own_way_behind_some_blocks():
+    _, second = Explained().run(A + B + C, A + B + [2, 2, 9, 9] + D)
+    assert second.reason == "not_seen_before"
+    assert second.event.blocks_hit == 2
+    assert second.num_shared_tokens == 10
+    assert second.why() == "the next block had never been computed before: 2 more tokens shared, a block is 4"
+
+
+def test_everything_hit_but_the_last_token():
+    _, second, third = Explained().run(A + B, A + B, A + B + [5])
+    assert second.reason == third.reason == "all_hit"
+    assert second.event.tokens_hit == 7
+    assert "the last token is always computed" in second.why()
+    assert third.event.tokens_hit == 8
+    assert third.why() == "every full block was cached"
+
+
+def test_a_prompt_shorter_than_a_block():
+    (only,) = Explained().run([1, 2, 3])
+    assert only.reason == "no_full_block"
+
+
+def test_caching_off():
+    explained = Explained(caching=False)
+    _, second = explained.run(A + B, A + B)
+    assert second.reason == "caching_off"
+    totals = explained.explainer.totals("new")
+    assert (totals.caching_off, totals.hit, totals.num_tokens) == (16, 0, 16)
+
+
+def test_the_same_tokens_under_another_salt():
+    explained = Explained()
+    explained.run(A + B, cache_salt="one")
+    (other,) = explained.run(A + B, cache_salt="two")
+    assert other.reason == "different_salt"
+    (same,) = explained.run(A + B, cache_salt="two")
+    assert same.reason == "all_hit"
+
+
+def test_evicted_tells_when_and_how_many_more_blocks():
+    explained = Explained(num_blocks=4)
+    (first, *_), (last,) = explained.run(A + B, C + D), explained.run([*A, 9])
+    assert first.reason == "no_shared_prefix"
+    assert last.reason == "all_hit"  # 4 blocks hold both
+    explained.run([5] * 16)  # takes the whole pool
+    (again,) = explained.run(A + B)
+    assert again.reason == "evicted"
+    assert again.evicted_step == 3
+    assert again.num_evicted == 2
+    assert again.why().startswith("the content was cached before, but evicted at step 3; would have hit with ")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_so_many_more_blocks_it_would_have_hit(seed):
+    """The number is exact for requests one after the other: that many more blocks hit, one fewer does not."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(50) for _ in range(4 * rng.randrange(1, 5))] for _ in range(6)]
+    prompts = [rng.choice(heads) + [rng.randrange(50) for _ in range(rng.randrange(1, 9))] for _ in range(30)]
+    lookups = Explained(num_blocks=9).run(*prompts)
+    evicted = [(place, lookup) for place, lookup in enumerate(lookups) if lookup.reason == "evicted"]
+    assert evicted
+    for place, lookup in evicted:
+        assert lookup.num_more_blocks is not None
+        more = Explained(num_blocks=9 + lookup.num_more_blocks).run(*prompts)[place]
+        fewer = Explained(num_blocks=9 + lookup.num_more_blocks - 1).run(*prompts)[place]
+        assert more.event.blocks_hit > lookup.event.blocks_hit
+        assert fewer.event.blocks_hit <= lookup.event.blocks_hit
+
+
+def test_what_two_sequences_compute_at_the_same_time_is_taken_over_block_by_block():
+    """Chunks of one block: each computes what the other has not, the first A and C, the second B."""
+    explained = Explained(max_num_batched_tokens=8, chunked_prefill_size=4)
+    explained.sim.add(A + B + C + [1], 1)
+    explained.sim.add(A + B + C + [2], 1)
+    explained.sim.run()
+    explained.explainer.finish()
+    first, second = explained.explainer.lookups
+    assert (first.reason, first.late_tokens_hit) == ("no_shared_prefix", 4)
+    assert (second.reason, second.event.tokens_hit, second.late_tokens_hit) == ("not_seen_before", 4, 4)
+    assert "4 tokens were taken over later from another sequence" in second.why()
+    totals = explained.explainer.totals("new")
+    assert (totals.hit, totals.late_hit, totals.first_seen, totals.last_block, totals.ideal) == (4, 8, 12, 2, 12)
+
+
+def test_tokens_computed_twice_at_the_same_time_are_lost_in_flight():
+    """Chunks of half a block: both compute the first half of A, then the second takes over the whole of it."""
+    explained = Explained(max_num_batched_tokens=4, chunked_prefill_size=2)
+    explained.sim.add([*A, 1], 1)
+    explained.sim.add([*A, 2], 1)
+    explained.sim.run()
+    explained.explainer.finish()
+    _, second = explained.explainer.lookups
+    assert (second.reason, second.event.blocks_hit, second.late_tokens_hit) == ("in_flight", 0, 2)
+    totals = explained.explainer.totals("new")
+    assert (totals.hit, totals.late_hit, totals.in_flight, totals.first_seen, totals.ideal) == (0, 2, 2, 4, 4)
+
+
+def test_totals_add_up_and_the_ceiling_is_the_unlimited_cache():
+    rng = random.Random(2)
+    heads = [[rng.randrange(9) for _ in range(rng.randrange(4, 30))] for _ in range(5)]
+    prompts = [rng.choice(heads) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))] for _ in range(60)]
+    small, large = Explained(num_blocks=12), Explained(num_blocks=10_000)
+    small.run(*prompts)
+    large.run(*prompts)
+    totals, unlimited = small.explainer.totals("new"), large.explainer.totals("new")
+    parts = (
+        "hit",
+        "late_hit",
+        "evicted",
+        "in_flight",
+        "first_seen",
+        "last_block",
+        "last_token",
+        "caching_off",
+        "not_known",
+    )
+    assert sum(getattr(totals, part) for part in parts) == totals.num_tokens
+    assert totals.evicted > 0
+    assert unlimited.evicted == 0
+    assert totals.ideal == unlimited.ideal == unlimited.hit
+
+
+def test_lookups_after_a_preemption_stand_apart():
+    explained = Explained(num_blocks=20, block_size=2, max_num_seqs=3)
+    for index in range(3):
+        explained.sim.add(range(100 * index, 100 * index + 12), 6)
+    explained.sim.run()
+    explained.explainer.finish()
+    new, resumed = explained.explainer.totals("new"), explained.explainer.totals("resumed")
+    assert new.num_lookups == 3
+    assert new.hit == 0
+    assert resumed.num_lookups >= 1
+    assert resumed.hit > 0
+
+
+def test_the_longest_shared_prefix_is_seen_without_tokens():
+    """240 shared tokens are 15 blocks of 16, and none of 256: the reason for 0 % hits."""
+    explained = Explained(num_blocks=10, block_size=256, trace_tokens=False)
+    shared = [3] * 240
+    explained.run(shared + [1] * 60, shared + [2] * 60)
+    assert explained.explainer.longest_shared_prefix() == 240
+    assert explained.explainer.totals("new").hit == 0
+
+
+def test_divergence_in_words():
+    explained = Explained(num_blocks=100)
+    explained.run([1, 2, 3, 4, 5, 6], [7, 7])
+    (lookup,) = explained.run([1, 2, 3, 9, 5])
+    assert lookup.divergence is not None
+    assert lookup.divergence.num_shared_tokens == 3
+    text = divergence_text(lookup.divergence, lambda ids: " ".join(map(str, ids)))
+    assert text.startswith('first divergence at token 3: cached "1 2 3 4 5 6')
+    assert text.endswith('(request request-0) vs prompt "1 2 3 9 5"')
+    assert "[1, 2, 3, 9, 5]" in divergence_text(lookup.divergence, None)
+    (ended,) = explained.run([1, 2])
+    assert ended.divergence is not None
+    assert divergence_text(ended.divergence, None).endswith("vs prompt [1, 2] (its end)")
+
+
+def test_divergence_is_from_the_most_similar_of_all_earlier_sequences():
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(60)]
+    explained = Explained(num_blocks=1000)
+    lookups = explained.run(*prompts)
+    seqs = explained.sim.seqs
+    for place, lookup in enumerate(lookups[1:], 1):
+        earlier = [seq.token_ids for seq in seqs[:place]]
+        expected = max(shared(prompts[place], other) for other in earlier)
+        assert lookup.divergence is not None
+        assert lookup.divergence.num_shared_tokens == expected
+
+
+def shared(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,344 @@
+"""`pagedcli generate` as a person meets it: messages, exit codes, files, streams."""
+
+import gzip
+import io
+import json
+import shutil
+import struct
+
+import pytest
+from conftest import shared_data
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+from pagedcli.config import EngineConfig
+from pagedcli.engine.plan import model_folder
+
+PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "The fox", "Hello"))
+FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4")
+
+
+def pagedcli(*arguments, stdin=None, expect=0):
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(argument) for argument in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
+    return result
+
+
+def rows_of(path_or_text):
+    text = path_or_text if isinstance(path_or_text, str) else path_or_text.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(PROMPTS)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+# ---------------------------------------------------------------------- good runs
+
+
+def test_a_file_becomes_a_file_and_stderr_tells_what_happened(prompts, out):
+    result = pagedcli("generate", prompts, "-o", out, *FAST)
+    assert [row["index"] for row in rows_of(out)] == [0, 1, 2]
+    assert result.stdout == ""
+    for said in (
+        "model: built-in demo model",
+        "plan: cpu",
+        "KV cache: 64 blocks of 16 tokens",
+        "minimum cacheable prefix: 16 tokens (one block)",
+        "done: 3 rows",
+        "generated    12 tokens",
+        "TTFT p50",
+        "TPOT p50",
+        "at the peak",
+        "preemptions  0",
+        f"rows: {out}",
+    ):
+        assert said in result.stderr, said
+    assert [path.name for path in out.parent.iterdir()] != []
+    assert not out.with_name("out.jsonl.partial").exists()
+
+
+def test_rows_go_to_stdout_and_nothing_else_does(prompts):
+    result = pagedcli("generate", "-i", prompts, *FAST)
+    assert [row["index"] for row in rows_of(result.stdout)] == [0, 1, 2]
+
+
+def test_stdin_and_gzip_give_the_same_rows(prompts, tmp_path):
+    packed, packed_out = tmp_path / "prompts.jsonl.gz", tmp_path / "out.jsonl.gz"
+    packed.write_bytes(gzip.compress(PROMPTS.encode()))
+    from_stdin = rows_of(pagedcli("generate", "-", *FAST, stdin=PROMPTS).stdout)
+    pagedcli("generate", packed, "-o", packed_out, *FAST)
+    assert rows_of(gzip.decompress(packed_out.read_bytes()).decode()) == from_stdin
+    assert from_stdin == rows_of(pagedcli("generate", prompts, *FAST).stdout)
+
+
+def test_flags_reach_the_sampler(prompts):
+    rows = rows_of(pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids").stdout)
+    assert [len(row["outputs"]) for row in rows] == [2, 2, 2]
+    assert all(len(sample["token_ids"]) <= 4 for row in rows for sample in row["outputs"])
+    again = rows_of(pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids").stdout)
+    other = rows_of(
+        pagedcli("generate", prompts, *FAST, "--n", 2, "--temperature", 1, "--output-token-ids", "--seed", 5).stdout
+    )
+    assert again == rows
+    assert other != rows
+
+
+def test_a_config_file_is_read_and_flags_win(prompts, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "engine: {block_size: 4, num_gpu_blocks_override: 64}\nsampling: {max_tokens: 2, ignore_eos: true}\n"
+    )
+    result = pagedcli("generate", prompts, "-C", config)
+    assert "64 blocks of 4 tokens" in result.stderr
+    assert [row["usage"]["completion_tokens"] for row in rows_of(result.stdout)] == [2, 2, 2]
+    result = pagedcli("generate", prompts, "-C", config, "--max-tokens", 3)
+    assert [row["usage"]["completion_tokens"] for row in rows_of(result.stdout)] == [3, 3, 3]
+
+
+def test_completion_order_has_the_same_rows(prompts):
+    lines = "".join(json.dumps({"prompt": "Hello", "max_tokens": n, "ignore_eos": True}) + "\n" for n in (9, 1, 5))
+    result = pagedcli("generate", "-", *FAST, "--order", "completion", stdin=lines)
+    assert [row["index"] for row in rows_of(result.stdout)] == [1, 2, 0]
+
+
+def test_shards_are_every_nth_row(prompts):
+    assert [row["index"] for row in rows_of(pagedcli("generate", prompts, *FAST, "--shard", "1/2").stdout)] == [0, 2]
+    assert [row["index"] for row in rows_of(pagedcli("generate", prompts, *FAST, "--shard", "2/2").stdout)] == [1]
+    assert "--shard" in pagedcli("generate", prompts, *FAST, "--shard", "3/2", expect=2).stderr
+
+
+def test_devices_are_written_directly(prompts):
+    assert "rows:" not in pagedcli("generate", prompts, "-o", "/dev/null", *FAST).stderr
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_bad_lines_finish_with_exit_code_3(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    result = pagedcli("generate", bad, "-o", out, *FAST, expect=3)
+    good, failed = rows_of(out)
+    assert good["error"] is None
+    assert failed["error"] == {
+        "code": "invalid_request",
+        "message": "a line needs either 'prompt' or 'messages', this one has neither",
+        "line": 2,
+    }
+    assert "2 rows" in result.stderr
+    assert "1 failed (invalid_request 1)" in result.stderr
+    assert "note: 1 line with the field 'promt', which has no effect" in result.stderr
+
+
+def test_a_file_of_only_bad_lines_finishes_with_exit_code_3(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no\nnope\n")
+    pagedcli("generate", bad, "-o", out, *FAST, expect=3)
+    assert [row["error"]["code"] for row in rows_of(out)] == ["invalid_json"] * 2
+
+
+def test_an_empty_file_gives_an_empty_output(tmp_path, out):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert "done: 0 rows" in pagedcli("generate", empty, "-o", out, *FAST).stderr
+    assert out.read_text() == ""
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(tmp_path, out):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": [5] * 100}) + "\n" + PROMPTS)
+    pagedcli("generate", long, "-o", out, "--max-tokens", 4, "--num-gpu-blocks-override", 4, expect=3)
+    refused, *served = rows_of(out)
+    assert refused["error"]["code"] == "kv_cache_exceeded"
+    assert "needs 7 blocks of 16 tokens, the pool has 4" in refused["error"]["message"]
+    assert all(row["error"] is None for row in served)
+
+
+def test_max_errors_ends_the_run_and_keeps_the_rows(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no\n" * 50)
+    result = pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
+    assert "stopped by --max-errors after 2 rows" in result.stderr
+    assert not out.exists()
+    pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=3)
+    assert len(rows_of(out)) == 50
+
+
+def test_a_missing_model_folder_is_named(prompts, out):
+    result = pagedcli("generate", prompts, "-o", out, "-m", "./no/such/model", expect=1)
+    assert "error: no model folder at no/such/model" in result.stderr
+    assert "hint: check the path given with -m/--model" in result.stderr
+    assert list(out.parent.iterdir()) == [prompts]
+
+
+def test_damaged_weights_are_named_and_leave_nothing_behind(prompts, out, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(model_folder(EngineConfig()), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    result = pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1)
+    assert "error:" in result.stderr
+    assert "model.safetensors" in result.stderr
+    weights.write_bytes(struct.pack("<Q", 2**40))
+    assert "model.safetensors" in pagedcli("generate", prompts, "-o", out, "-m", folder, expect=1).stderr
+    assert not list(out.parent.glob("out*"))
+
+
+def test_a_config_typo_names_the_nearest_key(prompts, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("engine:\n  blok_size: 4\n")
+    result = pagedcli("generate", prompts, "-C", config, expect=2)
+    assert "blok_size" in result.stderr
+    assert "hint: did you mean engine.block_size?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--dtype", "float"), "float32"),
+        (("--kv-cache-memory", "lots"), "cannot read 'lots' as a number of bytes"),
+        (("--block-size", "0"), "block_size is 0"),
+        (("--temperature", "-1"), "temperature is -1.0"),
+        (("--limit", "0"), "limit is 0"),
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--resume", "--overwrite", "-o", "x"), "exclude each other"),
+        (("--resume",), "--resume needs an output file"),
+        (("-i", "other.jsonl"), "two inputs"),
+        (("--chat-template", "none.jinja"), "cannot read the chat template"),
+        (("--device", "cuda:77"), "cuda"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_usage_has_exit_code_2(prompts, arguments, said):
+    assert said in pagedcli("generate", prompts, *arguments, expect=2).stderr
+
+
+def test_no_input_says_what_is_missing():
+    assert "no prompts are given" in pagedcli("generate", expect=2).stderr
+    assert "cannot read the prompts none.jsonl" in pagedcli("generate", "none.jsonl", expect=2).stderr
+
+
+def test_an_output_that_exists_is_refused_before_the_model_is_loaded(prompts, out):
+    out.write_text("precious\n")
+    result = pagedcli("generate", prompts, "-o", out, *FAST, expect=2)
+    assert "exists already" in result.stderr
+    assert "--overwrite" in result.stderr
+    assert "plan:" not in result.stderr
+    assert out.read_text() == "precious\n"
+    pagedcli("generate", prompts, "-o", out, *FAST, "--overwrite")
+    assert len(rows_of(out)) == 3
+
+
+def test_resume_of_a_complete_output_does_nothing(prompts, out):
+    pagedcli("generate", prompts, "-o", out, *FAST)
+    before = out.read_bytes()
+    assert "nothing to resume" in pagedcli("generate", prompts, "-o", out, *FAST, "--resume").stderr
+    assert out.read_bytes() == before
+
+
+def test_resume_without_a_journal_begins(prompts, out):
+    pagedcli("generate", prompts, "-o", out, *FAST, "--resume")
+    assert len(rows_of(out)) == 3
+
+
+def test_resume_with_other_settings_names_the_difference(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no\n" * 5)
+    pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
+    result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", "--temperature", 1, expect=2)
+    assert "begun with other settings; sampling:" in result.stderr
+    bad.write_text("no\n" * 6)
+    result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=2)
+    assert "begun with other settings; input:" in result.stderr
+    assert "model:" not in result.stderr.partition("other settings")[2]
+
+
+def test_stdin_resumes_if_it_brings_the_same_lines(out):
+    pagedcli("generate", "-", "-o", out, *FAST, "--max-errors", 1, stdin="no\n" + PROMPTS, expect=1)
+    changed = pagedcli("generate", "-", "-o", out, *FAST, "--resume", stdin="yes\n" + PROMPTS, expect=2)
+    assert "the input has changed" in changed.stderr
+    pagedcli("generate", "-", "-o", out, *FAST, "--resume", stdin="no\n" + PROMPTS, expect=3)
+    assert [row["index"] for row in rows_of(out)] == [0, 1, 2, 3]
+
+
+def test_a_bug_is_one_line_and_a_traceback_only_on_demand(prompts, monkeypatch):
+    monkeypatch.setattr("pagedcli.cli.generate.run_job", lambda *_, **__: {}["bug"])
+    result = pagedcli("generate", prompts, expect=1)
+    assert "error: KeyError: 'bug'" in result.stderr
+    assert "PAGEDCLI_DEBUG=1" in result.stderr
+    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("PAGEDCLI_DEBUG", "1")
+    with pytest.raises(KeyError):
+        pagedcli("generate", prompts)
+
+
+def test_nothing_from_the_input_steers_the_terminal(tmp_path):
+    evil = tmp_path / "evil.jsonl"
+    evil.write_text(json.dumps({"prompt": "a", "\x1b[2J\u202ekey": 1, "id": "\x1b[31m\x9b2J"}) + "\n")
+    result = pagedcli("generate", evil, *FAST)
+    for stream in (result.stderr, result.stdout):
+        assert "\x1b" not in stream
+    assert "\u202e" not in result.stderr
+    assert rows_of(result.stdout)[0]["id"] == "\x1b[31m\x9b2J"
+
+
+# ---------------------------------------------------------------------- looking inside
+
+
+def test_dump_kv_prints_tables_of_each_step(prompts, out):
+    result = pagedcli("generate", prompts, "-o", out, *FAST, "--dump-kv")
+    assert "step 0" in result.stdout
+    assert "block table" in result.stdout.lower()
+    to_stdout = pagedcli("generate", prompts, *FAST, "--dump-kv")
+    assert len(rows_of(to_stdout.stdout)) == 3, "rows own stdout"
+    assert "step 0" in to_stdout.stderr
+
+
+def test_record_writes_a_trace_without_prompts_unless_asked(prompts, out, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    pagedcli("generate", prompts, "-o", out, *FAST, "--record", trace)
+    events = rows_of(trace)
+    assert events[0]["event"] == "engine_started"
+    assert {"request_added", "blocks_allocated", "request_finished"} <= {event["event"] for event in events}
+    assert all(event.get("token_ids") is None for event in events)
+    pagedcli("generate", prompts, "-o", out, "--overwrite", *FAST, "--record", trace, "--record-tokens")
+    assert any(event.get("token_ids") for event in rows_of(trace))
+
+
+def test_a_dry_run_judges_every_line_and_writes_nothing(tmp_path, out):
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(PROMPTS + "no\n")
+    result = pagedcli("generate", mixed, "-o", out, "--dry-run", "--format", "json", expect=3)
+    facts = json.loads(result.stdout)
+    assert facts["num_rows"] == 4
+    assert facts["bad_row_codes"] == {"invalid_json": 1}
+    assert not list(out.parent.glob("out*"))
+
+
+def test_a_chat_without_a_template_is_an_error_row(tmp_path):
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    model = shared_data("stories260k")
+    (row,) = rows_of(pagedcli("generate", chat, "-m", model, *FAST, expect=3).stdout)
+    assert row["error"]["code"] == "no_chat_template"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (row,) = rows_of(pagedcli("generate", chat, "-m", model, *FAST, "--chat-template", template).stdout)
+    assert row["error"] is None
+
+
+def test_stdin_is_read_as_bytes_not_as_text(monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": "\xff"}\n'), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", stdin)
+    result = pagedcli("generate", "-", *FAST, stdin=b'{"prompt": "a"}\n{"prompt": "\xff"}\n', expect=3)
+    assert rows_of(result.stdout)[1]["error"]["code"] == "invalid_utf8"

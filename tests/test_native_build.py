@@ -1,0 +1,219 @@
+"""The C++ library: found, built, kept and loaded safely, and right on processors other than this one."""
+
+import ctypes
+import os
+import platform
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_cases import TOLERANCE, Case, run, worst_error
+
+from pagedcli.attention import cpu
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.errors import BackendError
+from pagedcli.native import NativeLibrary, build, load_library
+
+X86 = platform.machine() == "x86_64"
+needs_compiler = pytest.mark.skipif(
+    sys.platform == "win32" or not any(os.access(f"/usr/bin/{name}", os.X_OK) for name in ("c++", "g++", "clang++")),
+    reason="no C++ compiler on this machine",
+)
+
+
+@pytest.fixture
+def fresh_outcome():
+    """The loader keeps its answer for the process; forget it before and after."""
+    build._outcome.cache_clear()
+    yield
+    build._outcome.cache_clear()
+
+
+def test_no_compiler_is_a_reason_with_a_way_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="no C\\+\\+ compiler found") as caught:
+        build.find_compiler()
+    assert "ziglang" in caught.value.hint
+
+
+def test_named_compiler_that_is_missing_is_not_replaced_by_another(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++ -O0")
+    with pytest.raises(BackendError, match="/nowhere/g\\+\\+"):
+        build.find_compiler()
+
+
+def test_failing_compiler_is_a_reason_with_its_error_line(monkeypatch, tmp_path, fresh_outcome):
+    compiler = tmp_path / "broken++"
+    compiler.write_text(
+        "#!/bin/sh\necho 'In file included from x:' >&2\necho 'x.cpp:1: error: no such thing' >&2\nexit 1\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):  # the answer is kept
+        with pytest.raises(BackendError, match="error: no such thing"):
+            load_library()
+    assert [path.name for path in (tmp_path / "pagedcli" / "native").iterdir()] == [], "no half-built file is left"
+
+
+def test_cache_directory_is_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory, notes = build.cache_directory()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert notes == ()
+    directory.chmod(0o777)
+    with pytest.raises(BackendError, match="can be written by others"):
+        build.cache_directory()
+
+
+def test_unwritable_cache_is_replaced_for_this_process_and_said(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where the cache directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    directory, notes = build.cache_directory()
+    assert directory.is_dir()
+    assert "not writable" in notes[0]
+    directory.rmdir()
+
+
+def test_key_depends_on_compiler_flags_and_processor(monkeypatch):
+    compiler = build.Compiler(("c++",), "12.2")
+    key = build.build_key(compiler)
+    assert build.build_key(build.Compiler(("c++",), "13.1")) != key
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compile_flags", lambda: ("-O0",))
+        assert build.build_key(compiler) != key
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_processor_features", lambda: "another machine")
+        assert build.build_key(compiler) != key
+    assert build.build_key(compiler) == key
+
+
+@needs_compiler
+def test_threads_are_those_of_torch():
+    if sys.platform == "darwin":
+        pytest.skip("torch's OpenMP runtime on macOS has no GOMP_parallel: the kernels start their own threads")
+    assert build._torch_parallel() is not None
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_two_processes_may_build_at_once(tmp_path):
+    program = "from pagedcli.native import load_library; print(load_library().notes)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    notes = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert any("compiled" in note for note in notes)
+    assert len(list((tmp_path / "pagedcli" / "native").iterdir())) == 1
+    again = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == "()", "the third process finds it built"
+
+
+def library_for(flags, directory):
+    """The library built for another processor, quickly."""
+    path = directory / "kernels.so"
+    common = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
+    sources = [str(source) for source in sorted(build.SOURCE_DIR.glob("*.cpp"))]
+    subprocess.run([*build.find_compiler().command, *common, *flags, *sources, "-o", str(path)], check=True)
+    return NativeLibrary(ctypes.CDLL(str(path)), ())
+
+
+TARGETS = {"here": None}
+if X86:
+    TARGETS |= {"baseline": ["-march=x86-64"], "avx2": ["-march=x86-64-v3"]}
+    if "avx512f" in build._processor_features():
+        TARGETS["avx512 without bf16"] = ["-march=x86-64-v4"]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def library(request, tmp_path_factory):
+    if TARGETS[request.param] is None:
+        return load_library()
+    return library_for(TARGETS[request.param], tmp_path_factory.mktemp("library"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("block_size", "group", "head_dim"), [(16, 2, 64), (4, 5, 96), (3, 1, 7), (256, 16, 128)])
+def test_every_processor_computes_exact_attention(library, block_size, group, head_dim, dtype):
+    case = Case([(1, 1), (300, 1), (20, 20), (130, 5), (600, 40)], block_size, 2 * group, 2, head_dim, dtype)
+    spec = AttentionSpec(torch.device("cpu"), dtype, block_size, 2 * group, 2, head_dim)
+    assert worst_error(run(cpu.CpuAttention(spec, library), case), case.expected()) < TOLERANCE[dtype]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_finite_value_passes_unchanged(library, dtype):
+    """A sequence of one token returns its V: all 65536 bit patterns go through write, load, sum and rounding."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(1024, 1, 64)
+    values = torch.where(values.isfinite(), values, 0)
+    spec = AttentionSpec(torch.device("cpu"), dtype, 1, 1, 1, 64)
+    for block_size in (1, 16):
+        case = Case([(1, 1)] * 1024, block_size, 1, 1, 64, dtype)
+        spec = AttentionSpec(torch.device("cpu"), dtype, block_size, 1, 1, 64)
+        case.v = values
+        result = run(cpu.CpuAttention(spec, library), case)
+        # a subnormal may count as zero: AVX512-BF16 flushes them
+        smallest = torch.finfo(dtype).tiny if dtype == torch.bfloat16 else 0
+        assert torch.equal(result, torch.where(values.abs().float() < smallest, torch.zeros_like(values), values)) or (
+            torch.equal(result, values)
+        )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_and_chunks_never_change_a_bit(dtype):
+    """One thread or two (which split long contexts), the prompt whole or in chunks: each token's result is the same."""
+    spec = AttentionSpec(torch.device("cpu"), dtype, 16, 4, 2, 64)
+    backend = cpu.CpuAttention(spec, load_library())
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            for lengths in ([(1600, 200)], [(1600, 1)], [(1600, 7)]):
+                case = Case(lengths, 16, 4, 2, 64, dtype)
+                results.append(run(backend, case)[-1])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+@needs_compiler
+def test_kernel_threads_without_openmp(library):
+    """Where torch's runtime has no GOMP entry, the library starts threads of its own."""
+    if library is load_library():
+        pytest.skip("shared with the rest of the process")
+    spec = AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64)
+    case = Case([(1600, 3), (40, 40)], 16, 4, 2, 64, torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert worst_error(run(cpu.CpuAttention(spec, library), case), case.expected()) < TOLERANCE[torch.float32]
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_block_id_outside_the_cache_is_an_error_not_a_crash():
+    spec = AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64)
+    backend = cpu.CpuAttention(spec, load_library())
+    case = Case([(20, 1)], 16, 4, 2, 64, torch.float32)
+    from attention_cases import fill_cache
+
+    k_cache, v_cache, batch = fill_cache(backend, case)
+    for bad in (-1, k_cache.shape[0]):
+        batch.block_table[0, 1] = bad
+        with pytest.raises(BackendError, match="block table"):
+            backend.attend(case.q[19:], k_cache, v_cache, batch, case.scale)
+    with pytest.raises(BackendError, match="the cache is"):
+        backend.attend(case.q[19:], k_cache[:, :, :8], v_cache[:, :, :8], batch, case.scale)

@@ -1,0 +1,216 @@
+"""`pagedcli plan`: hit rates that others measured, the law of shared prefixes, bad rows, and what a run would do."""
+
+import json
+import random
+
+import pytest
+from conftest import shared_data
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+from pagedcli.inspection.prompt_plan import PrefixIndex, PromptPlan, percentile, prefix_digests
+from pagedcli.kvcache.block_manager import BlockManager
+
+QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+
+def plan(*arguments, stdin=None, expect=0):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], input=stdin)
+    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
+    return result
+
+
+def as_json(*arguments, **others):
+    return json.loads(plan(*arguments, "--format", "json", **others).stdout)
+
+
+def hit_rates(found):
+    return {row["block_size"]: round(100 * row["hit_rate"], 1) for row in found["block_sizes"]}
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "expected"),
+    [
+        ("ifeval_input_data.jsonl", (), {8: 31.9, 16: 21.3, 32: 0.3, 64: 0.0, 128: 0.0, 256: 0.0}),
+        ("mt_bench_question.jsonl", ("--field", "turns"), {8: 24.4, 16: 16.3, 32: 0.0, 64: 0.0, 128: 0.0, 256: 0.0}),
+    ],
+)
+def test_the_measured_hit_rates_of_known_prompt_sets(file, arguments, expected):
+    tokenizer = shared_data("qwen2_tokenizer")
+    template = ("--tokenizer", tokenizer, "--chat-template", tokenizer / "chat_template.jinja")
+    prompts = shared_data("prompts") / file
+    found = as_json(prompts, *arguments, *template, "--system-prompt", QWEN25_SYSTEM)
+    assert hit_rates(found) == expected
+    assert found["recommended_block_size"] == 16
+    assert found["longest_shared_prefix_tokens"] >= 24
+    assert "num_kvcache_blocks" not in found  # no config.json, so no machine to judge
+
+
+# ---------------------------------------------------------------------- the fold
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 7])
+@pytest.mark.parametrize("shared", [0, 8, 100, 256, 300])
+def test_hits_follow_the_law(num_prompts, shared):
+    found = PromptPlan()
+    for i in range(num_prompts):
+        found.add(i, [*range(shared), *[1000 + i] * 40], 0)
+    for row in found.block_size_rows():
+        assert row["hit_tokens"] == (num_prompts - 1) * (shared // row["block_size"]) * row["block_size"]
+    assert found.longest_shared_tokens() == (shared // 8 * 8 if num_prompts > 1 else 0)
+
+
+def test_the_last_token_of_an_equal_prompt_is_not_a_hit():
+    found = PromptPlan()
+    for i in range(3):
+        found.add(i, list(range(64)), 0)
+    assert found.num_repeated == 2
+    assert {row["block_size"]: row["hit_tokens"] for row in found.block_size_rows()} == {
+        8: 126, 16: 126, 32: 126, 64: 126, 128: 0, 256: 0,
+    }  # fmt: skip
+
+
+class Asker:
+    """What a block manager needs of a sequence."""
+
+    def __init__(self, token_ids, cache_salt):
+        self.token_ids, self.cache_salt = token_ids, cache_salt
+        self.seq_id, self.block_table, self.prefixes = 0, [], []
+        self.num_computed_tokens = self.num_cached_tokens = 0
+
+    @property
+    def num_tokens(self):
+        return len(self.token_ids)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(60):  # prompts that grow out of earlier ones
+        base = rng.choice(prompts)[0] if prompts and rng.random() < 0.7 else []
+        token_ids = base[: rng.randint(0, len(base))] + [rng.randrange(3) for _ in range(rng.randint(1, 60))]
+        prompts.append((token_ids, rng.choice([None, None, "salt"])))
+    found = PromptPlan()
+    for i, (token_ids, salt) in enumerate(prompts):
+        found.add(i, token_ids, 0, cache_salt=salt)
+    for row in found.block_size_rows():
+        size = row["block_size"]
+        manager, hits = BlockManager(sum(-(-len(token_ids) // size) for token_ids, _ in prompts), size), 0
+        for token_ids, salt in prompts:
+            seq = Asker(token_ids, salt)
+            hit = manager.lookup(seq)
+            hits += manager.num_computed_after(seq, hit)
+            manager.allocate(seq, hit, len(token_ids) - manager.num_computed_after(seq, hit))
+        assert row["hit_tokens"] == hits
+        assert row["num_blocks"] == manager.num_blocks - manager.num_free_blocks
+
+
+def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
+    system, first, second = list(range(24)), [7] * 16, [8] * 16
+    found = PromptPlan()
+    for line, tail in enumerate([first, second, first, first, second], 1):
+        found.add(line, [*system, *tail, line], 0)
+    rows = [(r["num_tokens"], r["num_prompts"], r["first_line"], r["last_line"]) for r in found.longest_shared()]
+    assert rows == [(24, 5, 1, 5), (40, 3, 1, 4), (40, 2, 2, 5)]
+    assert found.longest_shared()[0]["blocks_at_16"] == 1
+    assert found.common_prefix_tokens() == 40
+    assert found.common_prefix_tokens(0.9) == 24
+
+
+def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
+    monkeypatch.setattr("pagedcli.inspection.prompt_plan._MIN_RECENT", 3)
+    index = PrefixIndex()
+    prompts = [[token, *range(100)] for token in range(20)]
+    for row, prompt in enumerate(prompts):
+        digests = prefix_digests(prompt)
+        assert index.num_known(digests) == 0
+        index.add(digests, row)
+    assert len(index) == 20 * 13
+    for row, prompt in enumerate(prompts):
+        digests = prefix_digests([*prompt, 5, 5, 5])
+        assert index.num_known(digests) == 12
+        assert {index.first_row(digest) for digest in digests[:12]} == {row}
+
+
+def test_waste_blocks_and_pools_by_hand():
+    found = PromptPlan()
+    for line in range(4):
+        found.add(line, [line] * 20, 10)  # 30 tokens: two blocks of 16, two slots unfilled
+    row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
+    assert (row["waste"], row["num_blocks"], row["longest_table"]) == (2 / 32, 8, 2)
+    assert [row["num_blocks"] for row in found.pool_rows(16, max_num_seqs=3)] == [2, 6, 8]
+    assert [row["num_blocks"] for row in found.pool_rows(7, max_num_seqs=3)] == [5, 15]  # hits at 7 are not counted
+    assert found.recommended_num_blocks(16, max_num_seqs=3) == 6
+    assert found.recommended_num_blocks(16, max_num_seqs=300) == 8
+    assert found.recommended_block_size() == 32  # one block of 32 wastes the same two slots and needs half the table
+
+
+def test_percentiles_and_histogram():
+    found = PromptPlan()
+    for length in (1, 2, 3, 4, 100):
+        found.add(0, [5] * length, 0)
+    assert [percentile(found.prompt_lengths, share) for share in (0, 0.5, 0.95, 1)] == [1, 3, 100, 100]
+    rows = found.histogram_rows()
+    assert [(r["from_tokens"], r["to_tokens"], r["num_prompts"]) for r in rows][:3] == [(1, 1, 1), (2, 3, 2), (4, 7, 1)]
+    assert sum(row["num_prompts"] for row in rows) == 5
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_bad_rows_are_told_with_their_lines_and_the_rest_is_planned():
+    lines = [
+        '{"id": "a", "prompt": "The fox sleeps."}',
+        "not json",
+        "",
+        '{"id": "a", "prompt": "again"}',
+        '{"prompt": ""}',
+        '{"id": "b", "prompt": [5, 6], "max_tokens": 5000}',
+        '{"id": "c", "messages": [{"role": "user", "content": "Hello"}], "unknown": 1}',
+    ]
+    found = as_json("-", stdin="\n".join(lines), expect=3)
+    assert (found["num_rows"], found["num_valid_rows"], found["num_bad_rows"]) == (6, 2, 4)
+    assert [(row["line"], row["code"]) for row in found["bad_rows"]] == [
+        (2, "invalid_json"),
+        (4, "duplicate_id"),
+        (5, "empty_prompt"),
+        (6, "context_length_exceeded"),
+    ]
+    assert found["ignored_fields"] == {"unknown": 1}
+    assert found["num_kvcache_blocks"] > 0
+    assert found["pools"][0]["fits"]
+
+
+def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is_not():
+    line = json.dumps({"prompt": [5] * 2000})
+    assert as_json("-", stdin=line)["num_output_tokens"] == 48  # the built-in model ends at 2,048 tokens
+    assert as_json("-", "--max-tokens", 48, stdin=line)["num_output_tokens"] == 48
+    found = as_json("-", "--max-tokens", 49, stdin=line, expect=3)
+    assert found["bad_row_codes"] == {"context_length_exceeded": 1}
+    assert found["recommended_block_size"] is None
+
+
+def test_a_missing_field_is_a_bad_row():
+    lines = '{"question": ["one two three", "four"]}\n{"other": 1}\n'
+    found = as_json("-", "--field", "question", stdin=lines, expect=3)
+    assert (found["num_valid_rows"], found["bad_rows"][0]["message"]) == (1, "no field 'question'")
+
+
+def test_a_pool_that_is_too_small_is_told():
+    found = as_json("-", "--num-gpu-blocks-override", 3, stdin=json.dumps({"prompt": [5] * 40, "max_tokens": 60}))
+    assert found["num_kvcache_blocks"] == 3
+    assert [(row["num_blocks"], row["fits"]) for row in found["pools"]] == [(7, False), (7, False), (7, False)]
+
+
+def test_the_screen_and_a_hostile_prompt_file():
+    lines = '{"id": "x\\u001b[31mred", "prompt": 5}\n{"prompt": "The fox"}\n'
+    result = plan("-", stdin=lines, expect=3)
+    assert "\x1b" not in result.stdout
+    assert "\\x1b[31mred" in result.stdout
+    for title in ("Rows", "Bad rows", "Lengths (tokens)", "Ideal hit rate and waste", "Pools at block size 16"):
+        assert f"{title}\n" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) < 120
+    markdown = plan("-", "--format", "md", stdin=lines, expect=3).stdout
+    assert sum(line.startswith("### ") for line in markdown.splitlines()) == 7
+    assert "block_size,hit_rate,hit_tokens" in plan("-", "--format", "csv", stdin=lines, expect=3).stdout

@@ -1,0 +1,171 @@
+"""`pagedcli profile-memory`: a known machine from numbers alone, this machine by measuring, and both beside."""
+
+import csv
+import io
+import json
+
+import pytest
+from model_zoo import tiny_model
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+KNOWN = ("--gpu-memory", "23.48GiB", "--used", "3.69GiB", "--peak", "1.58GiB", "--current", "1.14GiB")
+SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
+
+
+@pytest.fixture
+def qwen3(tmp_path):
+    """A folder with config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    return tmp_path
+
+
+def profile_memory(*arguments, expect=0):
+    result = CliRunner().invoke(app, ["profile-memory", *map(str, arguments)])
+    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
+    return result
+
+
+def as_json(*arguments, expect=0):
+    return json.loads(profile_memory(*arguments, "--format", "json", expect=expect).stdout)
+
+
+def terms_of(found, column="measured_bytes"):
+    return {row["term"]: row[column] for row in found["waterfall"]}
+
+
+def test_the_known_machine_gives_28_mib_and_621_blocks(qwen3):
+    found = as_json("-m", qwen3, "--block-size", 256, *KNOWN)
+    assert found["block_bytes"] == 28 * 2**20
+    assert found["num_kvcache_blocks"] == 621
+    assert found["num_kvcache_tokens"] == 621 * 256
+    assert not found["measured"]
+    assert as_json("-m", qwen3 / "config.json", "--block-size", 256, *KNOWN) == {
+        **found,
+        "model": found["model"] + "/config.json",
+    }
+
+
+def test_the_known_machine_on_a_screen_of_80_columns(qwen3):
+    screen = profile_memory("-m", qwen3, "--block-size", 256, *KNOWN).stdout
+    assert "x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128" in screen
+    assert "621 blocks of 28.00 MiB = 158,976 tokens" in screen
+
+
+def test_a_card_by_name_needs_neither_card_nor_weights(qwen3):
+    found = as_json("-m", qwen3, "--gpu", "h200", "--target-concurrency", 512)
+    terms = terms_of(found, "predicted_bytes")
+    assert terms["weights"] == 2 * 596_049_920
+    assert (
+        terms["total"] - sum(v for k, v in terms.items() if k not in ("total", "kv_cache", "pool")) == terms["kv_cache"]
+    )
+    assert found["num_kvcache_blocks"] == terms["kv_cache"] // found["block_bytes"]
+    [target] = found["target"]
+    assert target["num_blocks"] == 512 * 2560
+    assert not target["fits"]
+    assert target["utilization"] > 1
+
+
+def test_no_block_says_who_holds_the_memory_and_what_to_change(qwen3):
+    result = profile_memory("-m", qwen3, "--gpu-memory", "4GiB", *KNOWN[2:], expect=2)
+    assert "no KV block fits: one needs 1.75 MiB" in result.stderr
+    assert "other processes 2.55 GiB, the weights 1.14 GiB" in result.stderr
+    assert "hint: end other processes" in result.stderr
+    assert "= room for KV" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu", "a-card"), "known: t4"),
+        (("--gpu", "h200", "--gpu-memory", "1GiB"), "exclude each other"),
+        (("--used", "1GiB"), "needs --gpu or --gpu-memory"),
+        (("--gpu", "h200", "--peak", "1GiB"), "belong together"),
+        (("--gpu", "h200", "--peak", "1GiB", "--current", "2GiB"), "--peak is below --current"),
+        (("--gpu-memory", "many"), "cannot read 'many'"),
+    ],
+)
+def test_wrong_descriptions_are_refused(qwen3, arguments, words):
+    assert words in profile_memory("-m", qwen3, *arguments, expect=2).stderr
+
+
+def test_a_pool_given_by_flag_wins_over_the_described_machine(qwen3):
+    assert as_json("-m", qwen3, "--gpu", "h200", "--num-gpu-blocks-override", 7)["num_kvcache_blocks"] == 7
+    assert as_json("-m", qwen3, "--gpu", "t4", "--kv-cache-memory", "1GiB")["num_kvcache_blocks"] == 2**30 // 1_835_008
+
+
+def test_tensor_parallel_ranks_share_weights_and_blocks(qwen3):
+    alone, shared = (as_json("-m", qwen3, "--gpu", "h200", "--tensor-parallel-size", size) for size in (1, 4))
+    assert shared["block_bytes"] == alone["block_bytes"] // 4
+    assert shared["weights_bytes"] == pytest.approx(alone["weights_bytes"] / 4, rel=0.01)
+    assert shared["num_kvcache_blocks"] > 4 * alone["num_kvcache_blocks"]
+    assert "one CPU process" in profile_memory("--device", "cpu", "--tensor-parallel-size", 2, expect=2).stderr
+
+
+# ---------------------------------------------------------------------- measured
+
+
+def test_this_machine_is_measured_beside_the_prediction(tmp_path):
+    path = tiny_model("qwen3", tmp_path / "m")
+    config = EngineConfig(model=str(path), device="cpu", max_num_seqs=4, max_num_batched_tokens=64)
+    engine = LLMEngine(config)
+    found = as_json("-m", path, "--device", "cpu", *SMALL)
+    assert found["measured"]
+    assert found["num_kvcache_blocks"] == engine.plan.num_blocks
+    assert found["block_bytes"] == engine.plan.block_bytes
+    assert found["weights_bytes"] == engine.plan.weight_bytes
+    assert (found["activation_peak_tokens"], found["activation_peak_seqs"]) == (64, 4)
+    measured, predicted = terms_of(found), terms_of(found, "predicted_bytes")
+    assert (
+        measured["total"] - sum(measured[k] for k in ("others", "runtime", "weights", "activations"))
+        == measured["kv_cache"]
+    )
+    assert predicted["weights"] == measured["weights"]
+    assert measured["runtime"] > 50 * 2**20  # an interpreter with torch
+    assert predicted["activations"] > 0
+    assert predicted["others"] is None
+
+
+def test_a_prompt_file_gives_lengths_and_sharing(tmp_path):
+    shared = list(range(3, 35))  # 32 tokens: two blocks
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": shared + [100 + i] * (4 * (i + 1)), "max_tokens": 12} for i in range(10)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": 5}]))
+    arguments = ("--device", "cpu", "--num-gpu-blocks-override", 62, "--prompts", prompts, "--target-concurrency", 20)
+    result = profile_memory(*arguments, *SMALL, "--format", "json")
+    assert "1 of 11 rows are bad" in result.stderr
+    found = json.loads(result.stdout)
+    assert found["num_kvcache_blocks"] == 62
+    assert found["shared_prefix_tokens"] == 32
+    rows = {row["at"]: row for row in found["concurrency"]}
+    assert [rows[f"file {name}"]["num_tokens"] for name in ("p50", "p95", "max")] == [64, 84, 84]
+    assert rows["file p50"]["max_concurrency"] == 62 / 4
+    assert rows["file p50"]["max_concurrency_shared"] == (62 - 2) / (4 - 2)
+    target = {row["at"]: row for row in found["target"]}
+    assert target["file p50"]["num_blocks"] == 2 + 20 * 2
+
+
+def test_csv_and_markdown_have_plain_keys_and_headers(qwen3):
+    text = profile_memory("-m", qwen3, *KNOWN, "--format", "csv").stdout
+    sizes = text.split("# The same")[1].split("\n", 1)[1]
+    rows = list(csv.DictReader(io.StringIO(sizes)))
+    assert len(rows) == 18
+    assert int(rows[0]["block_bytes"]) == 2 * 28 * 8 * 8 * 128 * 4
+    assert "| KV dtype | block size |" in profile_memory("-m", qwen3, *KNOWN, "--format", "md").stdout

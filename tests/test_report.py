@@ -1,0 +1,199 @@
+"""The HTML report: complete, safe to embed whatever a request is called, and fast enough in a real browser."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+
+import pytest
+from simulation import Simulation
+
+from pagedcli.events import StepScheduled
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.report import BlockFrames, embedded_json, render_report
+from pagedcli.inspection.trace_file import TraceReader, TraceWriter
+
+NASTY = "</script><script>document.title='owned'</script>"
+CHINESE = "你好,世界"
+
+
+def recorded(path, *, num_steps=60, num_blocks=40, request_ids=(NASTY, CHINESE), seed=1, **limits):
+    """A simulated run whose requests carry these ids."""
+    rng = random.Random(seed)
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "chunked_prefill_size": 16, **limits}
+    with TraceWriter(path) as writer:
+        sim = Simulation(num_blocks, 4, emit=writer, trace_tokens=True, check=False, **limits)
+        sim._sequence = named(sim._sequence, request_ids)
+        while sim.num_steps < num_steps:
+            while len(sim.scheduler.waiting) < 3:
+                head = [rng.randrange(3)] * rng.randrange(1, 20)
+                sim.add(head + [rng.randrange(50) for _ in range(rng.randrange(1, 8))], rng.randrange(2, 30))
+            sim.step()
+        sim.run()
+    return path
+
+
+def named(make, request_ids):
+    def sequence(*args):
+        seq = make(*args)
+        seq.request_id = request_ids[seq.seq_id % len(request_ids)]
+        return seq
+
+    return sequence
+
+
+def page_data(page):
+    return json.loads(re.search(r'id="trace-data">(.*?)</script>', page.decode(), re.DOTALL)[1])
+
+
+def test_text_cannot_leave_the_script_element():
+    text = embedded_json({"a": NASTY, "b": CHINESE, "c": "<!-- & \u2028"})
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert json.loads(text) == {"a": NASTY, "b": CHINESE, "c": "<!-- & \u2028"}
+
+
+def test_the_page_holds_the_run_and_nothing_from_outside(tmp_path):
+    path = recorded(tmp_path / "<b>{{data}}.jsonl")
+    page = render_report(TraceReader(path), lambda ids: NASTY + CHINESE)
+    text = page.decode()
+    assert text.count("<script") == text.count("</script>") == 2
+    assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", text.replace(NASTY, ""))
+    assert "default-src 'none'" in text
+    data = page_data(page)
+    assert {row[1] for row in data["timelines"]} == {NASTY, CHINESE}
+    assert any(NASTY + CHINESE in lookup[11] for lookup in data["explain"]["lookups"] if lookup[11])
+    assert len(data["frames"]) == data["numSteps"] + 1
+    assert all(len(column) == data["numSteps"] for column in data["columns"].values())
+
+
+def test_frames_fold_to_the_pool_of_every_step(tmp_path):
+    moment, frames, pools = Moment(), BlockFrames(), []
+    for event in TraceReader(recorded(tmp_path / "run.jsonl")):
+        moment.apply(event)
+        frames.apply(event, moment)
+        if isinstance(event, StepScheduled):
+            state = moment.state
+            pools.append([code(state, block_id) for block_id in range(state.num_blocks)])
+    folded = [0] * 40
+    for delta, pool in zip(frames.grouped(1), pools, strict=True):
+        for packed in delta:
+            folded[packed // 16] = packed % 16
+        assert folded == pool
+    grouped = [0] * 40
+    for number, delta in enumerate(frames.grouped(7)):
+        for packed in delta:
+            grouped[packed // 16] = packed % 16
+        assert grouped == pools[min(number * 7 + 6, len(pools) - 1)]
+
+
+def code(state, block_id):
+    ref_count, cached = state.ref_counts[block_id], state.hashes[block_id] is not None
+    if ref_count == 0:
+        return 1 if cached else 0
+    return min(ref_count + 2, 13) if ref_count > 1 else 3 if cached else 2
+
+
+def test_timelines_leave_no_gap(tmp_path):
+    data = page_data(render_report(TraceReader(recorded(tmp_path / "run.jsonl.zst"))))
+    for _, _, _, _, reason, phases in data["timelines"]:
+        assert reason == "length"
+        for before, after in pairwise(phases):
+            assert after[1] == before[2] + 1
+        assert all(first <= last for _, first, last in phases)
+
+
+def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path, monkeypatch):
+    path = recorded(tmp_path / "run.jsonl")
+    whole = page_data(render_report(TraceReader(path)))
+    monkeypatch.setattr("pagedcli.inspection.report.MAX_FRAMES", 20)
+    data = page_data(render_report(TraceReader(path)))
+    assert data["group"] == -(-whole["numSteps"] // 20)
+    assert len(data["columns"]["used"]) <= 20
+    assert sum(data["columns"]["sampled"]) == sum(whole["columns"]["sampled"])
+    assert data["columns"]["used"][-1] == whole["columns"]["used"][-1]
+
+
+@pytest.fixture
+def chromium(tmp_path):
+    """Loads a page in headless Chromium and returns its DOM once the script has run."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+
+    def dump(path):
+        command = [
+            program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2400", "--dump-dom", path.as_uri(),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        return done.stdout.decode()
+
+    return dump
+
+
+def with_script(page, script):
+    """The page with one more script at its end, which writes what it finds into the attribute data-probe."""
+    probe = (
+        f"<script>document.documentElement.dataset.probe = JSON.stringify((() => {{ {script} }})());</script></body>"
+    )
+    return page.decode().replace("</body>", probe).encode()
+
+
+def probe_of(dom):
+    found = re.search(r'data-probe="(.*?)"', dom, re.DOTALL)
+    assert found, "the page's script failed"
+    return json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+
+
+def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")), lambda ids: NASTY + CHINESE)
+    path = tmp_path / "report.html"
+    script = """
+      setFrame(3);
+      drawMap(); for (const chart of charts) chart.draw();
+      const words = $("pool-words").textContent, pixels = $("map").getContext("2d").getImageData(2, 2, 1, 1).data[3];
+      setFrame(numFrames - 1); drawMap();
+      return { title: document.title, words, pixels, last: $("pool-words").textContent,
+               lookups: $("lookups").textContent, tiles: $("tiles").children.length, scripts: document.scripts.length,
+               ready: document.documentElement.dataset.ready };
+    """
+    path.write_bytes(with_script(page, script))
+    found = probe_of(chromium(path))
+    assert found["ready"] == "yes"
+    assert found["title"] == "pagedcli report: run.jsonl"
+    assert found["scripts"] == 3  # the data, the page's own and the probe: none came from the data
+    assert NASTY in found["lookups"]
+    assert CHINESE in found["lookups"]
+    assert found["tiles"] == 7
+    assert found["pixels"] == 255
+    assert found["words"].startswith("step 3: in use ")
+    assert found["words"].endswith(" = 40 blocks")
+    assert found["last"].startswith("the end: in use 0 ")
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_stay_responsive(tmp_path, chromium):
+    """Going to any step of a long run and drawing everything takes well under the 100 ms that feel instant."""
+    path = recorded(tmp_path / "run.jsonl.zst", num_steps=10_000, num_blocks=2000, max_num_seqs=32)
+    page = render_report(TraceReader(path))
+    script = """
+      const times = [];
+      for (let i = 0; i < 40; i++) {
+        const start = performance.now();
+        current = (i * 7919) % numFrames; goToFrame(current); drawMap();
+        for (const chart of charts) chart.draw();
+        times.push(performance.now() - start);
+      }
+      return { steps: numPoints, median: times.sort((a, b) => a - b)[20], loaded: performance.now() };
+    """
+    target = tmp_path / "report.html"
+    target.write_bytes(with_script(page, script))
+    found = probe_of(chromium(target))
+    print(found)
+    assert found["steps"] >= 10_000
+    assert found["median"] < 100

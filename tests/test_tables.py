@@ -1,0 +1,56 @@
+"""Rows as text, JSON, CSV and Markdown: aligned, wrapped only on a narrow terminal, and safe to print."""
+
+import csv
+import io
+import json
+
+from pagedcli.cli.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, percent, print_tables, size
+
+COLUMNS = [Column("name", "name"), Column("num_blocks", "blocks", count), Column("why", "why")]
+ROWS = [{"name": "a", "num_blocks": 1234567, "why": "short"}, {"name": "日本", "num_blocks": None, "why": "x " * 40}]
+TABLE = Table("pool", "The pool", COLUMNS, ROWS, ["a note"])
+
+
+def test_columns_are_aligned_by_what_the_terminal_shows():
+    assert as_text(Table("t", "T", COLUMNS[:2], ROWS)).splitlines() == [
+        "T",
+        "name     blocks",
+        "----  ---------",
+        "a     1,234,567",
+        "日本          -",
+    ]
+
+
+def test_only_a_narrow_terminal_wraps_and_only_the_last_column():
+    assert max(map(len, as_text(TABLE).splitlines())) > 90
+    lines = as_text(TABLE, 50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert lines[5].startswith(" " * 17 + "x x")
+    assert lines[-1] == "a note"
+
+
+def test_a_table_without_rows_says_so():
+    assert as_text(Table("t", "T", COLUMNS, [])) == "T\nnone\n"
+
+
+def test_nothing_in_a_cell_steers_the_terminal_or_breaks_a_row():
+    hostile = [{"name": "a\x1b[2Jb\nc\td", "num_blocks": 1, "why": "one | two"}]
+    assert "a\\x1b[2Jb c d" in as_text(Table("t", "T", COLUMNS, hostile))
+    assert "one \\| two |" in as_markdown(Table("t", "T", COLUMNS, hostile))
+
+
+def test_csv_and_json_carry_plain_keys_and_raw_values(capsys):
+    rows = list(csv.DictReader(io.StringIO(as_csv(TABLE))))
+    assert rows[0] == {"name": "a", "num_blocks": "1234567", "why": "short"}
+    assert rows[1]["num_blocks"] == ""
+    print_tables([TABLE], Format.JSON, facts={"passed": True})
+    assert json.loads(capsys.readouterr().out) == {"passed": True, "pool": ROWS}
+    print_tables([TABLE, TABLE], Format.CSV)
+    assert capsys.readouterr().out.count("# The pool\nname,num_blocks,why\n") == 2
+
+
+def test_numbers_for_people():
+    assert [size(n) for n in (0, 1023, 1024, 29_360_128, 25 * 2**30)] == [
+        "0 B", "1,023 B", "1.00 KiB", "28.00 MiB", "25.00 GiB",
+    ]  # fmt: skip
+    assert (percent(0.2134), count(1234.4)) == ("21.3 %", "1,234")

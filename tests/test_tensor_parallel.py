@@ -1,0 +1,138 @@
+"""Two gloo ranks give the tokens of one; a worker that dies ends the run with its reason; nothing waits for ever."""
+
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import tiny_model
+from test_engine import ragged_prompts, run
+
+from pagedcli.config import EngineConfig
+from pagedcli.engine import llm_engine, tensor_parallel
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.tensor_parallel import WorkerFailure
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.sharding import shard_parameters, shard_spec
+from pagedcli.models.spec import read_spec
+from pagedcli.models.weights import CheckpointWeights, DummyWeights
+from pagedcli.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Untied, with every bias there is, and a vocabulary that does not split evenly."""
+    return tiny_model("llama-untied", tmp_path_factory.mktemp("parallel"), vocab_size=321, num_hidden_layers=1)
+
+
+def make_engine(path, **config):
+    config = {"max_num_seqs": 4, "num_gpu_blocks_override": 6, "chunked_prefill_size": 30, **config}
+    return LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **config))
+
+
+@pytest.fixture
+def close():
+    engines = []
+    yield lambda engine: engines.append(engine) or engine
+    for engine in engines:
+        engine.close()
+    assert not dist.is_initialized()
+
+
+PARAMS = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 3 + [
+    SamplingParams(temperature=1.0, n=2, seed=i, max_tokens=6, top_k=k, ignore_eos=True) for i, k in enumerate([0, 5])
+]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model, close):
+    prompts = ragged_prompts(5)
+    expected = run(make_engine(model), prompts, PARAMS)
+    engine = close(make_engine(model, tensor_parallel_size=2, async_scheduling=True))
+    assert run(engine, prompts, PARAMS) == expected
+    assert engine.stats.num_steps_ahead > 0
+    assert engine.stats.num_preemptions > 0
+    assert engine.plan.block_bytes == make_engine(model).plan.block_bytes // 2
+    assert engine.model.weight_bytes < 0.6 * make_engine(model).model.weight_bytes
+
+    engine.add_request("a", prompts[0], PARAMS[0])
+    engine.step()
+    [worker] = engine._group._workers
+    os.kill(worker.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerFailure, match=r"worker 1 of 2 .* was killed by SIGKILL"):
+        for _ in range(40):
+            engine.step()
+    assert time.monotonic() - start < 20
+
+
+def test_a_worker_that_cannot_load_says_why_and_nobody_waits(model, monkeypatch):
+    start_worker = tensor_parallel._start_worker
+
+    def start_with_another_model(config, *args):
+        return start_worker(msgspec.structs.replace(config, model="/no/such/model"), *args)
+
+    monkeypatch.setattr(tensor_parallel, "_start_worker", start_with_another_model)
+    with pytest.raises(WorkerFailure, match="worker 1 of 2 .* failed: .*/no/such/model"):
+        make_engine(model, tensor_parallel_size=2)
+    assert not dist.is_initialized()
+
+
+def test_workers_end_when_rank_0_cannot_load(model, monkeypatch):
+    groups = []
+
+    def fail(config, **_):
+        raise ModelError("no such weights")
+
+    class Group(tensor_parallel.WorkerGroup):
+        def __init__(self, config):
+            super().__init__(config)
+            groups.append(self)
+
+    monkeypatch.setattr(tensor_parallel, "load_engine", fail)
+    monkeypatch.setattr(llm_engine, "WorkerGroup", Group)
+    with pytest.raises(ModelError, match="no such weights"):
+        make_engine(model, tensor_parallel_size=2)
+    assert [worker.process.returncode for worker in groups[0]._workers] != [None]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(3, "4 query heads"), (9, "1 to 8")],
+)
+def test_impossible_numbers_of_ranks_are_refused_with_the_reason(model, size, words):
+    with pytest.raises(ConfigError, match=words):
+        if size > 8:
+            make_engine(model, tensor_parallel_size=size)
+        shard_spec(read_spec(model), ParallelContext(0, size))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_of_all_ranks_make_up_the_whole(model, size):
+    spec = read_spec(model)
+    whole = decoder_parameters(spec)
+    options = {"ignored": frozenset(), "dtype": torch.float32, "device": torch.device("cpu")}
+    for source in (CheckpointWeights(model), DummyWeights(0)):
+        full = source.load(whole, **options)
+        ranks = [ParallelContext(rank, size) for rank in range(size)]
+        parts = [source.load(shard_parameters(whole, spec, rank), **options) for rank in ranks]
+        for key in ("embedding", "lm_head"):
+            assert torch.equal(torch.cat([part[key] for part in parts]), full[key])
+        for key in ("layers.0.out.weight", "layers.0.down.weight"):
+            assert torch.equal(torch.cat([part[key] for part in parts], dim=1), full[key])
+        own = shard_spec(spec, ranks[0])
+        rows = own.num_heads * spec.head_dim
+        q = torch.cat([part["layers.0.qkv.weight"][:rows] for part in parts])
+        assert torch.equal(q, full["layers.0.qkv.weight"][: spec.num_heads * spec.head_dim])
+        k = [part["layers.0.qkv.bias"][rows : rows + own.num_kv_heads * spec.head_dim] for part in parts]
+        # with more ranks than key/value heads neighbours hold the same head
+        distinct = k[:: max(1, size // spec.num_kv_heads)]
+        first = spec.num_heads * spec.head_dim
+        expected = full["layers.0.qkv.bias"][first : first + spec.num_kv_heads * spec.head_dim]
+        assert torch.equal(torch.cat(distinct), expected)
+        assert torch.equal(parts[-1]["final_norm"], full["final_norm"])

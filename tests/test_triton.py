@@ -1,0 +1,211 @@
+"""The Triton kernels without a GPU: right through the interpreter, and compiled for two GPUs without waste.
+
+The interpreter must be chosen before triton is imported, so the conformance test runs in a process of its own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parent
+# Shared memory one program may use, and that of a whole multiprocessor less 1 KiB per program, in bytes.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def test_conformance_through_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-k", "triton"]
+    done = subprocess.run(
+        [*command, str(TESTS / "test_attention_conformance.py")], env=environment, capture_output=True, text=True
+    )
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert passed is not None
+    assert int(passed[1]) >= 15, done.stdout[-2000:]
+
+
+class Compiled:
+    """One kernel compiled for a GPU that is not here: what ptxas says of it."""
+
+    def __init__(self, function, types, constants, capability, num_warps, tmp_path):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = function.arg_names
+        aligned = [n for n in types if types[n].startswith("*") or n in ("q_stride", "k_stride", "v_stride")]
+        source = ASTSource(
+            fn=function,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        self.ptx = compiled.asm["ptx"]
+        self.shared_bytes = compiled.metadata.shared
+        ptx_file = tmp_path / "kernel.ptx"
+        ptx_file.write_text(self.ptx)
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
+        command = [str(ptxas), "-v", "--gpu-name", architecture, str(ptx_file), "-o", str(tmp_path / "kernel.cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        self.spilled_bytes = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+        self.registers = int(re.search(r"Used (\d+) registers", report)[1])
+
+    def copy_widths(self):
+        """Bytes of each asynchronous copy to shared memory."""
+        return [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", self.ptx)]
+
+
+CASES = [(torch.bfloat16, 64, 2, 16), (torch.bfloat16, 128, 2, 16), (torch.bfloat16, 128, 8, 256)]
+CASES += [(torch.bfloat16, 256, 4, 16), (torch.float32, 128, 2, 16)]
+SLOW_CASES = [
+    (dtype, head_dim, group, block_size)
+    for dtype in NAMES
+    for head_dim in (8, 64, 96, 128, 256)
+    for group in (1, 2, 5, 16)
+    for block_size in (16, 48, 256)
+    if (dtype, head_dim, group, block_size) not in CASES
+]
+
+
+def kernel_constants(dtype, head_dim, group, block_size, capability):
+    """Types and constants of a launch as TritonAttention makes it."""
+    from pagedcli.attention import triton_paged as paged
+
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    decode, prefill = paged.tile_configs(dtype, block_d, divmod(capability, 10))
+    data = f"*{NAMES[dtype]}"
+    tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data)
+    lists = dict.fromkeys(("item_seq_ptr", "cu_q_ptr", "num_tokens_ptr", "table_ptr"), "*i32")
+    types = {**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "factor": "fp32"}
+    constants = {"H": 8 * group, "G": 8, "S": block_size, "D": head_dim, "BLOCK_D": block_d, "UPCAST": False}
+    return decode, prefill, types, constants
+
+
+def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path):
+    from pagedcli.attention import triton_kernels as kernels
+    from pagedcli.attention import triton_paged as paged
+
+    decode, prefill, types, constants = kernel_constants(dtype, head_dim, group, block_size, capability)
+    decode_types = {
+        **types,
+        **dict.fromkeys(("partial_ptr", "partial_stat_ptr"), "*fp32"),
+        **dict.fromkeys(("item_split_ptr", "num_items_ptr"), "*i32"),
+    }
+    decode_constants = {
+        **constants,
+        "ROWS": paged.MIN_ROWS,
+        "SPLIT": paged.SPLIT,
+        "PAGES": paged.pages_per_split(block_size),
+        "BLOCK_N": decode.block_n,
+        "STAGES": decode.num_stages,
+    }
+    prefill_constants = {
+        **constants,
+        "BLOCK_M": prefill.block_m,
+        "TOKENS": prefill.block_m // group,
+        "BLOCK_N": prefill.block_n,
+        "STAGES": prefill.num_stages,
+    }
+    return (
+        Compiled(kernels.decode_kernel, decode_types, decode_constants, capability, decode.num_warps, tmp_path),
+        Compiled(
+            kernels.prefill_kernel,
+            {**types, "item_token_ptr": "*i32"},
+            prefill_constants,
+            capability,
+            prefill.num_warps,
+            tmp_path,
+        ),
+    )
+
+
+def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path):
+    decode, prefill = compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path)
+    for kernel in (decode, prefill):
+        assert kernel.spilled_bytes == 0, f"{kernel.registers} registers"
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+    # Decode lives from loads in flight: programs must fit a multiprocessor side by side, K and V must come by wide
+    # asynchronous copies, and no table look-up may be among them.
+    programs = 3 if capability == 90 else 2
+    if dtype != torch.float32:
+        assert programs * (decode.shared_bytes + 1024) <= SHARED_LIMIT[capability] + 1024
+        assert programs * decode.registers * 128 <= 65536 * 4 // 3
+    assert decode.copy_widths()
+    assert set(decode.copy_widths()) == {16}
+    assert 16 in prefill.copy_widths()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("dtype", "head_dim", "group", "block_size"), CASES)
+def test_kernels_compile_without_spills(dtype, head_dim, group, block_size, capability, tmp_path):
+    check_kernels(dtype, head_dim, group, block_size, capability, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("dtype", "head_dim", "group", "block_size"), SLOW_CASES)
+def test_every_kernel_compiles_without_spills(dtype, head_dim, group, block_size, capability, tmp_path):
+    check_kernels(dtype, head_dim, group, block_size, capability, tmp_path)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_store_and_combine_compile(capability, tmp_path):
+    from pagedcli.attention import triton_kernels as kernels
+
+    data = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
+    types = {**data, "slots_ptr": "*i32", "k_stride": "i32", "v_stride": "i32"}
+    constants = {"G": 8, "S": 16, "D": 128, "BLOCK_G": 8, "BLOCK_D": 128}
+    store = Compiled(kernels.store_kvcache_kernel, types, constants, capability, 4, tmp_path)
+    types = {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("first_item_ptr", "cu_q_ptr", "num_tokens_ptr"), "*i32")
+    constants = {"H": 16, "G": 8, "D": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128}
+    combine = Compiled(kernels.combine_kernel, types, constants, capability, 4, tmp_path)
+    assert store.spilled_bytes == combine.spilled_bytes == 0
+    assert re.search(r"st\.global\.v4", store.ptx), "K and V are stored 16 bytes at a time"
+
+
+def test_plan_is_refilled_in_place(monkeypatch):
+    """A captured graph keeps the addresses of the first plan, so a later step's lists must land there."""
+    from attention_cases import make_batch
+
+    from pagedcli.attention import triton_paged as paged
+    from pagedcli.attention.base import AttentionSpec
+
+    spec = AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64)
+    backend = paged.TritonAttention(spec)
+    table = torch.zeros(3, 100, dtype=torch.int32)
+    batch = make_batch([(600, 1), (20, 1), (300, 1)], table, [0, 0, 0], "cpu")
+    backend.prepare(batch)
+    address = batch.plan.buffer.data_ptr()
+    assert batch.plan.num_items.item() == 3 + 1 + 2
+    assert batch.plan.first_item.tolist() == [0, 3, 4]
+    assert batch.plan.item_seq[:6].tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.plan.item_split[:6].tolist() == [0, 1, 2, 0, 0, 1]
+    next_batch = make_batch([(601, 1), (21, 1), (257, 1)], table, [0, 0, 0], "cpu")
+    next_batch.plan = batch.plan
+    backend.prepare(next_batch)
+    assert next_batch.plan.buffer.data_ptr() == address
+    assert next_batch.plan.item_split[:6].tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 80, 128, 240, 256, 272, 512])
+def test_pages_per_split_always_suffices(block_size):
+    from pagedcli.attention.triton_paged import SPLIT, pages_per_split
+
+    touched = max((start + SPLIT - 1) // block_size - start // block_size + 1 for start in range(0, 64 * SPLIT, SPLIT))
+    pages = pages_per_split(block_size)
+    assert pages >= touched
+    assert pages & (pages - 1) == 0, "tl.arange wants a power of two"

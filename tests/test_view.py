@@ -1,0 +1,267 @@
+"""What the views print: complete at every size, the same without colour, and safe for a terminal."""
+
+import io
+import json
+import random
+from itertools import pairwise
+
+import msgspec
+import pytest
+from rich.console import Console
+from simulation import Simulation
+
+from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
+from pagedcli.inspection.live import LiveView, StepPrinter
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.panels import PoolMap, block_ids_text
+from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.view import MomentScreen, print_step_tables
+from pagedcli.inspection.words import describe
+
+
+def console(width=80, height=24, **options):
+    return Console(file=io.StringIO(), width=width, height=height, _environ={}, **options)
+
+
+def printed(made):
+    return made.file.getvalue()
+
+
+def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
+    """A busy moment: right after a step was scheduled."""
+    rng = random.Random(7)
+    moment = Moment()
+    kept = []
+
+    def emit(event):
+        moment.apply(event)
+        if isinstance(event, StepScheduled):
+            kept[:] = [moment.copy()]
+
+    sim = Simulation(
+        num_blocks, 4, emit=emit, check=False, **{"max_num_seqs": 6, "max_num_batched_tokens": 64, **limits}
+    )
+    for _ in range(num_requests):
+        sim.add([5] * rng.randrange(12) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))], rng.randrange(5, 40))
+    for _ in range(steps):
+        sim.step()
+    return kept[0]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (200, 60), (300, 80)])
+@pytest.mark.parametrize("num_blocks", [3, 60, 100_000])
+def test_the_screen_fits_exactly_and_shows_its_parts(size, num_blocks):
+    width, height = size
+    moment = moment_of(num_blocks, num_requests=3 if num_blocks == 3 else 12, max_num_seqs=1 if num_blocks == 3 else 6)
+    out = console(width, height)
+    out.print(MomentScreen(moment, title="pagedcli trace", keys="keys"), height=height)
+    lines = printed(out).rstrip("\n").split("\n")
+    assert len(lines) == height
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for part in ("block pool", "sequences", "prefix hits", "last events", "running", f"= {num_blocks:,} blocks"):
+        assert part in text
+
+
+def test_a_small_pool_is_drawn_block_by_block():
+    state_of = {"empty": "·", "cached": "○", "open": "▫", "closed": "■"}
+    moment = moment_of(60)
+    state = moment.state
+    out = console(60, 20)
+    out.print(PoolMap(moment), height=20)
+    cells = printed(out).split("\n")[0]
+    for block_id, glyph in enumerate(cells):
+        ref_count, cached = state.ref_counts[block_id], state.hashes[block_id] is not None
+        if ref_count > 1:
+            assert glyph == str(ref_count)
+        else:
+            kind = ("closed" if cached else "open") if ref_count else ("cached" if cached else "empty")
+            assert glyph == state_of[kind]
+
+
+def test_a_pool_of_a_hundred_thousand_blocks_is_summarised_not_cut():
+    moment = moment_of(100_000)
+    out = console(80, 24)
+    out.print(PoolMap(moment), height=10)
+    lines = printed(out).rstrip("\n").split("\n")
+    assert len(lines) <= 10
+    per_cell = -(-100_000 // (80 * 8))
+    assert f"1 cell = {per_cell} blocks" in lines[-1]
+    assert len("".join(lines[:-2])) == -(-100_000 // per_cell)
+    assert "S" in lines[0] or "▫" in lines[0] or "■" in lines[0]
+
+
+def test_without_unicode_the_glyphs_are_ascii():
+    out = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict"), width=80, _environ={})
+    out.print(PoolMap(moment_of(60)), height=20)
+    out.file.flush()
+    text = out.file.buffer.getvalue().decode()
+    assert ". empty" in text
+    assert "o cached" in text
+
+
+@pytest.mark.parametrize(
+    ("table", "ref_counts", "text"),
+    [
+        ([], [], ""),
+        ([3], [0, 0, 0, 1], "3"),
+        ([0, 1, 2, 3], [2, 2, 1, 1], "0×2 1×2 2 3"),
+        ([0, 1, 2, 3, 5], [2, 2, 2, 1, 0, 1], "0-2×2 3 5"),
+        ([5, 3, 4, 0], [1, 0, 0, 1, 1, 1], "5 3 4 0"),
+    ],
+)
+def test_block_tables_in_short(table, ref_counts, text):
+    state = PoolState()
+    state.ref_counts = ref_counts
+    assert block_ids_text(state, table) == text
+
+
+@pytest.mark.parametrize("width", range(8, 60, 3))
+def test_a_cut_block_table_says_how_many_blocks_are_left_out(width):
+    state = PoolState()
+    state.ref_counts = [1] * 200
+    table = [*range(0, 60, 2), *range(100, 120)]
+    text = block_ids_text(state, table, width)
+    assert len(text) <= width
+    left_out = sum(int(part.strip("…")) for part in text.split() if "…" in part)
+    shown = [part for part in text.split() if "…" not in part]
+    num_shown = sum(int(p.split("-")[1]) - int(p.split("-")[0]) + 1 if "-" in p else 1 for p in shown)
+    assert left_out + num_shown == len(table)
+
+
+def test_nothing_is_said_by_colour_alone():
+    """The same characters with and without colour."""
+    moment = moment_of(60)
+    texts = []
+    for options in ({"no_color": True}, {"force_terminal": True, "color_system": "truecolor"}):
+        out = console(120, 40, **options)
+        with out.capture() as capture:
+            out.print(MomentScreen(moment, title="t", keys="k"), height=40)
+        texts.append(Console(file=io.StringIO(), width=120).render_str("").__class__.from_ansi(capture.get()).plain)
+    assert texts[0].rstrip() == texts[1].rstrip()
+
+
+def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
+    moment = Moment()
+    sim = Simulation(8, 4, emit=moment.apply, max_num_batched_tokens=100)
+    sim.add([1, 2, 3, 4, 5, 6, 7, 8], 5)
+    sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
+    sim.add([0, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
+    out = console(140)
+    printer = StepPrinter(out)
+    again = Simulation(8, 4, emit=printer.on_event, max_num_batched_tokens=100)
+    for seq in sim.seqs:
+        again.add(seq.token_ids, 5)
+    again.step()
+    text = printed(out)
+    assert "step 0, as its forward pass sees the cache" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 request-0 prefill 8 0 8/8 0/5 0×2 1×2" in rows
+    assert "1 request-1 prefill 2 8 10/10 0/5 0×2 1×2 2" in rows  # reuses both blocks of the first
+    assert "2 request-2 prefill 10 0 10/10 0/5 3-5" in rows  # another first token: nothing is shared
+    assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks of 4 (128 B)" in rows
+    assert "blocks by ref count 1: 4, 2: 2" in rows
+    assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
+
+
+def test_one_step_as_json():
+    out = console(80)
+    printer = StepPrinter(out, only_step=1, as_json=True)
+    sim = Simulation(8, 4, emit=printer.on_event)
+    sim.add([1, 2, 3, 4, 5], 5)
+    sim.run()
+    assert printer.num_printed == 1
+    document = json.loads(printed(out))
+    assert document["step"] == 1
+    assert document["blocks"] == {"in_use": 2, "shared": 0, "cached": 0, "empty": 6, "total": 8}
+    (seq,) = document["sequences"]
+    assert (seq["block_table"], seq["ref_counts"], seq["num_computed_tokens"]) == ([0, 1], [1, 1], 6)
+
+
+def test_the_reason_of_a_waiting_sequence_is_shown():
+    moment = moment_of(60, max_num_seqs=2, steps=3)
+    out = console(140)
+    print_step_tables(moment, out)
+    assert "not scheduled: sequence limit (2 run)" in printed(out)
+    assert "place 2 of the queue" in printed(out)
+
+
+def test_a_preemption_in_words():
+    lines = []
+    moment = Moment()
+
+    def emit(event):
+        moment.apply(event)
+        if (words := describe(event, moment.state.step_number, moment.state.engine)) and " preempt " in words:
+            lines.append(words)
+
+    sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
+    for index in range(3):
+        sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
+    sim.run()
+    assert lines == ["step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1"]
+
+
+def test_text_from_requests_cannot_steer_the_terminal():
+    moment = Moment()
+    sim = Simulation(8, 2, emit=moment.apply)
+    sim.add([1, 2, 3], 2)
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+    moment.state.seqs[0].request_id = evil
+    out = console(120, 40)
+    print_step_tables(moment, out)
+    out.print(MomentScreen(moment, title="t", keys="k"), height=40)
+    assert "\x1b" not in printed(out)
+    assert "\u202e" not in printed(out)
+    engine = moment.state.engine
+    for event in (RequestRefused(evil, "c", evil), RequestAdded(9, evil, 0, 1, 1, False)):
+        assert "\x1b" not in describe(event, 1, engine)
+
+
+def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
+    out = console(100)
+    with LiveView(out) as view:
+        sim = Simulation(8, 2, emit=view.on_event, max_num_seqs=3, max_num_batched_tokens=64)
+        for index in range(3):
+            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
+        sim.run()
+    text = printed(out)
+    assert "\x1b" not in text
+    assert "step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1" in text
+    assert "in use 0 (0 shared) + cached " in text
+    assert "(idle: nothing may be in use)" in text
+
+
+def test_events_that_contradict_each_other_end_the_view_not_the_run():
+    out = console(100)
+    with LiveView(out) as view:
+        sim = Simulation(8, 2, emit=view.on_event)
+        sim.add([1, 2, 3], 4)
+        sim.step()
+        view.on_event(StepFinished(77, 1, 0, 0, 0, 0))
+        sim.run()
+    assert "the view ended early: step_finished: step 77" in printed(out)
+
+
+def test_a_redraw_on_a_terminal_happens_at_most_every_100_ms(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("pagedcli.inspection.live.time.monotonic", lambda: now[0])
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
+    draws = []
+    with LiveView(out) as view:
+        original = view._draw
+        monkeypatch.setattr(view, "_draw", lambda: (draws.append(now[0]), original()))
+        sim = Simulation(60, 4, emit=view.on_event)
+        for index in range(30):
+            sim.add([index, 2, 3], 20)
+        while sim.scheduler.has_unfinished:
+            sim.step()
+            now[0] += 0.03
+    assert len(draws) > 5
+    assert all(later - earlier >= 0.1 - 1e-9 for earlier, later in pairwise(draws))
+
+
+def test_the_summary_of_a_moment_is_plain_json():
+    summary = json.loads(msgspec.json.encode(moment_of(60).summary()))
+    assert summary["blocks"]["in_use"] + summary["blocks"]["cached"] + summary["blocks"]["empty"] == 60
+    assert summary["hit_rates"]["run"]["from_others"]["num_lookups"] > 0
