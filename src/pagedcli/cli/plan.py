@@ -193,7 +193,7 @@ def _block_size_table(plan: PromptPlan, engine: EngineConfig) -> Table:
         "hit rate: cached / prompt tokens of the whole file, unlimited cache, last token never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: the whole file, shared ones once",
         f"recommended block size: {best}, the largest within 2 % of the fewest slots",
-        f"recommended pool: {num_blocks:,} blocks of it, where {engine.max_num_seqs:,} rows at once are never preempted",
+        f"recommended pool: {num_blocks:,} blocks of it: {engine.max_num_seqs:,} rows at once are never preempted",
     ]
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 
