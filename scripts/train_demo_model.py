@@ -463,11 +463,11 @@ def train(args: argparse.Namespace) -> None:
     for step in range(args.steps):
         elapsed = (time.time() - started) / 60
         progress = max(step / args.steps, elapsed / args.minutes if args.minutes else 0.0)
-        rate = min(1.0, (step + 1) / 100, (1 - progress) / 0.35 + 0.01)
+        rate = min(1.0, (step + 1) / 50, (1 - progress) / 0.35 + 0.01)
         for optimizer, base in zip(optimizers, (args.lr, args.lr / 5), strict=True):
             optimizer.param_groups[0]["lr"] = base * rate
         lengths, easy, goal = STAGES[stage]
-        if step % 6 == 5:
+        if step % 4 == 3:
             kind, batch = "prose", corpus.prose(max(8, args.tokens // 128))
         else:
             kind = corpus.rng.choice(lengths)
@@ -510,9 +510,10 @@ def exact_matches(model: Qwen3ForCausalLM, rows: list[tuple[list[int], int]]) ->
     for start in range(0, len(rows), 16):
         part = rows[start:start + 16]
         width = max(len(ids) for ids, _ in part)
-        logits = model(input_ids=torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in part])).logits
-        for (ids, cut), scores in zip(part, logits, strict=True):
-            hits.append(scores[cut - 1:len(ids) - 1].argmax(-1).tolist() == ids[cut:])
+        inputs = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in part])
+        states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        for (ids, cut), state in zip(part, states, strict=True):
+            hits.append(model.lm_head(state[cut - 1:len(ids) - 1]).argmax(-1).tolist() == ids[cut:])
     return hits
 
 

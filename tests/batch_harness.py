@@ -26,20 +26,21 @@ class Harness:
         self.engine = LLMEngine(EngineConfig(**(settings | engine)))
         self.tokenizer = Tokenizer(self.engine.model_path)
 
-    def run(self, lines, *, sink=None, output_token_ids=False, stop_requested=lambda: False, observe=None, **options):
-        """The result and the rows of a run. `lines`: bytes or what JSON makes of them; or an iterator of Line."""
+    def run(self, lines, *, sink=None, output_token_ids=False, run=None, **options):
+        """The result and the rows of a run. `lines`: bytes or what JSON makes of them; or an iterator of Line.
+
+        `run`: further keywords of BatchRun; `options`: those of BatchOptions.
+        """
         stream = io.BytesIO()
-        run = BatchRun(
+        result = BatchRun(
             self.engine,
             self.tokenizer,
             MemorySource(lines) if isinstance(lines, list) else lines,
             sink or StreamSink(stream, order="input"),
             RowWriter(self.tokenizer, "demo", "key", 1, output_token_ids=output_token_ids),
             BatchOptions(**({"defaults": DEFAULTS} | options)),
-            stop_requested=stop_requested,
-            observe=observe,
-        )
-        result = run.run()
+            **(run or {}),
+        ).run()
         return result, [json.loads(row) for row in stream.getvalue().splitlines()]
 
     def rows(self, lines, **options):

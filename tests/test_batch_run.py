@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from batch_harness import Harness
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.sinks import StreamSink
+from pagedcli.errors import PagedcliError
 from pagedcli.sampling_params import SamplingParams
 
 PROMPTS = ["Once upon a time", "The fox lives", "Q: What does the bear eat?\nA:", "Hello", "Lily and Ben"]
@@ -285,7 +287,7 @@ def test_a_run_takes_only_as_many_lines_as_the_engine_needs(harness):
         nonlocal most_ahead
         most_ahead = max(most_ahead, num_taken - stats.num_done)
 
-    result, rows = harness.run(lines(), observe=observe)
+    result, rows = harness.run(lines(), run={"observe": observe})
     assert len(rows) == result.stats.num_done == 1000
     assert 0 < most_ahead <= 2 * harness.engine.plan.max_num_seqs
 
@@ -298,7 +300,7 @@ def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):
         steps += 1
         return steps > 10
 
-    result, rows = harness.run([plain(prompt, max_tokens=4) for prompt in PROMPTS * 10], stop_requested=stop)
+    result, rows = harness.run([plain(prompt, max_tokens=4) for prompt in PROMPTS * 10], run={"stop_requested": stop})
     assert result.outcome == "interrupted"
     assert 0 < len(rows) < 50
     for request_id in list(harness.engine._requests):
@@ -314,3 +316,43 @@ def test_max_errors_stops_a_run_of_bad_lines(harness):
 def test_ignored_fields_are_counted_for_a_note(harness):
     result, _ = harness.run([plain("a", colour=1), plain("b", colour=2)])
     assert result.ignored == {"colour": 2}
+
+
+def test_rows_of_a_slow_source_do_not_wait_for_its_next_line(harness):
+    finished = threading.Event()
+
+    def lines():
+        yield Line(0, 1, msgspec.json.encode(plain("Hello")), 0)
+        assert finished.wait(30), "the row of the first line never came"
+        yield Line(1, 2, msgspec.json.encode(plain("Hello")), 0)
+
+    def observe(stats):
+        if stats.num_done:
+            finished.set()
+
+    _, rows = harness.run(lines(), run={"live": True, "observe": observe})
+    assert [row["index"] for row in rows] == [0, 1]
+
+
+def test_a_run_that_waits_for_lines_can_be_stopped(harness):
+    never = threading.Event()
+
+    def lines():
+        never.wait(60)
+        yield from ()
+
+    asked = []
+    result, _ = harness.run(lines(), run={"live": True, "stop_requested": lambda: asked.append(1) or len(asked) > 3})
+    never.set()
+    assert result.outcome == "interrupted"
+
+
+def test_what_goes_wrong_in_a_slow_source_is_raised(harness):
+    def lines():
+        yield Line(0, 1, msgspec.json.encode(plain("Hello")), 0)
+        raise PagedcliError("stdin is damaged")
+
+    with pytest.raises(PagedcliError, match="stdin is damaged"):
+        harness.run(lines(), run={"live": True})
+    for request_id in list(harness.engine._requests):
+        harness.engine.abort(request_id)

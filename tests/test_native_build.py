@@ -95,13 +95,6 @@ def test_key_depends_on_compiler_flags_and_processor(monkeypatch):
 
 
 @needs_compiler
-def test_threads_are_those_of_torch():
-    if sys.platform == "darwin":
-        pytest.skip("torch's OpenMP runtime on macOS has no GOMP_parallel: the kernels start their own threads")
-    assert build._torch_parallel() is not None
-
-
-@needs_compiler
 @pytest.mark.slow
 def test_two_processes_may_build_at_once(tmp_path):
     program = "from pagedcli.native import load_library; print(load_library().notes)"

@@ -64,8 +64,7 @@ ConfigTable = tuple[tuple[int, int, TileConfig], ...]
 
 @dataclass(slots=True)
 class _Plan:
-    """One step's work lists, in one buffer on the device. A plan that is large enough is filled again in place, so that
-    a captured graph finds the next step's lists where it looks."""
+    """One step's work lists, in one buffer on the device."""
 
     capacity: int  # decode items
     buffer: Tensor  # int32: number of decode items | first item of each sequence | items' sequences | items' splits
@@ -97,6 +96,8 @@ class TritonAttention:
     block_size_multiple = 16
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
     batch_invariant = True
+    fused_store = True  # layers.triton_layers.rotate_and_store fills this cache
+    graph_safe = True  # a step of one token per sequence can be captured in a CUDA graph
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -107,6 +108,7 @@ class TritonAttention:
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
         self._partials = torch.empty(0), torch.empty(0)
+        self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
         if spec.device.type == "cuda":
             self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(spec.device).multi_processor_count
         else:
@@ -116,29 +118,28 @@ class TritonAttention:
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
     def prepare(self, batch: PagedBatch) -> None:
+        num_seqs = batch.num_tokens.shape[0]
+        if batch.max_new == 1 and batch.slots.shape[0] == num_seqs:
+            batch.plan = decode_plan(batch.num_tokens, batch.max_total)
+            return
         starts = np.asarray(batch.cu_q_host or batch.cu_q.tolist())
         totals = np.asarray(batch.num_tokens_host or batch.num_tokens.tolist())
         num_new = np.diff(starts)
         decodes = (num_new > 0) & (num_new * self._group <= self._rows)
         splits = np.where(decodes, -(-totals // SPLIT), 0)
         num_items = int(splits.sum())
-        plan = batch.plan if isinstance(batch.plan, _Plan) else None
-        if plan is None or plan.num_sequences != len(totals) or plan.capacity < num_items:
-            capacity = _power_of_2(max(num_items, 1))
-            size = 1 + len(totals) + 2 * capacity
-            plan = _Plan(capacity, torch.empty(size, dtype=torch.int32, device=batch.cu_q.device), len(totals))
         first_item = np.cumsum(splits) - splits
-        seq_of_item = np.repeat(np.arange(len(totals)), splits)
-        lists = np.zeros(plan.buffer.shape[0], dtype=np.int32)
-        lists[0] = num_items
-        lists[1 : 1 + len(totals)] = np.where(decodes, first_item, -1)
-        items = lists[1 + len(totals) :]
-        items[:num_items] = seq_of_item
-        items[plan.capacity : plan.capacity + num_items] = np.arange(num_items) - first_item[seq_of_item]
-        plan.buffer.copy_(torch.from_numpy(lists))
-        plan.has_decode = num_items > 0
-        plan.prefill_items = self._prefill_items(num_new, decodes, batch.cu_q.device)
-        batch.plan = plan
+        item_seq = np.repeat(np.arange(num_seqs), splits)
+        item_split = np.arange(num_items) - first_item[item_seq]
+        lists = np.concatenate(([num_items], np.where(decodes, first_item, -1), item_seq, item_split))
+        device = batch.cu_q.device
+        batch.plan = _Plan(
+            capacity=num_items,
+            buffer=_send(torch.from_numpy(lists.astype(np.int32)), device),
+            num_sequences=num_seqs,
+            has_decode=num_items > 0,
+            prefill_items=self._prefill_items(num_new, decodes, device),
+        )
 
     def _prefill_items(self, num_new: Any, decodes: Any, device: torch.device) -> Tensor | None:
         step = self._prefill_rows // self._group
@@ -147,7 +148,7 @@ class TritonAttention:
             for seq in np.flatnonzero((num_new > 0) & ~decodes)
             for token in reversed(range(0, int(num_new[seq]), step))  # the longest first
         ]
-        return torch.tensor(items, dtype=torch.int32).T.contiguous().to(device) if items else None
+        return _send(torch.tensor(items, dtype=torch.int32).T.contiguous(), device) if items else None
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         spec = self._spec
@@ -261,11 +262,35 @@ class TritonAttention:
         rows = num_items * self._spec.num_kv_heads * self._rows
         if self._partials[1].shape[0] < rows:
             device = self._spec.device
+            rows = max(rows, 2 * self._partials[1].shape[0])
+            self._outgrown.append(self._partials)
             self._partials = (
                 torch.empty(rows, self._spec.head_dim, dtype=torch.float32, device=device),
                 torch.empty(rows, 2, dtype=torch.float32, device=device),
             )
         return self._partials
+
+
+def decode_plan(num_tokens: Tensor, max_total: int) -> _Plan:
+    """The work list of a step of one new token per sequence, made on the device: the host need not wait, and a captured
+    graph makes the next step's list itself.
+
+    Shapes:  num_tokens [B] int32; max_total bounds it, and so the number of items.
+    """
+    num_seqs = num_tokens.shape[0]
+    capacity = num_seqs * -(-max_total // SPLIT)
+    splits = (num_tokens + (SPLIT - 1)) // SPLIT
+    ends = splits.cumsum(0, dtype=torch.int32)
+    first_item = ends - splits
+    item = torch.arange(capacity, dtype=torch.int32, device=num_tokens.device)
+    item_seq = torch.searchsorted(ends, item, right=True, out_int32=True).clamp_(max=num_seqs - 1)
+    buffer = torch.cat((ends[-1:], first_item, item_seq, item - first_item[item_seq]))
+    return _Plan(capacity, buffer, num_seqs, has_decode=True)
+
+
+def _send(values: Tensor, device: torch.device) -> Tensor:
+    """Host values on the device, without waiting for what it still has to do."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def tile_configs(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> tuple[TileConfig, TileConfig]:

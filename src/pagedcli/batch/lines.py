@@ -4,9 +4,13 @@ Used by batch.run. A line is never held beyond MAX_LINE_BYTES, so a file without
 """
 
 import gzip
+import io
+import os
+import queue
 import sys
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -72,12 +76,50 @@ class LineSource:
 
     def _open(self) -> BinaryIO:
         if self.is_stdin:
-            return sys.stdin.buffer
+            return _stdin()
         path = Path(self.name)
         try:
             return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
         except OSError as error:
             raise UsageError(f"cannot read the prompts {self.name}: {error.strerror}") from error
+
+
+def as_they_come(lines: Iterable[Line | None], wait_s: Callable[[], float]) -> Iterator[Line | None]:
+    """Lines of a slow source, read in the background; None when none has come within `wait_s()` seconds.
+
+    So a run goes on with the lines it has, and Ctrl-C is heard while nothing comes.
+    """
+    came: queue.Queue[Line | BaseException | None] = queue.Queue(maxsize=1024)  # None: the end
+
+    def read() -> None:
+        try:
+            for line in lines:
+                came.put(line)
+        except BaseException as error:
+            came.put(error)  # raised where the lines are used
+        else:
+            came.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            item = came.get(timeout=max(wait_s(), 1e-6))
+        except queue.Empty:
+            yield None
+            continue
+        if item is None:
+            return
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+
+
+def _stdin() -> BinaryIO:
+    """Standard input through a reader of its own: at exit, Python closes sys.stdin's, which a thread may be using."""
+    try:
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except io.UnsupportedOperation:  # something in memory stands for it
+        return sys.stdin.buffer
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:

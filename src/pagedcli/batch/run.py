@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.intake import BatchOptions, Intake, Limits, Prepared, Refused
-from pagedcli.batch.lines import Line
+from pagedcli.batch.lines import Line, as_they_come
 from pagedcli.batch.requests import RowHead
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import Sink
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagedcli.engine.llm_engine import LLMEngine
     from pagedcli.engine.outputs import RequestOutput
 
+_IDLE_WAIT_S = 0.1  # how soon an idle run hears of Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
 
 
@@ -45,10 +46,13 @@ class _InWork:
     stop_checkers: StopCheckers | None
 
 
-def wanted_lines(lines: Iterable[Line], options: BatchOptions) -> Iterator[Line]:
-    """The lines of this run's shard, up to the limit."""
+def wanted_lines(lines: Iterable[Line | None], options: BatchOptions) -> Iterator[Line | None]:
+    """The lines of this run's shard, up to the limit. None, where nothing has come yet, is passed on."""
     place, num_shards = options.shard
     for line in lines:
+        if line is None:
+            yield None
+            continue
         if options.limit is not None and line.index >= options.limit:
             return
         if line.index % num_shards == place:
@@ -58,19 +62,21 @@ def wanted_lines(lines: Iterable[Line], options: BatchOptions) -> Iterator[Line]
 class BatchRun:
     """One pass over an input.
 
-    `num_rows` is how many rows the output will have, if known. `observe` is called after each step with the counters;
-    `stop_requested` is asked before each step, and True ends the run after the rows so far are written.
+    `live`: lines may come slowly, and the run goes on with those that are there. `num_rows`: of the output, if known.
+    `observe` is called after each step with the counters; `stop_requested` is asked before each step, and True ends
+    the run after the rows so far are written.
     """
 
     def __init__(
         self,
         engine: "LLMEngine",
         tokenizer: Tokenizer,
-        lines: Iterable[Line],
+        lines: Iterable[Line | None],
         sink: Sink,
         rows: RowWriter,
         options: BatchOptions,
         *,
+        live: bool = False,
         num_rows: int | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
@@ -84,6 +90,8 @@ class BatchRun:
         self._stop_requested = stop_requested
         limits = Limits(engine.plan.max_model_len, engine.plan.num_slots)
         self._intake = Intake(tokenizer, options, limits)
+        if live:
+            lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
         self._lines = wanted_lines(lines, options)
         self._in_work: dict[str, _InWork] = {}
         # one engine step may end every running request: as many again are ready, tokenized, behind them
@@ -139,9 +147,12 @@ class BatchRun:
         while len(self._in_work) < self._max_in_work and not self._sink.full:
             if num_pulled >= self._max_in_work:  # a run of bad lines must not keep the engine and Ctrl-C waiting
                 return True
-            line = next(self._lines, None)
-            if line is None:
+            try:
+                line = next(self._lines)
+            except StopIteration:
                 return False
+            if line is None:
+                return True
             self._take(line)
             num_pulled += 1
             if max_errors is not None and self._num_failed >= max_errors:

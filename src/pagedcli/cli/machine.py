@@ -115,7 +115,7 @@ def expect_machine(engine: EngineConfig, spec: "ModelSpec") -> Machine | None:
         reserve=total - int(total * engine.gpu_memory_utilization) if on_gpu else 0,
         others=total - free,
         weights=sizes.num_parameters * itemsize,
-        activations=sizes.activation_bytes(largest_step(engine, length), itemsize),
+        activations=sizes.activation_bytes(largest_step(engine, length), itemsize, native=not on_gpu),
     )
     budget = budget_of(terms, engine.gpu_memory_utilization)
     block_bytes = sizes.block_bytes(engine.block_size, itemsize)

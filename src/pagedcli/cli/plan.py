@@ -63,7 +63,7 @@ def run_plan(
     scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer)
     machine = None if scan.spec is None else expect_machine(loaded.config.engine, scan.spec)
     if scan.plan.num_prompts == 0:
-        say("no row of this file is good, so there is nothing to plan")
+        say("no row of this file is good, so there is nothing to plan (see --field if prompts have another name)")
     print_tables(_tables(scan, loaded.config, machine), format_, facts=_facts(scan, loaded.config.engine, machine))
     return EXIT_BAD_ROWS if scan.num_bad else 0
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pagedcli.cli.terminal import say
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.events import StepFinished
+from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.inspection.check import check_trace
 from pagedcli.inspection.live import StepPrinter
 from pagedcli.inspection.moment import Moment
@@ -160,9 +160,11 @@ def _print_lines(trace: Path, follow: str | None) -> None:
             moment.apply(event)
         except TraceError as error:
             raise TraceError(f"{trace}:{reader.line_number}: {error.message}") from error
+        if isinstance(event, BlockEvicted):
+            continue  # those of one step stand in one line
+        for line in moment.new_words():
+            print(line)
         if isinstance(event, StepFinished):
-            for line in moment.last_words(1000, of_step=event.step):
-                print(line)
             print(moment.line())
     _say_notes(reader.notes)
 

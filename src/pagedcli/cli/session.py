@@ -100,6 +100,7 @@ def _run_on_engine(
             sink,
             rows,
             _options(job),
+            live=lines.is_stdin,
             num_rows=_num_rows(job, scan),
             observe=view.update,
             stop_requested=lambda: stop.requested,

@@ -16,12 +16,13 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.config import EngineConfig
 from pagedcli.engine.model_runner import ModelRunner, resolve_ids
 from pagedcli.engine.sampler import SamplingBatch
-from pagedcli.engine.step_input import StepInput
+from pagedcli.engine.step_input import StepInput, table_width
 from pagedcli.engine.transfer import Array, Upload, packed_size, unpack
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
 
 LARGEST_BUCKET = 512  # sequences; a larger step takes so long that its launches no longer count
+GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds the memory that attention needs for partial results
 _WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries pick their workspaces
 
 
@@ -78,6 +79,7 @@ class Bucket:
     """One batch size: the fixed places of its inputs and outputs."""
 
     num_seqs: int
+    max_total: int  # tokens of its longest sequence
     buffer: Tensor  # uint8: all inputs, packed
     inputs: list[Tensor]  # views of it, in the order of _pack
     cu_q: Tensor  # [b+1] int32, one new token each
@@ -105,8 +107,10 @@ class DecodeGraphs:
         return [bucket.num_seqs for bucket in self._buckets]
 
     def serves(self, step: StepInput) -> bool:
-        """Whether the step is of one new token per sequence and within the largest bucket."""
-        return step.pure_decode and step.num_seqs <= self._buckets[-1].num_seqs
+        """Whether the step is of one new token per sequence and within a bucket's limits."""
+        if not step.pure_decode or step.num_seqs > self._buckets[-1].num_seqs:
+            return False
+        return step.max_total <= self.bucket_for(step.num_seqs).max_total
 
     def bucket_for(self, num_seqs: int) -> Bucket:
         """The smallest bucket that holds so many sequences."""
@@ -133,7 +137,8 @@ class DecodeGraphs:
         shapes = _padding(num_seqs)
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        bucket = Bucket(num_seqs, buffer, unpack(buffer, shapes), cu_q)
+        max_total = min(self._runner.max_model_len, max(1, GRAPH_TOKENS // num_seqs))
+        bucket = Bucket(num_seqs, max_total, buffer, unpack(buffer, shapes), cu_q)
         self._upload(shapes, into=buffer)
         return bucket
 
@@ -141,13 +146,14 @@ class DecodeGraphs:
         """What a graph holds. Returns logits [b, V]; the tokens go to the runner's last_tokens."""
         runner = self._runner
         input_ids, source_rows, positions, slots, table_rows, num_tokens, temperature, uniform = bucket.inputs
+        max_total = max(num_tokens_host)
         batch = PagedBatch(
             cu_q=bucket.cu_q,
             num_tokens=num_tokens,
-            block_table=runner.tables.index_select(0, table_rows),
+            block_table=runner.tables[:, : table_width(max_total, runner.block_size)].index_select(0, table_rows),
             slots=slots,
             max_new=1,
-            max_total=max(num_tokens_host),
+            max_total=max_total,
             cu_q_host=list(range(bucket.num_seqs + 1)),
             num_tokens_host=num_tokens_host,
         )
@@ -162,7 +168,7 @@ class DecodeGraphs:
         """Record every bucket, the largest first, so that the smaller ones live in its memory."""
         pool = None
         for bucket in reversed(self._buckets):
-            longest = [self._runner.max_model_len] * bucket.num_seqs  # room for work lists of any length
+            longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
             for _ in range(_WARM_UPS):
                 self._body(bucket, longest, bucket.num_seqs)
             torch.cuda.synchronize(self._runner.device)

@@ -70,15 +70,17 @@ def measure_budget(
 
 
 def measure_terms(runner: ModelRunner, plan: Plan, step: StepShape, *, expected_activations: int) -> MemoryTerms:
-    """Where the memory of the runner's device goes, with the model loaded. Warms up first, with the step itself.
+    """Where the memory of the runner's device goes, with the model loaded.
 
-    On a GPU the terms are those of plan.budget. On a CPU the step is run and the growth of this process counted; the
-    total is that of the host or of its cgroup. A pool of the runner is not among the terms.
+    On a GPU the terms are those of plan.budget. On a CPU the step is run for the first time and the growth of this
+    process counted; the total is that of the host or of its cgroup. The KV cache is not among the terms.
     `expected_activations` stand in on a CPU whose system does not tell (see process_memory).
     """
     if plan.budget is not None:
         budget = plan.budget
         others = sum(holder.num_bytes for holder in other_holders(runner.device, limit=None))
+        # in a container this process may be listed under a number that it does not know
+        others = min(others, budget.used - budget.current)
         return MemoryTerms(
             total=budget.total,
             reserve=budget.total - int(budget.total * budget.utilization),
@@ -88,16 +90,14 @@ def measure_terms(runner: ModelRunner, plan: Plan, step: StepShape, *, expected_
             activations=budget.activations,
             graphs=budget.graphs,
         )
-    measure_step(runner, step)
-    activations = measure_step(runner, step)
-    reset_host_peak()  # gives back what the allocator kept, so that it is not taken for the runtime
-    pool_bytes = step_blocks(step, plan.block_size) * plan.block_bytes  # of the pool only these blocks were touched
-    resident = process_memory() or plan.weight_bytes + pool_bytes
+    measure_step(runner, StepShape(1, 1))  # threads and libraries start with the first step: that is runtime
     total, available = host_memory()
+    resident = process_memory() or plan.weight_bytes
+    activations = measure_step(runner, step)
     return MemoryTerms(
         total=total,
         others=max(0, total - available - resident),
-        runtime=max(0, resident - plan.weight_bytes - pool_bytes),
+        runtime=max(0, resident - plan.weight_bytes),
         weights=plan.weight_bytes,
         activations=expected_activations if activations is None else activations,
     )

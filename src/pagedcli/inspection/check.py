@@ -5,10 +5,11 @@ Used by `pagedcli replay --check` and by the engine's tests.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
+    AnyEvent,
     BlocksClosed,
     BlocksReleased,
     BlocksReused,
@@ -73,11 +74,8 @@ class TraceChecker:
         self._after = self._laws("_after_")
 
     def _laws(self, prefix: str) -> dict[type[Event], Callable[[Any], None]]:
-        return {
-            event_type: getattr(self, prefix + str(event_type.__struct_config__.tag))
-            for event_type in _LAWFUL
-            if hasattr(self, prefix + str(event_type.__struct_config__.tag))
-        }
+        named = {event_type: prefix + str(event_type.__struct_config__.tag) for event_type in get_args(AnyEvent)}
+        return {event_type: getattr(self, name) for event_type, name in named.items() if hasattr(self, name)}
 
     def apply(self, event: Event) -> None:
         """Take in the next event."""
@@ -259,19 +257,3 @@ class TraceChecker:
 
     def _fail(self, event: Event, what: str) -> NoReturn:
         raise TraceError(f"{event.__struct_config__.tag}: {what}")
-
-
-_LAWFUL: tuple[type[Event], ...] = (
-    BlocksClosed,
-    BlocksReleased,
-    BlocksReused,
-    PrefixLookedUp,
-    RequestAdded,
-    RequestFinished,
-    RequestPreempted,
-    RequestWaiting,
-    StepFinished,
-    StepScheduled,
-    StepStarted,
-    TokensSampled,
-)

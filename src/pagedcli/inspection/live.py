@@ -20,7 +20,7 @@ from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summary
 
 _REDRAW_S = 0.1
-_DRAW_SHARE = 0.05  # of the time, at most, goes into drawing
+_DRAW_SHARE = 0.1  # of the time, at most, goes into drawing
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: as fast as it goes
 KEYS = " q quit · space pause · . one step · + - speed "
 
@@ -51,7 +51,7 @@ class StepPrinter:
 class LiveView:
     """A context manager whose `on_event` is given to the engine as `emit`.
 
-    On a terminal a full screen, redrawn at most every 100 ms and never for more than a twentieth of the time; space
+    On a terminal a full screen, redrawn at most every 100 ms and never for more than a tenth of the time; space
     pauses, `.` makes one step, `q` is Ctrl-C. Elsewhere a plain line every ten
     seconds and for each preemption.
     """
@@ -166,8 +166,7 @@ class LiveView:
         state, now = self.moment.state, time.monotonic()
         assert state.step is not None
         if state.step.preemptions:
-            words = self.moment.last_words(20, of_step=state.step.step)
-            for line in words:
+            for line in self.moment.last_words(100, of_step=state.step.step):
                 if " preempt " in line:
                     self._console.print(Text(line), soft_wrap=True)
         if now >= self._next_draw:

@@ -48,6 +48,7 @@ class Moment:
         self.follow = follow
         self.follow_seq_ids: set[int] = set()
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
+        self._num_unsaid = 0  # events since new_words
 
     def apply(self, event: Event) -> None:
         """Take in the next event. Raises TraceError if it is impossible now."""
@@ -55,7 +56,7 @@ class Moment:
         self.stats.apply(event, self.state)
         if self.follow is None:
             if isinstance(event, _NOTABLE):
-                self._events.append((self.state.step_number, event))
+                self._keep(event)
         else:
             self._follow(event)
 
@@ -63,7 +64,11 @@ class Moment:
         if isinstance(event, RequestAdded) and self.follow in (event.request_id, f"seq:{event.seq_id}"):
             self.follow_seq_ids.add(event.seq_id)
         if self.follow_seq_ids.intersection(event_seq_ids(event)):
-            self._events.append((self.state.step_number, event))
+            self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        self._events.append((self.state.step_number, event))
+        self._num_unsaid += 1
 
     def followed_blocks(self) -> set[int]:
         """Blocks that the followed request holds."""
@@ -80,24 +85,30 @@ class Moment:
 
     def last_words(self, most: int, *, of_step: int | None = None) -> list[str]:
         """The last events in words, oldest first; evictions of one step in one line."""
+        entries = [entry for entry in self._events if of_step is None or entry[0] == of_step]
+        return self._in_words(entries[-4 * most :])[-most:]
+
+    def new_words(self) -> list[str]:
+        """The events since the last call in words. Call it at least every few hundred events."""
+        num_new, self._num_unsaid = self._num_unsaid, 0
+        return self._in_words(list(self._events)[-num_new:]) if num_new else []
+
+    def _in_words(self, entries: list[tuple[int | None, Event]]) -> list[str]:
         engine = self.state.engine
         lines: list[str] = []
         evicted: list[int] = []
-        entries = list(self._events)
-        for place in range(len(entries) - 1, -1, -1):
-            step, event = entries[place]
-            if len(lines) >= most or (of_step is not None and step != of_step):
-                break
+        for place, (step, event) in enumerate(entries):
             if isinstance(event, BlockEvicted) and self.follow is None:
                 evicted.append(event.block_id)
-                before = entries[place - 1] if place else (None, None)
-                if not (before[0] == step and isinstance(before[1], BlockEvicted)):
-                    ids = ", ".join(map(str, reversed(evicted[-6:]))) + (" ..." if len(evicted) > 6 else "")
-                    lines.append(f"step {step} evict {plural(len(evicted), 'cached block')}: {ids}")
-                    evicted.clear()
+                after = entries[place + 1] if place + 1 < len(entries) else (None, None)
+                if after[0] == step and isinstance(after[1], BlockEvicted):
+                    continue
+                ids = ", ".join(map(str, evicted[:6])) + (" ..." if len(evicted) > 6 else "")
+                lines.append(f"step {step} evict {plural(len(evicted), 'cached block')}: {ids}")
+                evicted.clear()
             elif engine is not None and (line := describe(event, step, engine)) is not None:
                 lines.append(line)
-        return lines[::-1]
+        return lines
 
     def line(self) -> str:
         """The moment in one line."""

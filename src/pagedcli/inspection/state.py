@@ -6,11 +6,12 @@ TraceError.
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
     SCHEMA_VERSION,
+    AnyEvent,
     BlockCopied,
     BlockEvicted,
     BlocksAllocated,
@@ -56,7 +57,7 @@ class PoolState(BlockLedger):
         self._handlers = self._bind()
 
     def _bind(self) -> dict[type[Event], Callable[[Any], None]]:
-        return {event_type: getattr(self, name) for event_type, name in _HANDLERS.items()}
+        return {event_type: getattr(self, f"_{event_type.__struct_config__.tag}") for event_type in get_args(AnyEvent)}
 
     # ------------------------------------------------------------------ questions
 
@@ -400,25 +401,3 @@ class PoolState(BlockLedger):
 
     def _fail(self, event: Event, what: str) -> NoReturn:
         raise TraceError(f"{event.__struct_config__.tag}: {what}")
-
-
-_HANDLERS: dict[type[Event], str] = {
-    EngineStarted: "_engine_started",
-    RequestAdded: "_request_added",
-    RequestRefused: "_request_refused",
-    PrefixLookedUp: "_prefix_looked_up",
-    BlocksReused: "_blocks_reused",
-    BlocksAllocated: "_blocks_allocated",
-    BlockEvicted: "_block_evicted",
-    BlocksClosed: "_blocks_closed",
-    BlocksReleased: "_blocks_released",
-    BlockCopied: "_block_copied",
-    SequenceForked: "_sequence_forked",
-    RequestPreempted: "_request_preempted",
-    RequestWaiting: "_request_waiting",
-    StepStarted: "_step_started",
-    StepScheduled: "_step_scheduled",
-    TokensSampled: "_tokens_sampled",
-    RequestFinished: "_request_finished",
-    StepFinished: "_step_finished",
-}

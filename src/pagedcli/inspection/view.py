@@ -52,10 +52,10 @@ class MomentScreen:
         state, rate = moment.state, moment.stats.tokens_per_s
         return Text.assemble(
             (f" {self._title} ", "bold reverse"),
+            (f" {self._note} " if self._note else "", "bold yellow"),
             f" step {'-' if state.step is None else state.step.step}  {len(state.running())} running  "
             f"{len(state.waiting())} waiting  {len(state.finished):,} done  ",
             (f"{rate:,.0f} tok/s" if rate is not None else "- tok/s"),
-            (f"  {self._note}" if self._note else "", "bold yellow"),
             no_wrap=True,
             overflow="ellipsis",
         )

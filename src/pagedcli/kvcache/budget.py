@@ -142,22 +142,26 @@ class ModelSizes:
             itemsize=itemsize,
         )
 
-    def activation_bytes(self, step: StepShape, itemsize: int) -> int:
-        """What a step takes beside weights and cache, predicted from the decoder's plain torch code: the tensors alive
-        at the widest of three places. Fused kernels take less.
+    def activation_bytes(self, step: StepShape, itemsize: int, *, native: bool = False) -> int:
+        """What a step takes beside weights and cache, predicted from the decoder's code: with torch what is alive at
+        the widest of three places (fused kernels take less), with the native CPU decoder its workspace.
         """
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
         heads, kv_heads = self.num_heads, self.num_kv_heads
         wide = ITEMSIZE["float32"]  # norms and softmax are computed in float32
-        # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, and what attention
-        # was last given: q, k (a view into q and k together) and v (a view into all three)
+        hidden = step.num_tokens * itemsize * width
+        # logits of one token per sequence, again in float32, and their softmax
+        sampling = step.num_seqs * self.vocab_size * (itemsize + 2 * wide)
+        if native:
+            workspace = itemsize * (width + (heads + 2 * kv_heads) * head + max(heads * head, inner))
+            return step.num_tokens * workspace + max(hidden, sampling)
+        # what attention was last given: q, k (a view into q and k together) and v (a view into all three)
         given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
+        # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, q, k and v
         always = itemsize * (3 * width + 2 * head + given)
         # q, k and v, and what turns q and k: three copies to rotate them, or two float32 ones and a result to norm them
         rotating = 3 * itemsize
         norming = self.qk_norm * (2 * wide + itemsize)
         attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
         mlp = itemsize * 3 * inner  # gate, up and their product
-        # logits of one token per sequence, again in float32, and their softmax
-        sampling = step.num_tokens * itemsize * width + step.num_seqs * self.vocab_size * (itemsize + 2 * wide)
-        return max(step.num_tokens * (always + max(attention, mlp)), sampling)
+        return max(step.num_tokens * (always + max(attention, mlp)), hidden + sampling)

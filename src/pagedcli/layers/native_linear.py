@@ -1,7 +1,7 @@
 """Linear layers on a CPU by the project's own C++ kernels: weights packed once, the unpacked copy not kept.
 
-Near the arithmetic peak from 16 tokens on and near memory bandwidth below; see native/linear.h. A token's result does not
-depend, in any bit, on the other tokens of the batch.
+Near the arithmetic peak from 16 tokens on and near memory bandwidth below; see native/linear.h. A token's result does
+not depend, in any bit, on the other tokens of the batch.
 """
 
 import ctypes
@@ -62,11 +62,12 @@ class NativeLinear:
         return out
 
     def weight_rows(self, rows: Tensor) -> Tensor:
-        """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not for quantized weights."""
+        """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not of a quantized weight."""
         assert self.struct.kind != INT8, "a quantized weight has no rows to give back"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
+        rows, threads = rows.contiguous(), torch.get_num_threads()
         self._functions.linear_unpack_rows(
-            ctypes.byref(self.struct), rows.contiguous().data_ptr(), rows.shape[0], out.data_ptr(), torch.get_num_threads()
+            ctypes.byref(self.struct), rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
         )
         return out
 

@@ -4,8 +4,12 @@ The square mean is in float32 and the cast comes before the weight, as in transf
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
+
+from pagedcli.layers.fused import fused_layers
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -13,6 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
     """
+    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and (fused := fused_layers()):
+        return cast(Tensor, fused.add_rms_norm(None, x.contiguous(), weight, eps))
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     return (wide * scale).to(x.dtype).mul_(weight)
@@ -24,4 +30,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     Shapes:  x, residual [T, E]; weight [E]; returns [T, E].
     Changes: residual, which becomes residual + x.
     """
+    if residual.is_cuda and residual.is_contiguous() and (fused := fused_layers()):
+        return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps))
     return rms_norm(residual.add_(x), weight, eps)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.layers.fused import fused_layers, stores_in_one_pass
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.mlp import silu_and_mul
 from pagedcli.layers.norm import add_rms_norm, rms_norm
@@ -44,6 +45,7 @@ class Decoder:
         "_layers",
         "_lm_head",
         "_rope_table",
+        "_stores_in_one_pass",
         "_weight_bytes",
         "notes",
         "spec",
@@ -62,6 +64,7 @@ class Decoder:
         self.notes: tuple[str, ...] = ()
         self._weight_bytes = sum(tensor.nbytes for tensor in tensors.values())  # a tied lm_head is not in there
         self._backend = backend
+        self._stores_in_one_pass = stores_in_one_pass(backend)
         self._rope_table = rope_table  # [P, D]
         self._embedding = VocabularyEmbedding(tensors["embedding"], spec.vocab_size, parallel)  # [V, E]
         self._layers = [_layer(spec, tensors, f"layers.{i}", parallel) for i in range(spec.num_layers)]
@@ -101,18 +104,40 @@ class Decoder:
         spec, backend, eps = self.spec, self._backend, self.spec.rms_norm_eps
         scale = spec.head_dim**-0.5
         backend.prepare(batch)
-        cos, sin = rotary_rows(self._rope_table, positions)
+        cos = sin = None  # where the backend's cache is filled in one pass with the rotation
+        if not self._stores_in_one_pass:
+            cos, sin = rotary_rows(self._rope_table, positions)
         residual = self._embedding(input_ids)
         k_caches, v_caches = kv_cache.unbind(0)
         hidden: Tensor | None = None  # what the previous layer adds to the residual
         for layer, k_cache, v_cache in zip(self._layers, k_caches.unbind(0), v_caches.unbind(0), strict=True):
             x = _norm(hidden, residual, layer.input_norm, eps)
-            q, k, v = split_heads(layer.qkv(x), spec.num_heads, spec.num_kv_heads, norm=layer.qk_norm, cos=cos, sin=sin)
-            backend.write(k, v, k_cache, v_cache, batch.slots)
+            if cos is None:
+                q = self._rotate_and_store(layer, layer.qkv(x), positions, batch.slots, k_cache, v_cache)
+            else:
+                heads = layer.qkv(x), spec.num_heads, spec.num_kv_heads
+                q, k, v = split_heads(*heads, norm=layer.qk_norm, cos=cos, sin=sin)
+                backend.write(k, v, k_cache, v_cache, batch.slots)
             x = layer.attention_out(backend.attend(q, k_cache, v_cache, batch, scale).flatten(1))
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)
             hidden = layer.down(silu_and_mul(layer.gate_up(x)))
         return _norm(hidden, residual, self._final_norm, eps)
+
+    def _rotate_and_store(
+        self, layer: DecoderLayer, qkv: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        q: Tensor = fused_layers().rotate_and_store(
+            qkv,
+            self.spec.num_heads,
+            self.spec.num_kv_heads,
+            norm=layer.qk_norm,
+            table=self._rope_table,
+            positions=positions,
+            slots=slots,
+            k_cache=k_cache,
+            v_cache=v_cache,
+        )
+        return q
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""

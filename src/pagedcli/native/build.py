@@ -22,8 +22,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from pagedcli.errors import BackendError
 
 SOURCE_DIR = Path(__file__).parent
@@ -71,9 +69,6 @@ def _outcome() -> NativeLibrary | BackendError:
         return error
     except OSError as error:
         return BackendError(f"the native library cannot be loaded: {error}")
-    functions.native_set_parallel.argtypes = [ctypes.c_void_p]
-    functions.native_set_parallel.restype = None
-    functions.native_set_parallel(_torch_parallel())
     functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     functions.native_read_all.restype = ctypes.c_double
     return NativeLibrary(functions, notes)
@@ -176,17 +171,3 @@ def _processor_features() -> str:
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
     found = {line.split(":", 1)[0].strip(): line for line in reversed(lines) if ":" in line}
     return "\n".join(found[name] for name in names if name in found)
-
-
-def _torch_parallel() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded, so that kernels share its threads.
-
-    None where that runtime has no such entry: kernels then start threads of their own.
-    """
-    libraries = sorted(Path(torch.__file__).parent.glob("lib/lib*omp*"))
-    for name in [*map(str, libraries), None]:
-        try:
-            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None

@@ -1,5 +1,101 @@
 #include "parallel.h"
 
-GompParallel gomp_parallel = nullptr;
+#include <condition_variable>
+#include <mutex>
+#include <thread>
 
-extern "C" void native_set_parallel(void* function) { gomp_parallel = reinterpret_cast<GompParallel>(function); }
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() (void)0
+#endif
+
+namespace {
+
+// The kernels of a step follow each other within microseconds; after this many looks a helper sleeps.
+constexpr int SPINS = 20000;
+
+struct Pool {
+    std::mutex busy;  // one job at a time
+
+    // The job. `left` holds its number (upper half) and how many pieces nobody has taken (lower half), so that taking a
+    // piece of a job that has ended fails. The rest changes only while no piece is out.
+    std::atomic<uint64_t> left{0};
+    int64_t count = 0;
+    void (*run)(void*, int64_t) = nullptr;
+    void* data = nullptr;
+    std::atomic<int64_t> num_done{0};
+    std::atomic<int> most_helpers{0};
+
+    std::mutex asleep_mutex;
+    std::condition_variable wake;
+    std::atomic<int> num_asleep{0};
+    int num_helpers = 0;
+
+    bool take_piece() {
+        uint64_t now = left.load(std::memory_order_acquire);
+        while (uint32_t(now)) {
+            if (!left.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+            run(data, count - int64_t(uint32_t(now)));
+            num_done.fetch_add(1, std::memory_order_release);
+            return true;
+        }
+        return false;
+    }
+
+    bool has_work(int helper) const { return uint32_t(left.load()) && helper < most_helpers.load(); }
+
+    void help(int helper) {
+        for (;;) {
+            for (int spin = 0; spin < SPINS; spin++) {
+                if (has_work(helper) && take_piece())
+                    spin = 0;
+                else
+                    PAUSE();
+            }
+            std::unique_lock<std::mutex> lock(asleep_mutex);
+            num_asleep++;
+            wake.wait(lock, [&] { return has_work(helper); });
+            num_asleep--;
+        }
+    }
+
+    void start(int threads, int64_t pieces, void (*function)(void*, int64_t), void* argument) {
+        for (; num_helpers < threads - 1; num_helpers++) std::thread(&Pool::help, this, num_helpers).detach();
+        count = pieces, run = function, data = argument;
+        num_done.store(0, std::memory_order_relaxed);
+        most_helpers.store(threads - 1);
+        left.store(((left.load() >> 32) + 1) << 32 | uint64_t(pieces));
+        if (num_asleep.load()) {
+            std::lock_guard<std::mutex> lock(asleep_mutex);
+            wake.notify_all();
+        }
+    }
+};
+
+Pool& pool() {
+    static Pool* only = new Pool;  // never destroyed: helpers may outlive the static objects
+    return *only;
+}
+
+}  // namespace
+
+void run_pieces(int threads, int64_t count, void (*run)(void*, int64_t), void* data) {
+    Pool& p = pool();
+    std::unique_lock<std::mutex> lock(p.busy, std::try_to_lock);
+    if (!lock.owns_lock() || count > UINT32_MAX) {  // another thread computes: the cores are taken
+        for (int64_t i = 0; i < count; i++) run(data, i);
+        return;
+    }
+    p.start(threads, count, run, data);
+    while (p.take_piece()) {
+    }
+    for (int spin = 0; p.num_done.load(std::memory_order_acquire) < count; spin++) {
+        if (spin < 1000)
+            PAUSE();
+        else
+            std::this_thread::yield();  // the helper with the last piece may be waiting for this core
+    }
+}

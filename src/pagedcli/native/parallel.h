@@ -1,29 +1,21 @@
-// Runs a function on the threads of torch's own OpenMP pool: a second pool would fight with it for the cores.
+// Runs pieces of work on the caller and a few helper threads.
+//
+// The caller waits for pieces, never for threads: a helper that the system has not scheduled simply gets none. With a
+// barrier, as in OpenMP, a step of hundreds of short kernels takes a hundred times longer on a machine that is busy.
 #pragma once
 
 #include <atomic>
-#include <thread>
+#include <cstdint>
 #include <vector>
 
-using GompParallel = void (*)(void (*fn)(void*), void* data, unsigned threads, unsigned flags);
-extern GompParallel gomp_parallel;  // of the runtime torch has loaded, set once by the loader; null where there is none
+// Calls run(data, i) once for each i in 0 ... count-1, in any order, on at most `threads` threads.
+void run_pieces(int threads, int64_t count, void (*run)(void* data, int64_t i), void* data);
 
-// Calls work(i) once for each i in 0 ... count-1, in any order, on up to `threads` threads.
+// The same for anything that can be called with an int64_t.
 template <class Work> static void parallel_for(int threads, int64_t count, const Work& work) {
-    struct Shared {
-        const Work& work;
-        int64_t count;
-        std::atomic<int64_t> next{0};
-    } shared{work, count};
-    auto drain = [](void* data) {
-        Shared& s = *static_cast<Shared*>(data);
-        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;) s.work(i);
-    };
-    if (threads > count) threads = (int)count;
-    if (threads <= 1) return drain(&shared);
-    if (gomp_parallel) return gomp_parallel(drain, &shared, threads, 0);
-    std::vector<std::thread> helpers;
-    for (int i = 1; i < threads; i++) helpers.emplace_back(drain, &shared);
-    drain(&shared);
-    for (auto& helper : helpers) helper.join();
+    if (threads <= 1 || count <= 1) {
+        for (int64_t i = 0; i < count; i++) work(i);
+        return;
+    }
+    run_pieces(threads, count, [](void* data, int64_t i) { (*static_cast<const Work*>(data))(i); }, (void*)&work);
 }

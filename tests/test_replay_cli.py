@@ -1,0 +1,159 @@
+"""`pagedcli trace`, `replay`, `explain` and `report` as a person meets them."""
+
+import json
+
+import pytest
+from test_replay import simulated, write
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+from pagedcli.events import BlockEvicted, RequestPreempted
+
+
+def pagedcli(*arguments, expect=0):
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
+    return result
+
+
+@pytest.fixture(scope="module")
+def events():
+    return simulated()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory, events):
+    return write(tmp_path_factory.mktemp("cli") / "run.jsonl.zst", events)
+
+
+def test_check_says_ok_with_the_three_states_adding_up(trace, events):
+    out = pagedcli("replay", trace, "--check").stdout
+    assert f"ok, {len(events):,} events in " in out
+    assert "at the end in use 0 + cached 13 + empty 1 = 14 blocks" in out
+    facts = json.loads(pagedcli("replay", trace, "--check", "--format", "json").stdout)
+    assert (facts["ok"], facts["num_events"]) == (True, len(events))
+
+
+def test_check_exits_with_1_and_names_the_line(tmp_path, events):
+    place = next(i for i, event in enumerate(events) if isinstance(event, BlockEvicted))
+    path = write(tmp_path / "bad.jsonl", events[:place] + events[place + 1 :])
+    result = pagedcli("replay", path, "--check", expect=1)
+    assert f"bad.jsonl:{place + 1}: blocks_allocated: block " in result.stderr
+    assert result.stdout == ""
+
+
+def test_one_step_as_table_and_as_json(trace):
+    out = pagedcli("replay", trace, "--step", "3").stdout
+    assert "step 3, as its forward pass sees the cache" in out
+    assert "step 4, as" not in out
+    document = json.loads(pagedcli("replay", trace, "--step", "3", "--format", "json").stdout)
+    assert document["step"] == 3
+    shown = {str(seq["seq_id"]) for seq in document["sequences"]}
+    assert shown <= {line.split()[0] for line in out.splitlines() if line.split()}
+
+
+def test_every_step_as_json_lines(trace):
+    lines = pagedcli("replay", trace, "--no-live", "--format", "json").stdout.splitlines()
+    documents = [json.loads(line) for line in lines]
+    assert [document["step"] for document in documents] == list(range(len(documents)))
+
+
+def test_without_a_terminal_plain_lines(trace, events):
+    out = pagedcli("replay", trace).stdout
+    assert "\x1b" not in out
+    assert out.count(" preempt seq ") == sum(isinstance(event, RequestPreempted) for event in events)
+    assert "step 0: " in out
+
+
+def test_following_one_request(trace):
+    out = pagedcli("replay", trace, "--follow", "request-3").stdout
+    assert "add seq 3: request request-3" in out
+    assert "finish seq 3" in out
+    assert "finish seq 4" not in out
+    assert "add seq 3" in pagedcli("replay", trace, "--follow", "seq:3").stdout
+
+
+def test_export_for_perfetto(trace, tmp_path):
+    path = tmp_path / "run.json"
+    pagedcli("replay", trace, "--export", "perfetto", "-o", path)
+    to_stdout = pagedcli("replay", trace, "--export", "perfetto").stdout
+    assert json.loads(path.read_bytes()) == json.loads(to_stdout)
+    assert json.loads(to_stdout)["traceEvents"]
+
+
+def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
+    assert "there is no step 99999" in pagedcli("replay", trace, "--step", "99999", expect=2).stderr
+    assert "cannot read" in pagedcli("replay", tmp_path / "absent.jsonl", "--check", expect=2).stderr
+    assert "not named like a trace" in pagedcli("replay", tmp_path / "run.txt", expect=2).stderr
+    assert "-o names the file of --export" in pagedcli("replay", trace, "-o", "x", expect=2).stderr
+    assert "there is no lookup of request 'zzz'" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
+    assert "no request 'zzz'" in pagedcli("replay", trace, "--follow", "zzz", "--no-live", expect=2).stderr
+
+
+def test_explain_totals_reasons_and_the_longest_prefix(trace):
+    out = pagedcli("explain", trace).stdout
+    assert "ceiling: unlimited cache, every block computed once" in out
+    assert "minimum cacheable prefix: 2 tokens (one block)" in out
+    assert "longest shared prefix seen: " in out
+    document = json.loads(pagedcli("explain", trace, "--lookups", "--format", "json").stdout)
+    parts = {row["part"]: row["tokens"] for row in document["totals"]}
+    whole = parts.pop("num_tokens")
+    not_parts = ("ideal", "less_than_block")
+    assert sum(tokens for part, tokens in parts.items() if part not in not_parts) == whole
+    assert sum(row["num_tokens"] for row in document["lookups"] if row["kind"] == "new") == whole
+    assert document["hit_rate"] <= document["ideal_hit_rate"]
+
+
+def test_explain_one_request(trace):
+    document = json.loads(pagedcli("explain", trace, "--request", "request-4", "--format", "json").stdout)
+    assert {row["request_id"] for row in document["lookups"]} == {"request-4"}
+    assert "totals" not in document
+    header, *rows = pagedcli("explain", trace, "--request", "seq:4", "--format", "csv").stdout.splitlines()
+    assert header.startswith("step,seq_id,request_id,kind,num_tokens")
+    assert len(rows) == len(document["lookups"])
+
+
+def test_report_is_written(trace, tmp_path):
+    path = tmp_path / "report.html"
+    said = pagedcli("report", trace, "-o", path).stderr
+    assert str(path) in said
+    assert path.read_text().startswith("<!doctype html>")
+    assert "cannot write" in pagedcli("report", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
+
+
+FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2", "--device", "cpu")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"The code of Anna is {number}."}) + "\n" for number in range(4)))
+    return path
+
+
+def test_trace_prints_steps_records_and_keeps_rows(prompts, tmp_path):
+    record, rows = tmp_path / "run.jsonl.zst", tmp_path / "rows.jsonl"
+    options = ("--no-live", "--record", record, "--record-tokens", "-o", rows)
+    result = pagedcli("trace", prompts, *FAST, *options)
+    assert "step 0, as its forward pass sees the cache" in result.stdout
+    assert "not scheduled: sequence limit (2 run)" in result.stdout
+    assert len(rows.read_text().splitlines()) == 4
+    assert "ok, " in pagedcli("replay", record, "--check").stdout
+    assert "first divergence at token " in pagedcli("explain", record, "--lookups").stdout
+    assert '"' in pagedcli("explain", record, "--lookups").stdout.split("first divergence", 1)[1]
+
+
+def test_trace_of_one_step_as_json(prompts):
+    result = pagedcli("trace", prompts, *FAST, "--step", "2", "--format", "json")
+    assert json.loads(result.stdout)["step"] == 2
+    assert "there is no step 500" in pagedcli("trace", prompts, *FAST, "--step", "500", expect=2).stderr
+
+
+def test_trace_without_a_terminal_is_plain_on_stderr(prompts):
+    result = pagedcli("trace", prompts, *FAST)
+    assert result.stdout == ""
+    assert "\x1b" not in result.stderr
+    assert "idle: nothing may be in use" in result.stderr
+    assert "in use 0 (0 shared) + cached " in result.stderr

@@ -1,0 +1,197 @@
+"""The Triton kernels of layers and sampling without a GPU: equal to their torch twins through the interpreter, and
+compiled for two GPUs without spills.
+
+The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+DTYPES = [torch.float32, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@compiled
+def test_equality_through_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert passed is not None
+    assert int(passed[1]) >= 25, done.stdout[-2000:]
+
+
+def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(0, 64), (1, 64), (3, 96), (2, 1024), (1, 1)])
+def test_add_rms_norm_equals_its_twin(num_tokens, width, dtype):
+    from pagedcli.layers import norm, triton_layers
+
+    x, residual = noise(num_tokens, width, dtype=dtype), noise(num_tokens, width, dtype=dtype, seed=1, scale=3.0)
+    weight = noise(width, dtype=dtype, seed=2)
+    expected_residual, ours = residual.clone(), residual.clone()
+    expected = norm.add_rms_norm(x, expected_residual, weight, 1e-6)
+    result = triton_layers.add_rms_norm(x, ours, weight, 1e-6)
+    tolerance = TOLERANCE[dtype] * 3
+    torch.testing.assert_close(ours, expected_residual, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+    alone = triton_layers.add_rms_norm(None, residual, weight, 1e-6)
+    torch.testing.assert_close(alone, norm.rms_norm(residual, weight, 1e-6), atol=tolerance, rtol=tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "width"), [(0, 16), (1, 16), (3, 96), (2, 2500)])
+def test_silu_and_mul_equals_its_twin(num_tokens, width, dtype):
+    from pagedcli.layers import mlp, triton_layers
+
+    gate_up = noise(num_tokens, 2 * width, dtype=dtype, scale=4.0)
+    torch.testing.assert_close(
+        triton_layers.silu_and_mul(gate_up), mlp.silu_and_mul(gate_up), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (6, 3, 96), (14, 2, 64), (1, 1, 8)])
+def test_rotate_and_store_equals_split_heads_and_write(num_heads, num_kv_heads, head_dim, with_norm, dtype):
+    from pagedcli.layers import rotary, triton_layers
+
+    num_tokens, block_size, num_blocks = 5, 16, 3
+    qkv = noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    norm = (noise(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=3), 1e-6) if with_norm else None
+    angles = noise(40, head_dim // 2, seed=4) * 3
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
+    positions = torch.tensor([0, 7, 39, 7, 20])
+    slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    q = triton_layers.rotate_and_store(
+        qkv, num_heads, num_kv_heads, norm=norm, table=table, positions=positions, slots=slots,
+        k_cache=k_cache, v_cache=v_cache,
+    )  # fmt: skip
+    cos, sin = rotary.rotary_rows(table, positions)
+    expected_q, k, v = rotary.split_heads(qkv, num_heads, num_kv_heads, norm=norm, cos=cos, sin=sin)
+    tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3}
+    torch.testing.assert_close(q, expected_q, **tolerance)
+    for cache, values in ((k_cache, k), (v_cache, v)):
+        by_slot = cache.transpose(1, 2).flatten(0, 1)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                torch.testing.assert_close(by_slot[slot], values[token], **tolerance)
+        untouched = [slot for slot in range(num_blocks * block_size) if slot not in slots.tolist()]
+        assert by_slot[untouched].isnan().all()
+
+
+@interpreted
+def test_no_tokens_touch_nothing():
+    from pagedcli.layers import triton_layers
+
+    cache = torch.full((1, 1, 16, 8), float("nan"))
+    none = torch.empty(0, dtype=torch.int64)
+    q = triton_layers.rotate_and_store(
+        torch.empty(0, 24), 1, 1, norm=None, table=torch.ones(4, 8), positions=none, slots=none.int(),
+        k_cache=cache, v_cache=cache,
+    )  # fmt: skip
+    assert q.shape == (0, 1, 8)
+    assert cache.isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 4096, 4097, 10000])
+def test_choice_equals_its_twin(vocab_size, dtype):
+    from pagedcli.layers import sampling, triton_sampling
+
+    rows = 12
+    logits = noise(rows, vocab_size, dtype=dtype, scale=3.0)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.5] * 3)
+    uniform = torch.tensor([0.0, 0.999999, 1.0, *torch.rand(9, generator=torch.Generator().manual_seed(1)).tolist()])
+    ours = triton_sampling.choose_tokens(logits, temperature, uniform)
+    expected = sampling.choose_tokens(logits, temperature, uniform, num_drawn=9)
+    assert ours[temperature == 0].tolist() == expected[temperature == 0].tolist()
+    for row in range(rows):
+        if ours[row] != expected[row]:  # allowed only where the target lies on the border, up to float32 rounding
+            cumulative = (logits[row].double() / temperature[row].double()).softmax(-1).cumsum(-1)
+            border = cumulative[min(ours[row], expected[row])]
+            assert abs(border - uniform[row]) < 1e-5, row
+    for i in range(rows):
+        alone = triton_sampling.choose_tokens(*(x[i : i + 1] for x in (logits, temperature, uniform)))
+        assert alone.tolist() == [int(ours[i])]
+
+
+@interpreted
+def test_choice_keeps_to_the_floor_and_takes_the_first_of_equals():
+    from pagedcli.layers import triton_sampling
+
+    logits = torch.zeros(3, 9000)
+    logits[:, [17, 5000, 8999]] = 1.0
+    floor = torch.tensor([0.5, 0.5, float("-inf")])
+    choose = triton_sampling.choose_tokens
+    for u, expected in ((0.0, 17), (0.4, 5000), (0.9, 8999), (1.0, 8999)):
+        assert choose(logits, torch.ones(3), torch.full((3,), u), floor)[:2].tolist() == [expected] * 2
+    assert choose(logits, torch.zeros(3), torch.ones(3), floor).tolist() == [17] * 3
+    logits[0] = float("-inf")
+    logits[0, 8000] = -1e30
+    assert int(choose(logits, torch.ones(3), torch.zeros(3))[0]) == 8000
+
+
+@interpreted
+def test_draws_follow_the_distribution():
+    from pagedcli.layers import triton_sampling
+
+    logits = noise(1, 6, scale=1.5)
+    uniform = (torch.arange(1000) + 0.5) / 1000
+    tokens = triton_sampling.choose_tokens(logits.expand(1000, -1), torch.full((1000,), 0.8), uniform)
+    shares = torch.bincount(tokens, minlength=6) / 1000
+    torch.testing.assert_close(shares, (logits[0] / 0.8).softmax(-1), atol=2e-3, rtol=0)
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):
+    from test_triton import NAMES, SHARED_LIMIT, Compiled
+
+    from pagedcli.layers import triton_kernels as kernels
+    from pagedcli.layers import triton_layers, triton_sampling
+
+    data, wide, short = f"*{NAMES[dtype]}", "*fp32", "*i32"
+    sampling = {"V": 151936, "C": 38, "CHUNK": triton_sampling.CHUNK, "FLOOR": True}
+    partial = {"top_ptr": wide, "token_ptr": short, "mass_ptr": wide, "row_stride": "i32"}
+    choice = {"logits_ptr": data, "temperature_ptr": wide, "floor_ptr": wide, **partial}
+    rows = {**choice, "uniform_ptr": wide, "out_ptr": "*i64"}
+    norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
+    rotate = {**dict.fromkeys(("qkv_ptr", "norm_ptr", "table_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr"), data),
+              "positions_ptr": "*i64", "slots_ptr": short, "eps": "fp32"}  # fmt: skip
+    cases = [
+        (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, "ADD": True}, 32),
+        (kernels.silu_and_mul_kernel, {"gate_up_ptr": data, "out_ptr": data}, {"WIDTH": 3072, "BLOCK": 1024}, 4),
+        (kernels.sample_chunks_kernel, choice, sampling, 8),
+        (kernels.sample_rows_kernel, rows, {**sampling, "BLOCK_C": 64}, 8),
+    ]
+    for heads, head_dim in (((16, 8), 128), ((8, 4), 256), ((12, 2), 96)):
+        constants = {**triton_layers.rotate_constants(*heads, 16, head_dim), "NORM": True, "FP8": False}
+        cases.append((kernels.rotate_and_store_kernel, rotate, constants, 4))
+    if capability == 90:
+        fp8 = {**rotate, "k_cache_ptr": "*fp8e4nv", "v_cache_ptr": "*fp8e4nv"}
+        cases.append((kernels.rotate_and_store_kernel, fp8, {**constants, "FP8": True}, 4))
+    for function, types, constants, num_warps in cases:
+        kernel = Compiled(function, types, constants, capability, num_warps, tmp_path)
+        assert kernel.spilled_bytes == 0, function
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability], function
