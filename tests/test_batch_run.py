@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import threading
 
 import msgspec
@@ -356,3 +357,75 @@ def test_what_goes_wrong_in_a_slow_source_is_raised(harness):
         harness.run(lines(), run={"live": True})
     for request_id in list(harness.engine._requests):
         harness.engine.abort(request_id)
+
+
+def mutated_lines(rng, count):
+    """Good lines of all shapes with bytes changed, cut, doubled or put in."""
+    good = [
+        msgspec.json.encode(line)
+        for line in (
+            plain("Hello", max_tokens=1, stop=["a"], temperature=0.5),
+            plain([5, 6], n=2, logprobs=1, max_tokens=1),
+            {"messages": user("Hi"), "max_tokens": 1, "logit_bias": {"5": 1.0}},
+            openai({"messages": user("Hi"), "max_tokens": 1, "top_logprobs": 1, "logprobs": True}, custom_id="NUMBER"),
+            openai({"prompt": "Hi", "max_tokens": 1}, "/v1/completions", "NUMBER"),
+        )
+    ]
+    pieces = [
+        b'"',
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b",",
+        b":",
+        b"null",
+        b"1e9",
+        b"-1",
+        b"\\u0000",
+        b"\xff",
+        b"\xc3",
+        b"true",
+        b"\r",
+    ]
+    for number in range(count):
+        line = bytearray(rng.choice(good).replace(b"NUMBER", b"%d" % number))
+        for _ in range(rng.randint(0, 3)):
+            place, roll = rng.randrange(len(line) + 1), rng.random()
+            if roll < 0.3:
+                line[place : place + 1] = bytes([rng.randrange(256)])
+            elif roll < 0.6:
+                line[place:place] = rng.choice(pieces)
+            elif roll < 0.8:
+                del line[place : place + rng.randint(1, 10)]
+            else:
+                line += line[place : place + 20]
+        yield bytes(line).replace(b"\n", b" ")
+
+
+def test_twenty_thousand_fuzzed_lines_give_one_row_each():
+    lines = list(mutated_lines(random.Random(0), 20_000))
+    num_rows = sum(bool(line.strip()) for line in lines)
+    result, rows = Harness(max_num_seqs=64).run(lines)
+    assert result.outcome == "complete"
+    assert len(rows) == result.stats.num_done == num_rows
+    plain_rows = [row["index"] for row in rows if "index" in row]
+    assert plain_rows == sorted(set(plain_rows))
+    assert 0 < result.stats.num_failed < num_rows
+
+
+def test_extreme_but_allowed_numbers_do_not_end_the_run(harness):
+    extremes = [
+        {"temperature": 1e6},
+        {"temperature": 1e-300},
+        {"repetition_penalty": 1e6, "temperature": 1e-4},
+        {"repetition_penalty": 1e-6},
+        {"logit_bias": {"5": 1e6, "6": 1e6}, "temperature": 1e-4},
+        {"logit_bias": {str(token_id): -1e6 for token_id in range(1024)}, "temperature": 1.0},
+        {"top_p": 1e-300, "temperature": 1.0},
+        {"min_p": 1.0, "top_k": 2**31 - 1, "temperature": 1.0},
+        {"seed": -(2**63), "temperature": 1.0},
+        {"stop_token_ids": [2**80, -5]},
+    ]
+    rows = harness.rows([plain("Hello", **fields) for fields in extremes])
+    assert [row["error"] for row in rows] == [None] * len(extremes)

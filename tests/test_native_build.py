@@ -114,9 +114,9 @@ def test_two_processes_may_build_at_once(tmp_path):
 def library_for(flags, directory):
     """The library built for another processor, quickly."""
     path = directory / "kernels.so"
-    common = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
-    sources = [str(source) for source in sorted(build.SOURCE_DIR.glob("*.cpp"))]
-    subprocess.run([*build.find_compiler().command, *common, *flags, *sources, "-o", str(path)], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "compile_flags", lambda: ("-std=c++17", "-O1", "-fPIC", "-pthread", "-w", *flags))
+        build.build(build.find_compiler(), path)
     return NativeLibrary(ctypes.CDLL(str(path)), ())
 
 
@@ -182,10 +182,7 @@ def test_threads_and_chunks_never_change_a_bit(dtype):
 
 
 @needs_compiler
-def test_kernel_threads_without_openmp(library):
-    """Where torch's runtime has no GOMP entry, the library starts threads of its own."""
-    if library is load_library():
-        pytest.skip("shared with the rest of the process")
+def test_two_threads_share_one_long_sequence(library):
     spec = AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64)
     case = Case([(1600, 3), (40, 40)], 16, 4, 2, 64, torch.float32)
     before = torch.get_num_threads()

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from itertools import pairwise
 
 import msgspec
@@ -326,3 +328,33 @@ def test_series_adds_up_to_the_totals(events):
     assert sum(columns["self_hit_tokens"]) == moment.stats.run.after_preemption.tokens_hit
     assert sum(columns["preempted"]) == moment.stats.num_preemptions
     assert max(columns["used"]) == moment.stats.peak_used_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+def test_a_million_events_are_checked_in_under_30_seconds_and_500_mb(tmp_path):
+    path = tmp_path / "run.jsonl"
+    rng = random.Random(1)
+    with TraceWriter(path) as writer:
+        limits = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+        sim = Simulation(2000, 16, emit=writer, check=False, **limits)
+        heads = [[rng.randrange(1000) for _ in range(rng.randrange(50, 400))] for _ in range(20)]
+        while writer.num_events < 1_000_000:
+            while len(sim.scheduler.waiting) < 8:
+                prompt = rng.choice(heads) + [rng.randrange(1000) for _ in range(rng.randrange(5, 300))]
+                sim.add(prompt, rng.randrange(5, 300), n=rng.choice([1, 1, 1, 3]))
+            sim.step()
+    code = (
+        "import sys, time; from pagedcli.cli.replay import StepFormat, _check; from pathlib import Path;"
+        "_check(Path(sys.argv[1]), StepFormat.TABLE);"
+        # not ru_maxrss, which a child inherits from the process that started it
+        "peak = [line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1];"
+        "print(time.process_time(), int(peak) // 1024, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    print(done.stdout)
+    seconds, megabytes, has_torch = done.stdout.splitlines()[-1].split()
+    assert "ok, 1,000," in done.stdout
+    assert float(seconds) < 30
+    assert int(megabytes) < 500
+    assert has_torch == "False"

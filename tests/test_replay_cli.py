@@ -155,5 +155,5 @@ def test_trace_without_a_terminal_is_plain_on_stderr(prompts):
     result = pagedcli("trace", prompts, *FAST)
     assert result.stdout == ""
     assert "\x1b" not in result.stderr
-    assert "idle: nothing may be in use" in result.stderr
+    assert "idle: nothing is in use, ok" in result.stderr
     assert "in use 0 (0 shared) + cached " in result.stderr

@@ -86,7 +86,7 @@ def kernel_constants(dtype, head_dim, group, block_size, capability):
     data = f"*{NAMES[dtype]}"
     tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data)
     lists = dict.fromkeys(("item_seq_ptr", "cu_q_ptr", "num_tokens_ptr", "table_ptr"), "*i32")
-    types = {**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "factor": "fp32"}
+    types = {**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "factor": "fp32", "v_scale": "fp32"}
     constants = {"H": 8 * group, "G": 8, "S": block_size, "D": head_dim, "BLOCK_D": block_d, "UPCAST": False}
     return decode, prefill, types, constants
 
@@ -166,8 +166,8 @@ def test_store_and_combine_compile(capability, tmp_path):
     from pagedcli.attention import triton_kernels as kernels
 
     data = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
-    types = {**data, "slots_ptr": "*i32", "k_stride": "i32", "v_stride": "i32"}
-    constants = {"G": 8, "S": 16, "D": 128, "BLOCK_G": 8, "BLOCK_D": 128}
+    types = {**data, "slots_ptr": "*i32", "k_stride": "i32", "v_stride": "i32", "k_inverse": "fp32", "v_inverse": "fp32"}
+    constants = {"G": 8, "S": 16, "D": 128, "BLOCK_G": 8, "BLOCK_D": 128, "FP8": False}
     store = Compiled(kernels.store_kvcache_kernel, types, constants, capability, 4, tmp_path)
     types = {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32", "out_ptr": "*bf16"}
     types |= dict.fromkeys(("first_item_ptr", "cu_q_ptr", "num_tokens_ptr"), "*i32")
@@ -177,28 +177,29 @@ def test_store_and_combine_compile(capability, tmp_path):
     assert re.search(r"st\.global\.v4", store.ptx), "K and V are stored 16 bytes at a time"
 
 
-def test_plan_is_refilled_in_place(monkeypatch):
-    """A captured graph keeps the addresses of the first plan, so a later step's lists must land there."""
+@pytest.mark.parametrize("totals", [[600, 20, 300], [1], [256, 257], [1, 512, 1, 511, 2000]])
+def test_the_work_list_of_the_device_is_that_of_the_host(totals, monkeypatch):
+    """A captured graph makes its list on the device, for any lengths up to max_total."""
     from attention_cases import make_batch
 
     from pagedcli.attention import triton_paged as paged
     from pagedcli.attention.base import AttentionSpec
 
-    spec = AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64)
-    backend = paged.TritonAttention(spec)
-    table = torch.zeros(3, 100, dtype=torch.int32)
-    batch = make_batch([(600, 1), (20, 1), (300, 1)], table, [0, 0, 0], "cpu")
+    backend = paged.TritonAttention(AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64))
+    table = torch.zeros(len(totals), 200, dtype=torch.int32)
+    batch = make_batch([(total, 1) for total in totals], table, [0] * len(totals), "cpu")
+    batch.max_total = 4096  # what a graph is captured for
     backend.prepare(batch)
-    address = batch.plan.buffer.data_ptr()
-    assert batch.plan.num_items.item() == 3 + 1 + 2
-    assert batch.plan.first_item.tolist() == [0, 3, 4]
-    assert batch.plan.item_seq[:6].tolist() == [0, 0, 0, 1, 2, 2]
-    assert batch.plan.item_split[:6].tolist() == [0, 1, 2, 0, 0, 1]
-    next_batch = make_batch([(601, 1), (21, 1), (257, 1)], table, [0, 0, 0], "cpu")
-    next_batch.plan = batch.plan
-    backend.prepare(next_batch)
-    assert next_batch.plan.buffer.data_ptr() == address
-    assert next_batch.plan.item_split[:6].tolist() == [0, 1, 2, 0, 0, 1]
+    device = batch.plan
+    monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", 0)
+    backend.prepare(batch)
+    host, num_items = batch.plan, batch.plan.num_items.item()
+    assert num_items == sum(-(-total // paged.SPLIT) for total in totals)
+    assert device.num_items.item() == num_items
+    assert device.first_item.tolist() == host.first_item.tolist()
+    assert device.item_seq[:num_items].tolist() == host.item_seq[:num_items].tolist()
+    assert device.item_split[:num_items].tolist() == host.item_split[:num_items].tolist()
+    assert device.capacity == len(totals) * 16
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 80, 128, 240, 256, 272, 512])

@@ -178,7 +178,7 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     rows = {**choice, "uniform_ptr": wide, "out_ptr": "*i64"}
     norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
     rotate = {**dict.fromkeys(("qkv_ptr", "norm_ptr", "table_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr"), data),
-              "positions_ptr": "*i64", "slots_ptr": short, "eps": "fp32"}  # fmt: skip
+              "positions_ptr": "*i64", "slots_ptr": short, **dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32")}  # fmt: skip
     cases = [
         (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, "ADD": True}, 32),
         (kernels.silu_and_mul_kernel, {"gate_up_ptr": data, "out_ptr": data}, {"WIDTH": 3072, "BLOCK": 1024}, 4),

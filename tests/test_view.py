@@ -156,9 +156,9 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
     text = printed(out)
     assert "step 0, as its forward pass sees the cache" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "0 request-0 prefill 8 0 8/8 0/5 0×2 1×2" in rows
-    assert "1 request-1 prefill 2 8 10/10 0/5 0×2 1×2 2" in rows  # reuses both blocks of the first
-    assert "2 request-2 prefill 10 0 10/10 0/5 3-5" in rows  # another first token: nothing is shared
+    assert "0 request-0 prefill 8 0 8/8 0/5 2 25.0 % 0×2 1×2" in rows
+    assert "1 request-1 prefill 2 8 10/10 0/5 3 37.5 % 0×2 1×2 2" in rows  # reuses both blocks of the first
+    assert "2 request-2 prefill 10 0 10/10 0/5 3 37.5 % 3-5" in rows  # another first token: nothing is shared
     assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks of 4 (128 B)" in rows
     assert "blocks by ref count 1: 4, 2: 2" in rows
     assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
@@ -229,7 +229,7 @@ def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
     assert "\x1b" not in text
     assert "step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1" in text
     assert "in use 0 (0 shared) + cached " in text
-    assert "(idle: nothing may be in use)" in text
+    assert "idle: nothing is in use, ok" in text
 
 
 def test_events_that_contradict_each_other_end_the_view_not_the_run():

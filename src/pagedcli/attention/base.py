@@ -39,11 +39,12 @@ class AttentionSpec:
     BackendError with the reason where it cannot serve it."""
 
     device: torch.device
-    dtype: torch.dtype  # of q, k, v and the cache
+    dtype: torch.dtype  # of q, k and v
     block_size: int  # S, tokens
     num_heads: int  # H, a multiple of num_kv_heads
     num_kv_heads: int  # G
     head_dim: int  # D
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype. Others need a backend with `kv_dtypes`
 
 
 class AttentionBackend(Protocol):

@@ -51,6 +51,7 @@ def select_backend(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Selection:
     """The named backend, or with "auto" the first in order of preference that can run here.
 
@@ -59,7 +60,7 @@ def select_backend(
     """
     if num_heads % num_kv_heads:
         raise BackendError(f"num_heads is {num_heads}, which is not a multiple of num_kv_heads {num_kv_heads}")
-    spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim)
+    spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim, kv_dtype)
     if name == "auto":
         return _first_that_runs(spec)
     for entry in REGISTRY:
@@ -119,6 +120,8 @@ def check_spec(backend: AttentionBackend, spec: AttentionSpec) -> None:
     if spec.dtype not in backend.dtypes:
         known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in backend.dtypes))
         raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of {known}")
+    if spec.kv_dtype not in (None, spec.dtype, *getattr(backend, "kv_dtypes", ())):
+        raise BackendError(f"has no KV cache of {str(spec.kv_dtype).removeprefix('torch.')}")
     if spec.block_size % backend.block_size_multiple:
         multiple = backend.block_size_multiple
         raise BackendError(

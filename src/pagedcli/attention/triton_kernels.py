@@ -17,11 +17,14 @@ def store_kvcache_kernel(
     slots_ptr,
     k_stride,  # elements from one token to the next
     v_stride,
+    k_inverse,  # 1 / scale of an fp8 cache
+    v_inverse,
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One program per new token: its K and V of all heads go to the token's slot, or nowhere if that is -1."""
     token = tl.program_id(0).to(tl.int64)
@@ -32,8 +35,18 @@ def store_kvcache_kernel(
         mask = (heads < G) & (dims < D)
         source = heads * D + dims
         target = ((slot // S * G + heads) * S + slot % S) * D + dims
-        tl.store(k_cache_ptr + target, tl.load(k_ptr + token * k_stride + source, mask=mask), mask=mask)
-        tl.store(v_cache_ptr + target, tl.load(v_ptr + token * v_stride + source, mask=mask), mask=mask)
+        k = tl.load(k_ptr + token * k_stride + source, mask=mask)
+        v = tl.load(v_ptr + token * v_stride + source, mask=mask)
+        if FP8:
+            k, v = to_fp8(k, k_inverse), to_fp8(v, v_inverse)
+        tl.store(k_cache_ptr + target, k, mask=mask)
+        tl.store(v_cache_ptr + target, v, mask=mask)
+
+
+@triton.jit
+def to_fp8(x, inverse):
+    """e4m3; what is too large becomes the largest number, not NaN."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -69,7 +82,8 @@ def decode_kernel(
     table_ptr,
     q_stride,
     table_stride,
-    factor,  # scale * log2(e)
+    factor,  # scale * log2(e), and the scale of K in an fp8 cache
+    v_scale,  # of an fp8 cache, else 1
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
@@ -121,13 +135,14 @@ def decode_kernel(
             k = tl.load(
                 k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0
             )
-            scores = _dot(q, k, UPCAST) * factor
+            scores = _dot(q, k.to(q.dtype), UPCAST) * factor
             scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
             weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
             v = tl.load(
                 v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0
             )
-            acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
+            acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), UPCAST)
+        acc *= v_scale
 
         heads = head * GROUP + row % GROUP
         if total <= SPLIT:
@@ -228,7 +243,7 @@ def _prefill_tile(
         k = tl.load(k_cache_ptr + k_at)
     else:
         k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
-    scores = _dot(q, k, UPCAST) * factor
+    scores = _dot(q, k.to(q.dtype), UPCAST) * factor
     if MASK:
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
     weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
@@ -238,7 +253,7 @@ def _prefill_tile(
         v = tl.load(v_cache_ptr + v_at)
     else:
         v = tl.load(v_cache_ptr + v_at, mask=in_head[None, :], other=0.0)
-    acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, UPCAST)
+    acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), v.to(q.dtype), UPCAST)
     return top, weight_sum, acc
 
 
@@ -256,6 +271,7 @@ def prefill_kernel(
     q_stride,
     table_stride,
     factor,
+    v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
@@ -302,5 +318,5 @@ def prefill_kernel(
             q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
             G, S, D, BLOCK_N, BLOCK_D, True, UPCAST,
         )  # fmt: skip
-    result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+    result = (acc * v_scale / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + ((q_rows * H + heads) * D)[:, None] + dims[None, :], result, mask=live)

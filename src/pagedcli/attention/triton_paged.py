@@ -24,6 +24,7 @@ except ImportError as error:
     ) from error
 
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
+DEVICE_LIST_ITEMS = 2**14  # a longer work list is counted on the host: room for its partial results is dear
 PROGRAMS_PER_SM = 3
 MIN_ROWS = 16  # rows of the smallest tl.dot
 
@@ -96,6 +97,7 @@ class TritonAttention:
     block_size_multiple = 16
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
     batch_invariant = True
+    kv_dtypes = frozenset({torch.float8_e4m3fn})  # of a cache, beside the model's dtype
     fused_store = True  # layers.triton_layers.rotate_and_store fills this cache
     graph_safe = True  # a step of one token per sequence can be captured in a CUDA graph
 
@@ -107,6 +109,7 @@ class TritonAttention:
         self._decode, self._prefill = tile_configs(spec.dtype, self._block_d, _capability(spec.device))
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
+        self.kv_scales = 1.0, 1.0  # what one unit of K and of V in an fp8 cache stands for
         self._partials = torch.empty(0), torch.empty(0)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
         if spec.device.type == "cuda":
@@ -119,7 +122,8 @@ class TritonAttention:
 
     def prepare(self, batch: PagedBatch) -> None:
         num_seqs = batch.num_tokens.shape[0]
-        if batch.max_new == 1 and batch.slots.shape[0] == num_seqs:
+        most_items = num_seqs * -(-batch.max_total // SPLIT)
+        if batch.max_new == 1 and batch.slots.shape[0] == num_seqs and most_items <= DEVICE_LIST_ITEMS:
             batch.plan = decode_plan(batch.num_tokens, batch.max_total)
             return
         starts = np.asarray(batch.cu_q_host or batch.cu_q.tolist())
@@ -161,11 +165,14 @@ class TritonAttention:
             slots,
             k.stride(0),
             v.stride(0),
+            1 / self.kv_scales[0],
+            1 / self.kv_scales[1],
             G=spec.num_kv_heads,
             S=spec.block_size,
             D=spec.head_dim,
             BLOCK_G=_power_of_2(spec.num_kv_heads),
             BLOCK_D=self._block_d,
+            FP8=k_cache.dtype == torch.float8_e4m3fn,
             num_warps=4,
         )
 
@@ -174,15 +181,16 @@ class TritonAttention:
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        factor = scale * 1.4426950408889634
+        k_scale, v_scale = self.kv_scales if k_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        factor = scale * 1.4426950408889634 * k_scale
         if batch.plan.has_decode:
-            self._run_decode(q, k_cache, v_cache, out, batch, factor)
+            self._run_decode(q, k_cache, v_cache, out, batch, factor, v_scale)
         if batch.plan.prefill_items is not None:
-            self._run_prefill(q, k_cache, v_cache, out, batch, factor)
+            self._run_prefill(q, k_cache, v_cache, out, batch, factor, v_scale)
         return out
 
     def _run_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float, v_scale: float
     ) -> None:
         spec, plan = self._spec, batch.plan
         partial, partial_stat = self._partial_buffers(plan.capacity)
@@ -203,6 +211,7 @@ class TritonAttention:
             q.stride(0),
             batch.block_table.stride(0),
             factor,
+            v_scale,
             **shape,
             S=spec.block_size,
             ROWS=self._rows,
@@ -228,7 +237,7 @@ class TritonAttention:
             )
 
     def _run_prefill(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float, v_scale: float
     ) -> None:
         spec, items = self._spec, batch.plan.prefill_items
         kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
@@ -244,6 +253,7 @@ class TritonAttention:
             q.stride(0),
             batch.block_table.stride(0),
             factor,
+            v_scale,
             H=spec.num_heads,
             G=spec.num_kv_heads,
             S=spec.block_size,

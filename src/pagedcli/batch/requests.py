@@ -14,6 +14,7 @@ from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
 Shape = Literal["plain", "chat.completion", "text_completion"]
+_LARGEST = 1e6
 MAX_SAMPLES = 1024  # per request: a typo in n must not queue a million sequences
 
 _SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
@@ -149,9 +150,11 @@ class RequestParser:
         ):
             given["max_tokens"] = max(self._defaults.max_tokens, given["min_tokens"])
         try:
-            return msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
+            params = msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
         except msgspec.ValidationError as error:
             raise RequestError("invalid_parameter", str(error)) from error
+        _check_magnitudes(params)
+        return params
 
 
 def decode_line(content: bytes | None) -> dict[str, Any]:
@@ -230,6 +233,22 @@ def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
         wanted = "true or false" if shape == "chat.completion" else "a number"
         raise RequestError("invalid_parameter", f"'logprobs' must be {wanted}")
     return logprobs
+
+
+def _check_magnitudes(params: SamplingParams) -> None:
+    """The sampler computes in float32 and int32: no line may overflow them, which would end the run of all others."""
+    if params.top_k >= 2**31:
+        raise RequestError("invalid_parameter", f"top_k is {params.top_k}, allowed: below 2147483648")
+    if params.temperature > _LARGEST:
+        raise RequestError("invalid_parameter", f"temperature is {params.temperature}, allowed: 0 to {_LARGEST:g}")
+    if not 1 / _LARGEST <= params.repetition_penalty <= _LARGEST:
+        allowed = f"{1 / _LARGEST:g} to {_LARGEST:g}"
+        raise RequestError(
+            "invalid_parameter", f"repetition_penalty is {params.repetition_penalty}, allowed: {allowed}"
+        )
+    biases = (params.logit_bias or {}).values()
+    if any(abs(bias) > _LARGEST for bias in biases):
+        raise RequestError("invalid_parameter", f"logit_bias allows numbers from {-_LARGEST:g} to {_LARGEST:g}")
 
 
 def _typed(body: dict[str, Any], name: str, wanted: Any, default: Any) -> Any:

@@ -49,6 +49,7 @@ def trace(
         str | None,
         typer.Option("-o", "--output-file", help="Keep the rows. Default: they are dropped.", show_default=False),
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
     config: ConfigFile = None,
     format_: Annotated[
@@ -74,7 +75,9 @@ def trace(
     output = Path(output_file if output_file is not None else os.devnull)
     if output_file == "-":
         raise UsageError("-o - would mix rows with the view", hint="give a file, or use pagedcli generate --record")
-    job = Job(load_config(config, flags), prompts, output, overwrite=overwrite)
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite)
     printer: StepPrinter | None = None
     observers: list[Emit] = []
     with ExitStack() as stack:

@@ -49,7 +49,7 @@ def graph_bytes(
     model: CausalLM,
     backend: AttentionBackend,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     max_model_len: int,
 ) -> int:
     """Device memory that the graphs take: all are captured once on a cache of one block, and dropped again."""
@@ -57,7 +57,7 @@ def graph_bytes(
         model,
         backend,
         device=device,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         num_blocks=1,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

@@ -13,6 +13,7 @@ from pagedcli.attention.base import AttentionBackend
 from pagedcli.attention.select import select_backend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes, graph_bytes, why_no_graphs
+from pagedcli.engine.kv_scales import kv_scales
 from pagedcli.engine.memory import measure_budget
 from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.engine.plan import (
@@ -21,6 +22,7 @@ from pagedcli.engine.plan import (
     model_folder,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_model_len,
 )
 from pagedcli.errors import ConfigError
@@ -60,6 +62,7 @@ def load_engine(
     own_spec = shard_spec(spec, parallel)
     device = rank_device(config, parallel)
     dtype = resolve_dtype(config.dtype, spec)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     max_model_len = resolve_max_model_len(config, spec)
     selection = select_backend(
         config.attention_backend,
@@ -69,6 +72,7 @@ def load_engine(
         num_heads=own_spec.num_heads,
         num_kv_heads=own_spec.num_kv_heads,
         head_dim=own_spec.head_dim,
+        kv_dtype=kv_dtype,
     )
     model = load_model(
         path,
@@ -88,10 +92,14 @@ def load_engine(
         block_size=config.block_size,
         num_kv_heads=own_spec.num_kv_heads,
         head_dim=own_spec.head_dim,
-        itemsize=dtype.itemsize,
+        itemsize=kv_dtype.itemsize,
     )
+    scales = None
+    if kv_dtype != dtype:
+        size = config.block_size
+        scales = kv_scales(model, selection.backend, device=device, dtype=dtype, block_size=size, parallel=parallel)
     no_graphs = why_no_graphs(config, device, selection.backend)
-    budget = _measure(config, model, selection.backend, device, dtype, max_model_len, with_graphs=no_graphs is None)
+    budget = _measure(config, model, selection.backend, device, kv_dtype, max_model_len, with_graphs=no_graphs is None)
     num_blocks, reason = choose_num_blocks(
         config, block_bytes=bytes_per_block, max_model_len=max_model_len, budget=budget
     )
@@ -113,12 +121,14 @@ def load_engine(
         budget=budget,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
         no_graphs=no_graphs,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_scales=scales,
     )
     runner = ModelRunner(
         model,
         selection.backend,
         device=device,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -152,13 +162,13 @@ def _measure(
     model: CausalLM,
     backend: AttentionBackend,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     max_model_len: int,
     *,
     with_graphs: bool,
 ) -> MemoryBudget | None:
     """The memory terms of a CUDA device, graphs included; None on a CPU."""
-    budget = measure_budget(config, model, backend, device, dtype, max_model_len)
+    budget = measure_budget(config, model, backend, device, kv_dtype, max_model_len)
     if budget is None or not with_graphs:
         return budget
-    return replace(budget, graphs=graph_bytes(config, model, backend, device, dtype, max_model_len))
+    return replace(budget, graphs=graph_bytes(config, model, backend, device, kv_dtype, max_model_len))

@@ -17,6 +17,7 @@ from pagedcli.engine.step_input import StepBuilder, StepInput, table_width
 from pagedcli.engine.transfer import Upload
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM
+from pagedcli.native.memory import ask_for_huge_pages
 
 if TYPE_CHECKING:
     from pagedcli.engine.cuda_graphs import DecodeGraphs
@@ -48,6 +49,7 @@ class ModelRunner:
         layer_shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # [2, L, N, ...]; not cleared: no backend may read a slot that no sequence owns
         self.kv_cache = torch.empty((2, spec.num_layers, *layer_shape), dtype=kv_dtype, device=device)
+        ask_for_huge_pages(self.kv_cache)
         width = table_width(max_model_len, block_size)
         self.tables = torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of the last launched step

@@ -14,6 +14,7 @@ from pagedcli.models.hub import resolve_model
 from pagedcli.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
 
 
@@ -37,6 +38,8 @@ class Plan:
     budget: MemoryBudget | None  # the measured terms where memory was measured
     graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
     no_graphs: str | None = None  # why there are none
+    kv_dtype: str = "auto"  # of the KV cache
+    kv_scales: tuple[float, float] | None = None  # what one unit of K and of V in an fp8 cache stands for
 
     @property
     def num_slots(self) -> int:
@@ -74,6 +77,29 @@ def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
     if chosen not in DTYPES:
         raise ConfigError(f"dtype {chosen!r} of the model is not supported", hint=f"use --dtype {'|'.join(DTYPES)}")
     return DTYPES[chosen]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of a --kv-cache-dtype value for a model that computes in `dtype`. Raises: ConfigError with the reason
+    why it cannot be had here."""
+    if name == "auto" or DTYPES.get(name) == dtype:
+        return dtype
+    computes_in = str(dtype).removeprefix("torch.")
+    if name != "fp8":
+        raise ConfigError(
+            f"kv_cache_dtype is {name}, but the model computes in {computes_in}",
+            hint=f"use --kv-cache-dtype auto, or --dtype {name}" if name in DTYPES else "use --kv-cache-dtype auto",
+        )
+    if device.type != "cuda":
+        raise ConfigError(f"kv_cache_dtype fp8 needs a CUDA GPU, not {device}", hint="use --kv-cache-dtype auto")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs compute capability 8.9; {torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}",
+            hint="use --kv-cache-dtype auto",
+        )
+    return torch.float8_e4m3fn
 
 
 def runs_ahead(config: EngineConfig, device: torch.device) -> bool:

@@ -4,8 +4,11 @@ Used by `pagedcli trace` and `pagedcli generate`. It only looks: events that con
 the run.
 """
 
+import io
 import signal
+import sys
 import time
+from contextlib import ExitStack, redirect_stderr
 from types import TracebackType
 
 import msgspec
@@ -14,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pagedcli.errors import TraceError
-from pagedcli.events import Event, StepFinished, StepScheduled
+from pagedcli.events import EngineStarted, Event, StepFinished, StepScheduled
 from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summary
@@ -51,9 +54,9 @@ class StepPrinter:
 class LiveView:
     """A context manager whose `on_event` is given to the engine as `emit`.
 
-    On a terminal a full screen, redrawn at most every 100 ms and never for more than a tenth of the time; space
-    pauses, `.` makes one step, `q` is Ctrl-C. Elsewhere a plain line every ten
-    seconds and for each preemption.
+    On a terminal a full screen from the engine's start on, redrawn at most every 100 ms and never for more than a
+    tenth of the time; space pauses, `.` makes one step, `q` is Ctrl-C. What others print to stderr meanwhile follows
+    when the screen is left. Elsewhere a plain line every ten seconds and for each preemption.
     """
 
     def __init__(
@@ -66,25 +69,20 @@ class LiveView:
         self._speed_index = len(SPEEDS) - 1
         self._keyboard = Keyboard()
         self._live: Live | None = None
+        self._screen = ExitStack()
+        self._held = io.StringIO()
         self._next_draw = 0.0
         self._last_step = 0.0
         self._damage: str | None = None
 
     def __enter__(self) -> "LiveView":
-        if self._console.is_terminal:
-            self._keyboard.__enter__()
-            self._live = Live(
-                console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            )
-            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._keyboard.__exit__(kind, error, traceback)
+        self._screen.close()
+        sys.stderr.write(self._held.getvalue())
         if self.moment.state.engine is not None:
             print_summary(self.moment, self._console)
         if self._damage is not None:
@@ -99,10 +97,21 @@ class LiveView:
         except TraceError as error:
             self._damage = error.message
             return
-        if isinstance(event, StepScheduled):
+        if isinstance(event, EngineStarted) and self._console.is_terminal:
+            self._open_screen()
+        elif isinstance(event, StepScheduled):
             self._pace()
         elif isinstance(event, StepFinished) and self._live is None:
             self._print_line()
+
+    def _open_screen(self) -> None:
+        # the console keeps the terminal; others would print into the screen and be lost with it
+        self._console.file = self._console.file
+        self._screen.enter_context(redirect_stderr(self._held))
+        self._screen.enter_context(self._keyboard)
+        self._live = self._screen.enter_context(
+            Live(console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        )
 
     # ------------------------------------------------------------------ a terminal
 

@@ -5,6 +5,7 @@ Used by view.py. Draws what Moment holds and decides nothing.
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.segment import Segment
 from rich.style import Style
@@ -193,9 +194,10 @@ def sequence_table(moment: Moment, *, width: int, most: int) -> Table:
     new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
     rows = [_sequence_cells(seq, new_tokens) for seq in shown]
     table = Table(box=None, expand=True, pad_edge=False, header_style="bold", show_edge=False)
+    columns = _SEQUENCE_COLUMNS if width >= 100 else _SEQUENCE_COLUMNS[:-1]
     room = width
-    for place, name in enumerate(_SEQUENCE_COLUMNS):
-        column_width = min(14, max(len(name), *(len(cells[place]) for cells in rows), 0))
+    for place, name in enumerate(columns):
+        column_width = min(14, max(len(name), *(cell_len(cells[place]) for cells in rows), 0))
         room -= column_width + 2
         justify: JustifyMethod = "left" if name in ("request", "state") else "right"
         table.add_column(name, justify=justify, no_wrap=True, width=column_width, overflow="ellipsis")
@@ -204,14 +206,14 @@ def sequence_table(moment: Moment, *, width: int, most: int) -> Table:
         last = (
             block_ids_text(state, seq.block_table, room) if seq.running else why_waiting(state, seq, waiting.index(seq))
         )
-        table.add_row(*cells, last, style="bold yellow" if seq.seq_id in moment.follow_seq_ids else "")
+        table.add_row(*cells[: len(columns)], last, style="bold yellow" if seq.seq_id in moment.follow_seq_ids else "")
     if len(shown) < len(running) + len(waiting):
         table.caption = f"and {len(running) - num_running} more running, {len(waiting) - num_waiting} more waiting"
         table.caption_justify = "left"
     return table
 
 
-_SEQUENCE_COLUMNS = ("seq", "request", "state", "tokens", "out")
+_SEQUENCE_COLUMNS = ("seq", "request", "state", "tokens", "out", "blocks")
 
 
 def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...]:
@@ -222,6 +224,7 @@ def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...
         seq.status + plus,
         f"{seq.num_computed_tokens}/{seq.num_tokens}",
         f"{seq.num_output_tokens}/{seq.max_new_tokens}",
+        str(len(seq.block_table)),
     )
 
 

@@ -14,13 +14,14 @@ from pagedcli.inspection.panels import (
     block_ids_text,
     histogram_table,
     hits_table,
+    percent,
     pool_line,
     sequence_table,
     why_waiting,
     work_lines,
 )
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.words import lookup_outcome, printable
+from pagedcli.inspection.words import lookup_outcome, plural, printable
 
 # ---------------------------------------------------------------------- the whole screen
 
@@ -54,7 +55,8 @@ class MomentScreen:
             (f" {self._title} ", "bold reverse"),
             (f" {self._note} " if self._note else "", "bold yellow"),
             f" step {'-' if state.step is None else state.step.step}  {len(state.running())} running  "
-            f"{len(state.waiting())} waiting  {len(state.finished):,} done  ",
+            f"{len(state.waiting())} waiting  {len(state.finished):,} done  "
+            + (f"{len(state.refused):,} refused  " if state.refused else ""),
             (f"{rate:,.0f} tok/s" if rate is not None else "- tok/s"),
             no_wrap=True,
             overflow="ellipsis",
@@ -135,7 +137,7 @@ def print_step_tables(moment: Moment, console: Console) -> None:
     title = "before the first step" if step is None else f"step {step.step}"
     console.print(Text(f"── {title}, as its forward pass sees the cache", "bold"))
     if state.seqs:
-        console.print(_full_sequence_table(moment))
+        console.print(_full_sequence_table(moment, wide=console.width >= 110))
     if step is not None and step.lookups:
         console.print(_lookup_table(state))
     console.print(pool_line(state))
@@ -149,34 +151,44 @@ def print_step_tables(moment: Moment, console: Console) -> None:
 def print_summary(moment: Moment, console: Console) -> None:
     """Print the pool as it stands and the figures of the run."""
     state = moment.state
-    idle = "" if state.seqs else " (idle: nothing may be in use)"
-    console.print(Text(f"── after step {'-' if state.step is None else state.step.step}{idle}", "bold"))
+    if state.seqs:
+        rest = f", {plural(len(state.seqs), 'sequence')} unfinished"
+    elif state.num_used_blocks:
+        rest = f", idle: LEAK, {plural(state.num_used_blocks, 'block')} in use without a sequence"
+    else:
+        rest = ", idle: nothing is in use, ok"
+    console.print(Text(f"── after step {'-' if state.step is None else state.step.step}{rest}", "bold"))
     console.print(pool_line(state))
     console.print(hits_table(moment))
     console.print(work_lines(moment))
 
 
-def _full_sequence_table(moment: Moment) -> Table:
+def _full_sequence_table(moment: Moment, *, wide: bool) -> Table:
+    """Every sequence, or the followed ones; without room, not the columns that follow from others."""
     state, step = moment.state, moment.state.step
     new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("seq", "request", "state", "new", "cached", "tokens", "out"):
-        table.add_column(name, justify="left" if name in ("request", "state") else "right", no_wrap=True)
-    table.add_column("block table (×: ref count) / why it waits")
-    seqs = [
-        seq for seq in state.running() + state.waiting() if not moment.follow or seq.seq_id in moment.follow_seq_ids
-    ]
-    for seq in seqs:
-        last = (
-            block_ids_text(state, seq.block_table)
+    rows = []
+    for place, seq in enumerate(state.waiting() + state.running()):
+        if moment.follow is not None and seq.seq_id not in moment.follow_seq_ids:
+            continue
+        row = {
+            "seq": str(seq.seq_id), "request": printable(seq.request_id), "state": seq.status,
+            "new": str(new_tokens.get(seq.seq_id, 0)), "cached": str(seq.num_cached_tokens),
+            "tokens": f"{seq.num_computed_tokens}/{seq.num_tokens}",
+            "out": f"{seq.num_output_tokens}/{seq.max_new_tokens}", "blocks": str(len(seq.block_table)),
+            "of pool": percent(len(seq.block_table) / state.num_blocks),
+            "block table (×: ref count) / why it waits": block_ids_text(state, seq.block_table)
             if seq.running
-            else why_waiting(state, seq, state.waiting().index(seq))
-        )
-        table.add_row(
-            str(seq.seq_id), printable(seq.request_id), seq.status, str(new_tokens.get(seq.seq_id, 0)),
-            str(seq.num_cached_tokens), f"{seq.num_computed_tokens}/{seq.num_tokens}",
-            f"{seq.num_output_tokens}/{seq.max_new_tokens}", last,
-        )  # fmt: skip
+            else why_waiting(state, seq, place),
+        }  # fmt: skip
+        rows.append({name: cell for name, cell in row.items() if wide or name not in ("cached", "blocks", "of pool")})
+    rows.sort(key=lambda row: row["state"] not in ("prefill", "decode"))
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in rows[0] if rows else ():
+        is_text = name in ("request", "state") or name.startswith("block table")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not name.startswith("block table"))
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 

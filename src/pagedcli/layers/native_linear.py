@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary
+from pagedcli.native.memory import empty_in_huge_pages
 from pagedcli.native.structs import ADD, GATE, INT8, STORE, LinearStruct, bind
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -62,7 +63,7 @@ class NativeLinear:
         return out
 
     def weight_rows(self, rows: Tensor) -> Tensor:
-        """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not of a quantized weight."""
+        """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not when quantized."""
         assert self.struct.kind != INT8, "a quantized weight has no rows to give back"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
         rows, threads = rows.contiguous(), torch.get_num_threads()
@@ -89,7 +90,7 @@ class NativeLinear:
 
     def _packed(self, weight: Tensor, padded_rows: int) -> tuple[Tensor]:
         weight = weight.contiguous()
-        packed = torch.empty(padded_rows * weight.shape[1], dtype=weight.dtype)
+        packed = empty_in_huge_pages(padded_rows * weight.shape[1], weight.dtype)
         self._functions.linear_pack(
             ctypes.byref(self.struct), weight.data_ptr(), packed.data_ptr(), torch.get_num_threads()
         )
@@ -97,7 +98,7 @@ class NativeLinear:
 
     def _quantized(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         weight = weight.contiguous()
-        packed = torch.empty(padded_rows * (-(-weight.shape[1] // 4) * 4), dtype=torch.int8)
+        packed = empty_in_huge_pages(padded_rows * (-(-weight.shape[1] // 4) * 4), torch.int8)
         scales = torch.empty(padded_rows, dtype=torch.float32)
         sums = torch.empty(padded_rows, dtype=torch.int32)
         addresses = (tensor.data_ptr() for tensor in (weight, packed, scales, sums))

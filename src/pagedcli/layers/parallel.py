@@ -35,6 +35,12 @@ class ParallelContext:
             dist.all_reduce(x)
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' values, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values, in place."""
         if self.size > 1:

@@ -7,6 +7,8 @@ is rounded to the tensors' dtype wherever the twin rounds.
 import triton
 import triton.language as tl
 
+from pagedcli.attention.triton_kernels import to_fp8
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -50,14 +52,6 @@ def silu_and_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _to_cache(x, dtype: tl.constexpr, FP8: tl.constexpr):
-    """x as the cache holds it; in fp8 what is too large becomes the largest number, not NaN."""
-    if FP8:
-        return tl.minimum(tl.maximum(x, -448.0), 448.0).to(dtype)
-    return x.to(dtype)
-
-
-@triton.jit
 def rotate_and_store_kernel(
     qkv_ptr,
     norm_ptr,  # [H + G, D]
@@ -68,6 +62,8 @@ def rotate_and_store_kernel(
     k_cache_ptr,  # [N, G, S, D]
     v_cache_ptr,
     eps,
+    k_inverse,  # 1 / scale of an fp8 cache
+    v_inverse,
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
@@ -110,10 +106,11 @@ def rotate_and_store_kernel(
     if slot >= 0:
         kv_head = tl.where(is_v, head - H - G, head - H)
         place = ((slot // S * G + kv_head) * S + slot % S) * D + half
-        cache_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
         # through the model's dtype, so that every way of filling the cache leaves the same in it
-        kept_x = _to_cache(x.to(dtype).to(tl.float32), cache_dtype, FP8)
-        kept_y = _to_cache(y.to(dtype).to(tl.float32), cache_dtype, FP8)
+        kept_x, kept_y = x.to(dtype), y.to(dtype)
+        if FP8:
+            inverse = tl.where(is_v, v_inverse, k_inverse)
+            kept_x, kept_y = to_fp8(kept_x, inverse), to_fp8(kept_y, inverse)
         is_k = inside & (head >= H) & (head < H + G)
         tl.store(k_cache_ptr + place, kept_x, mask=is_k)
         tl.store(k_cache_ptr + place + HALF, kept_y, mask=is_k)

@@ -59,12 +59,14 @@ def rotate_and_store(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Split, per-head norm, rotary embedding, and K and V into the cache: what rotary.split_heads and a backend's write
     do for a cache of the layout [N, G, S, D].
 
     Shapes:  qkv [T, (H + 2G) * D] contiguous, q heads first; norm None or (weight [H + G, D], eps); table [P, D], see
-             rotary_rows; positions [T] int64; slots [T] int32; k_cache, v_cache [N, G, S, D]; returns q [T, H, D].
+             rotary_rows; positions [T] int64; slots [T] int32; k_cache, v_cache [N, G, S, D]; kv_scales: what one unit
+             of K and of V in an fp8 cache stands for; returns q [T, H, D].
     Changes: the cache at every slot that is not -1.
     """
     head_dim, block_size = k_cache.shape[3], k_cache.shape[2]
@@ -82,6 +84,8 @@ def rotate_and_store(
             k_cache,
             v_cache,
             eps,
+            1 / kv_scales[0],
+            1 / kv_scales[1],
             **rotate_constants(num_heads, num_kv_heads, block_size, head_dim),
             NORM=norm is not None,
             FP8=k_cache.dtype == torch.float8_e4m3fn,

@@ -136,6 +136,7 @@ class Decoder:
             slots=slots,
             k_cache=k_cache,
             v_cache=v_cache,
+            kv_scales=getattr(self._backend, "kv_scales", (1.0, 1.0)),
         )
         return q
 

@@ -37,9 +37,10 @@ template <class T> struct Output {
     Elem* out;
     Epilogue epilogue;
     int64_t width;  // elements of a row of out
+    bool plain;     // nothing to do but to store
 
     Output(const Linear& l, Elem* out, Epilogue epilogue)
-        : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows) {}
+        : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows), plain(epilogue == STORE && !l.bias) {}
 
     inline vf biased(vf y, int64_t row) const {
         if (!l.bias) return y;
@@ -51,6 +52,10 @@ template <class T> struct Output {
     // The sums of one panel for one token.
     inline void put(int64_t token, int64_t panel, const float* y) const {
         Elem* to = out + token * width;
+        if (plain && (panel + 1) * PANEL <= width) {
+            for (int v = 0; v < PANEL; v += VL) Rows<T>::store(to + panel * PANEL + v, loadf(y + v));
+            return;
+        }
         if (epilogue == GATE) {
             const int64_t at = panel * VL;
             vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), l.rows / 2 + at));

@@ -35,6 +35,7 @@ void run_piece(const Linear& l, const typename T::Op* x, int64_t x_stride, int64
     using Elem = typename T::Elem;
     const int64_t steps = l.columns / T::PAIR, panel_elements = l.columns * PANEL, tokens = end - begin;
     const int64_t passes = num_passes(tokens);
+    const int64_t panels = padded_rows(l) / PANEL;
     const Output<T> output(l, out, epilogue);
     alignas(64) float sums[MAX_ROWS * PANEL];
     for (int64_t p = first; p < last; p++) {
@@ -42,7 +43,7 @@ void run_piece(const Linear& l, const typename T::Op* x, int64_t x_stride, int64
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = begin + tokens * pass / passes, rows = begin + tokens * (pass + 1) / passes - row;
             // the first two passes over a panel fetch the next one, half each: more at once would stall them
-            const bool fetch = pass < 2 && p + 1 < last;
+            const bool fetch = pass < 2 && p + 1 < panels;
             const char* next = (const char*)panel + (fetch ? panel_elements * sizeof(Elem) + pass * steps * 64 : 0);
             with_rows<MAX_ROWS>(rows, [&](auto R) {
                 if (passes > 1)

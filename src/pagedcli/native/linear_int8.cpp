@@ -63,13 +63,14 @@ template <class T>
 void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t stride, int64_t begin, int64_t end,
                int64_t first, int64_t last, typename T::Elem* out, Epilogue epilogue) {
     const int64_t steps = stride / GROUP, panel_bytes = stride * PANEL, tokens = end - begin, passes = num_passes(tokens);
+    const int64_t panels = padded_rows(l) / PANEL;
     const Output<T> output(l, out, epilogue);
     alignas(64) int32_t sums[MAX_ROWS * PANEL];
     for (int64_t p = first; p < last; p++) {
         const int8_t* panel = (const int8_t*)l.weight + p * panel_bytes;
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = begin + tokens * pass / passes, rows = begin + tokens * (pass + 1) / passes - row;
-            const bool fetch = pass < 2 && p + 1 < last;
+            const bool fetch = pass < 2 && p + 1 < panels;
             const char* next = (const char*)panel + (fetch ? panel_bytes + pass * steps * 64 : 0);
             with_rows<MAX_ROWS>(rows, [&](auto R) {
                 if (passes > 1)

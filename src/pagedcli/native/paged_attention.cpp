@@ -14,6 +14,7 @@
 #include <new>
 
 #include "parallel.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace {
@@ -30,10 +31,10 @@ struct Geometry {
     int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it
 };
 
-// New tokens q_begin ... q_end-1 of sequence b, one key/value head at a time. split >= 0: only that split, and the last
-// of the num_splits items that finishes merges their partial results.
+// New tokens q_begin ... q_end-1 of sequence b for some key/value heads. split >= 0: only that split, and the last of the
+// num_splits items that finishes merges their partial results.
 struct Item {
-    int32_t b, q_begin, q_end, split, num_splits;
+    int32_t b, q_begin, q_end, head_begin, head_end, split, num_splits;
     int32_t partial;  // of the first split
     int32_t merge;    // which counter of unfinished splits
 };
@@ -99,14 +100,26 @@ template <class T> struct Buffers {
     }
 };
 
+// Where the tiles of one softmax tile lie. The kernels fetch the next one's into the second-level cache as they go: pages
+// are scattered, so the processor does not foresee them.
+template <class T> struct Tiles {
+    int64_t count = 0;
+    const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
+};
+
+static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
 template <class T, int R, int N>
-inline void score_kernel(const typename T::Op* q, int64_t q_stride, const typename T::Elem* const* tiles, int64_t steps,
-                         float* scores) {
+inline void score_kernel(const typename T::Op* q, int64_t q_stride, const typename T::Elem* const* tiles,
+                         const typename T::Elem* const* ahead, int64_t steps, float* scores) {
     vf acc[R][N] = {};
     for (int64_t i = 0; i < steps; i++) {
         typename T::Block b[N];
-        for (int n = 0; n < N; n++) b[n] = T::load(tiles[n] + i * VL * T::PAIR);
+        for (int n = 0; n < N; n++) {
+            b[n] = T::load(tiles[n] + i * VL * T::PAIR);
+            fetch(ahead[n] + i * VL * T::PAIR);
+        }
         for (int r = 0; r < R; r++)
             for (int n = 0; n < N; n++) T::madd(acc[r][n], q + r * q_stride + i * T::OPS, b[n]);
     }
@@ -116,17 +129,20 @@ inline void score_kernel(const typename T::Op* q, int64_t q_stride, const typena
 
 // out[R][N * VL] += weights[R][num_tiles * VL] . N columns of the tiles.
 template <class T, int R, int N>
-inline void value_kernel(const typename T::Op* weights, const typename T::Elem* const* tiles, int64_t num_tiles,
-                         int64_t column, int64_t width, float* out) {
+inline void value_kernel(const typename T::Op* weights, const typename T::Elem* const* tiles,
+                         const typename T::Elem* const* ahead, int64_t num_tiles, int64_t column, int64_t width, float* out) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
     vf acc[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) acc[r][n] = loadf(out + r * width + column + n * VL);
     for (int64_t t = 0; t < num_tiles; t++) {
-        const typename T::Elem* tile = tiles[t] + column * T::PAIR;
+        const typename T::Elem *tile = tiles[t] + column * T::PAIR, *next = ahead[t] + column * T::PAIR;
         for (int i = 0; i < VL / T::PAIR; i++) {
             typename T::Block b[N];
-            for (int n = 0; n < N; n++) b[n] = T::load(tile + (i * width + n * VL) * T::PAIR);
+            for (int n = 0; n < N; n++) {
+                b[n] = T::load(tile + (i * width + n * VL) * T::PAIR);
+                fetch(next + (i * width + n * VL) * T::PAIR);
+            }
             for (int r = 0; r < R; r++)
                 for (int n = 0; n < N; n++)
                     T::madd(acc[r][n], weights + r * STRIDE + (t * (VL / T::PAIR) + i) * T::OPS, b[n]);
@@ -143,56 +159,54 @@ template <int MAX, class F> inline void with_constant(int64_t r, const F& f) {
     f(std::integral_constant<int, MAX>{});
 }
 
-template <class T>
-void all_scores(const Buffers<T>& w, int64_t rows, const typename T::Elem* const* tiles, int64_t num_tiles, int64_t steps) {
-    for (int64_t t = 0; t < num_tiles; t += SCORE_TILES)
+template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
+    for (int64_t t = 0; t < tiles.count; t += SCORE_TILES) {
+        const auto* const* next = t + SCORE_TILES <= ahead.count ? ahead.keys + t : tiles.keys + t;
         for (int64_t r = 0; r < rows; r += SCORE_ROWS)
             with_constant<SCORE_ROWS>(rows - r, [&](auto R) {
                 const auto* q = w.q + r * w.q_stride;
                 float* out = w.scores + r * KEYS + t * VL;
-                if (t + SCORE_TILES <= num_tiles)
-                    score_kernel<T, R(), SCORE_TILES>(q, w.q_stride, tiles + t, steps, out);
+                if (t + SCORE_TILES <= tiles.count)
+                    score_kernel<T, R(), SCORE_TILES>(q, w.q_stride, tiles.keys + t, next, steps, out);
                 else
-                    score_kernel<T, R(), 1>(q, w.q_stride, tiles + t, steps, out);
+                    score_kernel<T, R(), 1>(q, w.q_stride, tiles.keys + t, next, steps, out);
             });
+    }
 }
 
-template <class T>
-void add_values(const Buffers<T>& w, int64_t rows, const typename T::Elem* const* tiles, int64_t num_tiles, int64_t width) {
+template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
+    const auto* const* next = tiles.count <= ahead.count ? ahead.values : tiles.values;
     for (int64_t c = 0; c < width; c += VALUE_COLS * VL)
         with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
             for (int64_t r = 0; r < rows; r += VALUE_ROWS)
                 with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
-                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, tiles, num_tiles, c, width, w.split.out + r * width);
+                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, tiles.values, next, tiles.count, c, width,
+                                              w.split.out + r * width);
                 });
         });
 }
 
 // One row: scores -> weights of the tile's tokens, the first `visible` of which the row sees; updates the running state.
+// factor is positive, so the largest score has the largest weight.
 template <class T>
 inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, int64_t num_tiles, float factor, int64_t width) {
     float* scores = w.scores + r * KEYS;
     auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
     const vf low = splat(-INFINITY);
     vf top = low;
-    int64_t used = visible <= 0 ? 0 : (visible + VL - 1) / VL;
-    if (used > num_tiles) used = num_tiles;
-    for (int64_t t = 0; t < used; t++) {
-        vf x = loadf(scores + t * VL) * factor;
-        if ((t + 1) * VL > visible) {
-            vi seen = iota() < (vi{} + (int32_t)(visible - t * VL));
-            x = (vf)((seen & (vi)x) | (~seen & (vi)low));
-        }
-        storef(scores + t * VL, x);
-        top = max_of(top, x);
+    const int64_t used = visible <= 0 ? 0 : std::min<int64_t>(num_tiles, (visible + VL - 1) / VL);
+    if (used * VL > visible && used) {
+        float* last = scores + (used - 1) * VL;
+        vi seen = iota() < (vi{} + (int32_t)(visible - (used - 1) * VL));
+        storef(last, select_of(seen, loadf(last), low));
     }
-    float old_max = w.split.max[r], new_max = max_in(top);
-    if (old_max > new_max) new_max = old_max;
+    for (int64_t t = 0; t < used; t++) top = max_of(top, loadf(scores + t * VL));
+    const float old_max = w.split.max[r], new_max = std::max(old_max, max_in(top) * factor);
     const vf base = splat(new_max == -INFINITY ? 0.f : new_max);
     vf sum = {};
     for (int64_t t = 0; t < used; t++) {
-        vf p = exp2_of(loadf(scores + t * VL) - base);
+        vf p = exp2_of(loadf(scores + t * VL) * factor - base);
         sum += p;
         T::put_ops(weights, (int)(t * VL), p);
     }
@@ -250,28 +264,32 @@ template <class T> struct Attention {
             for (int64_t j = 0; j < group; j++, row++) {
                 const Elem* from = q + (plan.cu_q[it.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
                 typename T::Op* to = w.q + row * w.q_stride;
-                if (g.head_dim % T::PAIR) memset(to + w.q_stride - T::OPS, 0, T::OPS * sizeof *to);
-                for (int64_t d = 0; d < g.head_dim; d++) T::put_op(to, (int)d, from[d]);
+                if constexpr (T::OPS * sizeof(typename T::Op) == T::PAIR * sizeof(Elem)) {  // an operand is the element itself
+                    if (g.head_dim % T::PAIR) memset(to + w.q_stride - 1, 0, sizeof *to);
+                    memcpy(to, from, g.head_dim * sizeof(Elem));
+                } else {
+                    if (g.head_dim % T::PAIR) memset(to + w.q_stride - T::OPS, 0, T::OPS * sizeof *to);
+                    for (int64_t d = 0; d < g.head_dim; d++) T::put_op(to, (int)d, from[d]);
+                }
             }
     }
 
-    // Pointers to the tiles of tokens begin ... end-1 of sequence b. Slots past num_tokens are never read as values.
-    bool find_tiles(const Buffers<T>& w, int64_t b, int64_t head, int64_t begin, int64_t end, const Elem** keys,
-                    const Elem** values) const {
+    // The tiles of tokens begin ... end-1 of sequence b. Packed tiles are made here, the others are where they are.
+    bool find_tiles(const Buffers<T>& w, int64_t b, int64_t head, int64_t begin, int64_t end, Tiles<T>& tiles) const {
         const int32_t* table = plan.table + b * plan.table_stride;
-        const int64_t S = g.block_size, D = g.head_dim, total = plan.num_tokens[b];
-        for (int64_t t = begin, n = 0; t < end; t += VL, n++) {
-            int64_t valid = std::min<int64_t>(VL, total - t);
+        const int64_t S = g.block_size, D = g.head_dim;
+        tiles.count = 0;
+        for (int64_t t = begin; t < end; t += VL, tiles.count++) {
             if (g.packed()) {
-                if (!pack(w, table, head, t, valid, n, keys, values)) return false;
+                int64_t valid = std::min<int64_t>(VL, plan.num_tokens[b] - t);
+                if (!pack(w, table, head, t, valid, tiles)) return false;
                 continue;
             }
             int64_t block = table[t / S];
             if (block < 0 || block >= g.num_blocks) return false;
             int64_t offset = ((block * g.num_kv_heads + head) * S + t % S) * D;
-            keys[n] = k + offset;
-            values[n] = v + offset;
-            if (valid < VL) values[n] = zero_tail(w, values[n], valid);
+            tiles.keys[tiles.count] = k + offset;
+            tiles.values[tiles.count] = v + offset;
         }
         return true;
     }
@@ -287,8 +305,8 @@ template <class T> struct Attention {
         return w.value_pack;
     }
 
-    bool pack(const Buffers<T>& w, const int32_t* table, int64_t head, int64_t t, int64_t valid, int64_t n,
-              const Elem** keys, const Elem** values) const {
+    bool pack(const Buffers<T>& w, const int32_t* table, int64_t head, int64_t t, int64_t valid, Tiles<T>& tiles) const {
+        const int64_t n = tiles.count;
         const int64_t S = g.block_size, D = g.head_dim, width = g.width();
         const int64_t steps = (D + T::PAIR - 1) / T::PAIR;
         Elem *key = w.key_pack + n * VL * steps * T::PAIR, *value = w.value_pack + n * VL * width;
@@ -303,27 +321,8 @@ template <class T> struct Attention {
                 value[(i / T::PAIR * width + d) * T::PAIR + i % T::PAIR] = v[offset + d];
             }
         }
-        keys[n] = key;
-        values[n] = value;
-        return true;
-    }
-
-    // The state of the item's rows over the tokens of one split.
-    bool run_split(const Buffers<T>& w, const Item& it, int64_t head, int64_t split) const {
-        const int64_t group = g.group(), rows = (it.q_end - it.q_begin) * group, width = g.width();
-        const int64_t first_position = plan.num_tokens[it.b] - (plan.cu_q[it.b + 1] - plan.cu_q[it.b]) + it.q_begin;
-        const int64_t end = std::min<int64_t>((split + 1) * SPLIT, first_position + it.q_end - it.q_begin);
-        const int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        const Elem *keys[KEYS / VL], *values[KEYS / VL];
-        clear(w.split, rows, width);
-        for (int64_t t = split * SPLIT; t < end; t += KEYS) {
-            int64_t stop = std::min<int64_t>(t + KEYS, end), num_tiles = (stop - t + VL - 1) / VL;
-            if (!find_tiles(w, it.b, head, t, stop, keys, values)) return false;
-            all_scores<T>(w, rows, keys, num_tiles, steps);
-            for (int64_t r = 0; r < rows; r++)
-                softmax_row<T>(w, r, first_position + r / group + 1 - t, num_tiles, factor, width);
-            add_values<T>(w, rows, values, num_tiles, width);
-        }
+        tiles.keys[n] = key;
+        tiles.values[n] = value;
         return true;
     }
 
@@ -332,28 +331,28 @@ template <class T> struct Attention {
         for (int64_t r = 0; r < rows; r++) {
             int64_t token = plan.cu_q[it.b] + it.q_begin + r / group;
             Elem* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
-            float inverse = 1.f / s.sum[r];
-            for (int64_t d = 0; d < g.head_dim; d++) to[d] = T::from_float(s.out[r * width + d] * inverse);
+            const float *from = s.out + r * width, inverse = 1.f / s.sum[r];
+            int64_t d = 0;
+            for (; d + VL <= g.head_dim; d += VL) Rows<T>::store(to + d, loadf(from + d) * inverse);
+            if (d == g.head_dim) continue;
+            Elem rest[VL];
+            Rows<T>::store(rest, loadf(from + d) * inverse);
+            memcpy(to + d, rest, (g.head_dim - d) * sizeof(Elem));
         }
     }
 
-    void run(const Item& it, int64_t head) {
-        static thread_local Arena arena;
-        Buffers<T> w(arena, g, max_rows());
+    // The split's state is complete: keep it, add it up with the others, or write the result.
+    void finish_split(const Buffers<T>& w, const Item& it, int64_t head, int64_t split) const {
         const int64_t rows = (it.q_end - it.q_begin) * g.group(), width = g.width();
-        load_queries(w, it, head);
+        if (it.num_splits == 1) return store(w.split, it, head);
         if (it.split < 0) {
-            for (int64_t s = 0; s < it.num_splits; s++) {
-                if (!run_split(w, it, head, s)) return (void)(bad_block = true);
-                if (it.num_splits == 1) return store(w.split, it, head);
-                if (s == 0) clear(w.total, rows, width);
-                merge(w.total, w.split, rows, width);
-            }
-            return store(w.total, it, head);
+            if (split == 0) clear(w.total, rows, width);
+            merge(w.total, w.split, rows, width);
+            if (split == it.num_splits - 1) store(w.total, it, head);
+            return;
         }
-        if (!run_split(w, it, head, it.split)) return (void)(bad_block = true);
         int64_t first = head * plan.num_partials + it.partial;
-        State mine = partial(first + it.split);
+        State mine = partial(first + split);
         memcpy(mine.max, w.split.max, rows * sizeof(float));
         memcpy(mine.sum, w.split.sum, rows * sizeof(float));
         memcpy(mine.out, w.split.out, rows * width * sizeof(float));
@@ -361,6 +360,43 @@ template <class T> struct Attention {
         clear(w.total, rows, width);
         for (int64_t s = 0; s < it.num_splits; s++) merge(w.total, partial(first + s), rows, width);
         store(w.total, it, head);
+    }
+
+    bool run(const Item& it) const {
+        static thread_local Arena arena;
+        Buffers<T> w(arena, g, max_rows());
+        const int64_t group = g.group(), rows = (it.q_end - it.q_begin) * group, width = g.width();
+        const int64_t total = plan.num_tokens[it.b], steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
+        const int64_t first_position = total - (plan.cu_q[it.b + 1] - plan.cu_q[it.b]) + it.q_begin;
+        const int64_t last = first_position + it.q_end - it.q_begin;
+        const int64_t begin = it.split < 0 ? 0 : it.split * SPLIT;
+        const int64_t end = it.split < 0 ? last : std::min<int64_t>(last, begin + SPLIT);
+        Tiles<T> tiles, ahead;
+        if (!find_tiles(w, it.b, it.head_begin, begin, std::min(end, begin + KEYS), tiles)) return false;
+        for (int64_t head = it.head_begin; head < it.head_end; head++) {
+            load_queries(w, it, head);
+            for (int64_t t = begin; t < end; t += KEYS) {
+                const bool last_tile = t + KEYS >= end;
+                const int64_t next = last_tile ? begin : t + KEYS, next_head = head + last_tile;
+                const bool more = next_head < it.head_end;
+                ahead.count = 0;
+                if (more && !g.packed())
+                    if (!find_tiles(w, it.b, next_head, next, std::min(end, next + KEYS), ahead)) return false;
+                if (t % SPLIT == 0) clear(w.split, rows, width);
+                all_scores<T>(w, rows, tiles, ahead, steps);
+                for (int64_t r = 0; r < rows; r++)
+                    softmax_row<T>(w, r, first_position + r / group + 1 - t, tiles.count, factor, width);
+                const int64_t valid = total - t - (tiles.count - 1) * VL;  // of the last tile
+                if (valid < VL && !g.packed())
+                    tiles.values[tiles.count - 1] = zero_tail(w, tiles.values[tiles.count - 1], valid);
+                add_values<T>(w, rows, tiles, ahead, width);
+                if (last_tile || (t + KEYS) % SPLIT == 0) finish_split(w, it, head, t / SPLIT);
+                if (more && g.packed())
+                    if (!find_tiles(w, it.b, next_head, next, std::min(end, next + KEYS), ahead)) return false;
+                tiles = ahead;
+            }
+        }
+        return true;
     }
 
     int run_all() {
@@ -371,9 +407,11 @@ template <class T> struct Attention {
         unfinished = arena.take<std::atomic<int32_t>>(counters);
         for (const Item& it : plan.items)
             if (it.split == 0)
-                for (int64_t h = 0; h < heads; h++) unfinished[h * plan.num_merges + it.merge] = it.num_splits;
-        parallel_for(plan.threads, (int64_t)plan.items.size() * heads,
-                     [&](int64_t i) { run(plan.items[i / heads], i % heads); });
+                for (int64_t h = it.head_begin; h < it.head_end; h++)
+                    unfinished[h * plan.num_merges + it.merge] = it.num_splits;
+        parallel_for(plan.threads, (int64_t)plan.items.size(), [&](int64_t i) {
+            if (!run(plan.items[i])) bad_block = true;
+        });
         return bad_block ? 1 : 0;
     }
 };
@@ -422,24 +460,26 @@ Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int3
     auto plan = std::make_unique<Plan>();
     plan->cu_q = cu_q, plan->num_tokens = num_tokens, plan->table = table, plan->table_stride = table_stride;
     plan->threads = threads;
-    const int64_t group = geometry->group(), tokens = std::max<int64_t>(1, ROWS / group);
-    double work = 0;  // query rows x keys, to find the items that would keep one thread busy alone
-    for (int64_t b = 0; b < num_sequences; b++) work += double(cu_q[b + 1] - cu_q[b]) * num_tokens[b] * group;
-    const double share = work * geometry->num_kv_heads / (8.0 * threads);
+    const int64_t heads = geometry->num_kv_heads, group = geometry->group(), tokens = std::max<int64_t>(1, ROWS / group);
+    double work = 0;  // query rows x keys of all heads
+    for (int64_t b = 0; b < num_sequences; b++) work += double(cu_q[b + 1] - cu_q[b]) * num_tokens[b] * group * heads;
+    const double share = work / (8.0 * threads);  // an item of more than this could keep one thread busy alone
     for (int64_t b = 0; b < num_sequences; b++) {
         const int32_t num_new = cu_q[b + 1] - cu_q[b];
         for (int32_t end = num_new; end > 0;) {  // the longest first
             const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
-            const int32_t keys = num_tokens[b] - num_new + end;
-            const int32_t splits = (keys + SPLIT - 1) / SPLIT;
-            Item item{(int32_t)b, begin, end, -1, splits, 0, 0};
-            if (splits > 1 && threads > 1 && double(end - begin) * group * keys > share) {
-                item.partial = (int32_t)plan->num_partials, item.merge = (int32_t)plan->num_merges++;
-                plan->num_partials += splits;
-                for (item.split = 0; item.split < splits; item.split++) plan->items.push_back(item);
-            } else {
-                plan->items.push_back(item);
+            const int32_t keys = num_tokens[b] - num_new + end, splits = (keys + SPLIT - 1) / SPLIT;
+            const double cost = double(end - begin) * group * keys;  // of one head
+            const bool split = splits > 1 && threads > 1 && cost > share;
+            // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
+            const int32_t step = threads == 1 ? heads : std::clamp<int64_t>(share / cost * (split ? splits : 1), 1, heads);
+            const int32_t partial = (int32_t)plan->num_partials, merge = (int32_t)plan->num_merges;
+            for (int32_t h = 0; h < heads; h += step) {
+                Item item{(int32_t)b, begin, end, h, std::min<int32_t>(heads, h + step), -1, splits, partial, merge};
+                if (!split) plan->items.push_back(item);
+                for (int32_t s = 0; split && s < splits; s++) item.split = s, plan->items.push_back(item);
             }
+            if (split) plan->num_partials += splits, plan->num_merges++;
             end = begin;
         }
     }

@@ -1,0 +1,54 @@
+"""The two scales of an fp8 KV cache, found once at the start so that they do not depend on any request.
+
+e4m3 holds 2^-9 ... 448 with 4 significant bits from 2^-6 on. As it floats, one scale for all of K and one for all of V
+lose next to nothing against a scale per head, and cost the kernels nothing.
+"""
+
+import numpy as np
+import torch
+
+from pagedcli.attention.base import AttentionBackend
+from pagedcli.engine.model_runner import ModelRunner
+from pagedcli.engine.scheduler import ScheduledStep
+from pagedcli.engine.sequence import Sequence
+from pagedcli.kvcache.budget import blocks_for
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.base import CausalLM
+from pagedcli.sampling_params import SamplingParams
+
+LARGEST = 448.0  # of e4m3
+MARGIN = 2.0  # larger values than those of the probe keep their sign and become the largest number
+NUM_TOKENS = 256  # of the probe
+
+
+def kv_scales(
+    model: CausalLM,
+    backend: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    parallel: ParallelContext,
+) -> tuple[float, float]:
+    """Scales of K and V from a run over fixed random tokens, the same on all ranks. Changes: backend.kv_scales."""
+    num_tokens = min(NUM_TOKENS, model.spec.max_position_embeddings)
+    num_blocks = blocks_for(num_tokens, block_size)
+    runner = ModelRunner(
+        model,
+        backend,
+        device=device,
+        kv_dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=1,
+        max_model_len=num_tokens,
+    )
+    runner.kv_cache.zero_()
+    tokens = np.random.default_rng(0).integers(0, model.spec.vocab_size, num_tokens).tolist()
+    seq = Sequence(0, "probe", tokens, SamplingParams(), max_new_tokens=1)
+    seq.row, seq.block_table = 0, list(range(num_blocks))
+    runner.execute(ScheduledStep([seq], [num_tokens]))
+    largest = parallel.largest(runner.kv_cache.abs().flatten(1).amax(1).float())
+    k_scale, v_scale = (max(value, 1e-6) * MARGIN / LARGEST for value in largest.tolist())
+    backend.kv_scales = (k_scale, v_scale)  # type: ignore[attr-defined]  # a backend with kv_dtypes has them
+    return k_scale, v_scale

@@ -1,0 +1,42 @@
+"""Counters that stay small however long the run is."""
+
+import random
+import sys
+
+import pytest
+
+from pagedcli.batch.stats import BatchStats, LogHistogram, SeenIds
+
+
+def test_percentiles_are_exact_to_a_percent_without_keeping_the_values():
+    rng = random.Random(0)
+    values = sorted(rng.lognormvariate(0, 2) for _ in range(20_000))
+    histogram = LogHistogram()
+    for value in values:
+        histogram.add(value)
+    for percent in (1, 50, 95, 99):
+        exact = values[int(len(values) * percent / 100) - 1]
+        assert histogram.percentile(percent) == pytest.approx(exact, rel=0.011)
+    assert len(histogram._counts) < 1500
+
+
+def test_a_histogram_without_values_has_no_percentiles():
+    assert LogHistogram().percentile(50) is None
+
+
+def test_ids_are_new_once_and_text_and_numbers_are_different_ids():
+    seen = SeenIds()
+    ids = [*range(5000), *map(str, range(5000))]
+    assert all(seen.add(row_id) for row_id in ids)
+    assert not any(seen.add(row_id) for row_id in ids)
+
+
+def test_ten_thousand_ids_take_at_most_32_bytes_each():
+    seen = SeenIds()
+    for row_id in range(10_000):
+        seen.add(row_id)
+    assert sys.getsizeof(seen._slots) <= 32 * 10_000
+
+
+def test_the_hit_rate_of_nothing_is_zero():
+    assert BatchStats().hit_rate == 0.0

@@ -1,0 +1,90 @@
+"""What a person reads while a run goes on, and that nothing steers the terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pagedcli.batch.stats import BatchStats
+from pagedcli.cli import progress
+from pagedcli.cli.session import parse_shard
+from pagedcli.cli.summary import byte_text, resume_command
+from pagedcli.cli.terminal import TerminalJson, printable
+from pagedcli.errors import UsageError
+
+
+def some_stats():
+    return BatchStats(
+        num_rows=1000,
+        num_done=300,
+        num_failed=2,
+        num_resumed=100,
+        num_resumed_failed=1,
+        num_prompt_tokens=5000,
+        num_cached_tokens=1250,
+        num_generated_tokens=9000,
+        num_preemptions=7,
+        num_used_blocks=30,
+        num_blocks=40,
+        elapsed_s=30.0,
+    )
+
+
+def test_rows_and_time_left_count_what_the_journal_had():
+    assert progress.rows_text(some_stats()) == "400/1,000 rows, 3 failed"
+    assert progress.eta_text(some_stats()) == "1:00", "600 rows at 10 rows/s"
+    assert progress.eta_text(BatchStats(num_rows=10)) is None
+    assert progress.eta_text(BatchStats(num_rows=10**6, num_done=100, elapsed_s=1.0)) == "2:46:39"
+    assert progress.rows_text(BatchStats(num_done=5)) == "5 rows", "the number of lines of stdin is not known"
+
+
+def test_the_live_display_fits_80_columns():
+    view = progress._LiveProgress()
+    out = io.StringIO()
+    Console(file=out, width=80, force_terminal=False).print(view._render(some_stats()))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("400/1,000 rows, 3 failed")
+    assert lines[0].endswith("ETA 1:00")
+    for part in ("tok/s", "KV 75 %", "hits 25 %", "preempted 7"):
+        assert part in lines[1]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_log_gets_a_plain_line_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.progress_view(quiet_terminal=False) as view:
+        for tick in range(12):
+            now[0] = float(tick)
+            view.update(some_stats())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2, "at 5 and at 10 seconds"
+    assert lines[0].startswith("400/1,000 rows, 3 failed, prompt 1,000 tok/s, generated 1,800 tok/s, KV 75 %")
+    assert lines[0].endswith("ETA 1:00")
+
+
+def test_the_resume_command_can_be_pasted():
+    assert resume_command(["generate", "my file.jsonl", "-o", "o", "--overwrite"]) == (
+        "pagedcli generate 'my file.jsonl' -o o --resume"
+    )
+    assert resume_command(["generate", "a", "--resume"]) == "pagedcli generate a --resume"
+
+
+def test_control_characters_are_shown_as_escapes():
+    assert printable("a\x1b[2Jb\x9bc\u202ed\te\nf") == "a\\x1b[2Jb\\x9bc\\u202ed\te\nf"
+    out = io.BytesIO()
+    TerminalJson(out).write('{"text": "\x7f\x9b2J\u202e caf\u00e9"}\n'.encode())
+    assert out.getvalue().decode() == '{"text": "\\u007f\\u009b2J\\u202e caf\u00e9"}\n'
+
+
+def test_shards_are_counted_from_one():
+    assert parse_shard("1/1") == (0, 1)
+    assert parse_shard("3/4") == (2, 4)
+    for wrong in ("0/4", "5/4", "1", "a/b", "-1/2", "1/2/3"):
+        with pytest.raises(UsageError, match="--shard"):
+            parse_shard(wrong)
+
+
+def test_bytes_in_words():
+    assert [byte_text(n) for n in (5, 2048, 3 * 2**20, 5 * 2**30)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]

@@ -1,0 +1,181 @@
+"""The fp8 KV cache: right for what it holds, its error against float32 measured, refused where hardware lacks it.
+
+Kernels run through triton's interpreter, in a process of their own. It rounds wrongly to e4m3 (a carry out of the
+mantissa is lost), so what the kernels store here needs no rounding: the torch twin has rounded it before.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_cases import GARBAGE_BLOCK, Case, make_batch
+from model_zoo import tiny_model
+
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.plan import resolve_kv_dtype
+from pagedcli.errors import ConfigError
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+plain = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+FP8 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+
+
+@plain
+def test_fp8_through_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert passed is not None
+    assert int(passed[1]) >= 5, done.stdout[-2000:]
+
+
+@plain
+def test_fp8_is_refused_on_a_cpu_and_other_dtypes_with_the_reason():
+    with pytest.raises(ConfigError, match="needs a CUDA GPU"):
+        resolve_kv_dtype("fp8", torch.float32, CPU)
+    with pytest.raises(ConfigError, match="computes in float32"):
+        resolve_kv_dtype("bfloat16", torch.float32, CPU)
+    assert resolve_kv_dtype("float32", torch.float32, CPU) == torch.float32
+
+
+@plain
+def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(ConfigError, match=r"8\.9; A100 has 8\.0"):
+        resolve_kv_dtype("fp8", torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert resolve_kv_dtype("fp8", torch.bfloat16, torch.device("cuda")) == FP8
+
+
+def quantized(x, scale):
+    """What an fp8 cache keeps of x: the torch twin."""
+    return (x.float() / scale).clamp(-448, 448).to(FP8).float() * scale
+
+
+def power_of_2_scale(x):
+    """A scale by which division is exact."""
+    return 2.0 ** math.ceil(math.log2(float(x.abs().max()) * 2 / 448))
+
+
+def attend_fp8(case, scales):
+    """The Triton backend's result over a poisoned fp8 cache."""
+    from pagedcli.attention.base import AttentionSpec
+    from pagedcli.attention.triton_paged import TritonAttention
+
+    size = case.block_size
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim)
+    backend = TritonAttention(AttentionSpec(CPU, case.dtype, size, *heads, kv_dtype=FP8))
+    backend.kv_scales = scales
+    needed = [-(-total // size) for total, _ in case.lengths]
+    order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(1)).tolist()
+    table = torch.full((len(needed), max(needed) + 1), GARBAGE_BLOCK, dtype=torch.int32)
+    slots, late, new_rows, start = [], [], [], 0
+    for row, (total, new) in enumerate(case.lengths):
+        blocks = [order.pop() for _ in range(needed[row])]
+        table[row, : needed[row]] = torch.tensor(blocks)
+        slots += [blocks[p // size] * size + p % size for p in range(total)]
+        late += slots[-new:]
+        new_rows += range(start + total - new, start + total)
+        start += total
+    shape = backend.kv_shape(sum(needed) + 2, size, *heads[1:])
+    k_cache, v_cache = (torch.full(shape, float("nan")).to(FP8) for _ in range(2))
+    backend.write(case.k, case.v, k_cache, v_cache, torch.tensor(slots, dtype=torch.int32))
+    batch = make_batch(case.lengths, table, late, "cpu")
+    return backend.attend(case.q[new_rows], k_cache, v_cache, batch, case.scale)
+
+
+CASES = [
+    ([(1, 1), (40, 1), (300, 1)], 4, 2, 64),
+    ([(17, 17), (300, 5), (33, 1)], 6, 2, 32),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("lengths", "num_heads", "num_kv_heads", "head_dim"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_is_exact_for_what_the_cache_holds_and_close_to_float32(
+    lengths, num_heads, num_kv_heads, head_dim, dtype
+):
+    case = Case(lengths, 16, num_heads, num_kv_heads, head_dim, dtype)
+    exact = case.expected()
+    scales = power_of_2_scale(case.k), power_of_2_scale(case.v)
+    case.k, case.v = quantized(case.k, scales[0]).to(dtype), quantized(case.v, scales[1]).to(dtype)
+    held = case.expected()
+    result = attend_fp8(case, scales).double()
+    assert (result - held).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
+    error = float((result - exact).norm() / exact.norm())
+    print(f"fp8 KV cache: relative error of attention {error:.4f}")
+    assert 0.001 < error < 0.05, "e4m3 keeps 4 bits: at most 2^-4 per value"
+
+
+@interpreted
+def test_values_past_the_scale_saturate_and_stay_numbers():
+    case = Case([(20, 1)], 16, 2, 1, 32, torch.float32)
+    case.k = quantized(case.k, 1.0)
+    case.v = torch.full_like(case.v, 1000.0)
+    torch.testing.assert_close(attend_fp8(case, (1.0, 0.5)), torch.full((1, 2, 32), 224.0))
+
+
+@interpreted
+def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
+    from pagedcli.engine import loading
+    from pagedcli.engine.scheduler import ScheduledStep
+    from pagedcli.engine.sequence import Sequence
+    from pagedcli.sampling_params import SamplingParams
+
+    path = tiny_model("qwen3", tmp_path / "model")
+    config = EngineConfig(
+        model=str(path), dtype="float32", device="cpu", attention_backend="triton", num_gpu_blocks_override=8
+    )
+    seq = Sequence(0, "r", list(range(3, 63)), SamplingParams(), max_new_tokens=1)
+    seq.row, seq.block_table = 0, [3, 1, 5, 2]
+    exact = LLMEngine(config).runner
+    expected, _ = exact.execute(ScheduledStep([seq], [60]))
+    monkeypatch.setattr(loading, "resolve_kv_dtype", lambda *_: FP8)
+    engine = LLMEngine(config)
+    assert engine.runner.kv_cache.dtype == FP8
+    assert engine.plan.block_bytes == engine.runner.kv_cache[:, :, 0].nbytes
+    largest = [float(cache[:, seq.block_table].abs().nan_to_num().max()) for cache in exact.kv_cache]
+    for scale, value in zip(engine.plan.kv_scales, largest, strict=True):
+        assert value / 448 < scale < 8 * value / 448
+    for held, values, scale in zip(engine.runner.kv_cache, exact.kv_cache, engine.plan.kv_scales, strict=True):
+        held.copy_((values / scale).clamp(-448, 448).to(FP8))
+    seq.num_cached_tokens, seq.num_computed_tokens = 60, 59  # a whole hit: the last token is computed, nothing written
+    logits, _ = engine.runner.execute(ScheduledStep([seq], [1]))
+    error = float((logits - expected).norm() / expected.norm())
+    print(f"fp8 KV cache: relative error of logits {error:.4f}")
+    assert 0 < error < 0.05
+
+
+@plain
+def test_kernels_compile_for_an_fp8_cache(tmp_path):
+    from test_triton import SHARED_LIMIT, Compiled, kernel_constants
+
+    from pagedcli.attention import triton_kernels as kernels
+    from pagedcli.attention import triton_paged as paged
+
+    decode, prefill, types, constants = kernel_constants(torch.bfloat16, 128, 2, 16, 90)
+    types |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
+    lists = {"item_split_ptr": "*i32", "num_items_ptr": "*i32", "partial_ptr": "*fp32", "partial_stat_ptr": "*fp32"}
+    rows = {"ROWS": paged.MIN_ROWS, "SPLIT": paged.SPLIT, "PAGES": paged.pages_per_split(16)}
+    tile = {"BLOCK_M": prefill.block_m, "TOKENS": prefill.block_m // 2}
+    cases = [
+        (kernels.decode_kernel, types | lists, constants | rows, decode),
+        (kernels.prefill_kernel, types | {"item_token_ptr": "*i32"}, constants | tile, prefill),
+    ]
+    for function, all_types, all_constants, config in cases:
+        sizes = {"BLOCK_N": config.block_n, "STAGES": config.num_stages}
+        kernel = Compiled(function, all_types, all_constants | sizes, 90, config.num_warps, tmp_path)
+        assert kernel.spilled_bytes == 0, function
+        assert kernel.shared_bytes <= SHARED_LIMIT[90], function
