@@ -73,7 +73,7 @@ def test_caching_off():
     explained = Explained(caching=False)
     _, second = explained.run(A + B, A + B)
     assert second.reason == "caching_off"
-    totals = explained.explainer.totals("new")
+    totals = explained.explainer.totals(own=False)
     assert (totals.caching_off, totals.hit, totals.num_tokens) == (16, 0, 16)
 
 
@@ -127,7 +127,7 @@ def test_what_two_sequences_compute_at_the_same_time_is_taken_over_block_by_bloc
     assert (first.reason, first.late_tokens_hit) == ("no_shared_prefix", 4)
     assert (second.reason, second.event.tokens_hit, second.late_tokens_hit) == ("not_seen_before", 4, 4)
     assert "4 tokens were taken over later from another sequence" in second.why()
-    totals = explained.explainer.totals("new")
+    totals = explained.explainer.totals(own=False)
     assert (totals.hit, totals.late_hit, totals.first_seen, totals.last_block, totals.ideal) == (4, 8, 12, 2, 12)
 
 
@@ -140,7 +140,7 @@ def test_tokens_computed_twice_at_the_same_time_are_lost_in_flight():
     explained.explainer.finish()
     _, second = explained.explainer.lookups
     assert (second.reason, second.event.blocks_hit, second.late_tokens_hit) == ("in_flight", 0, 2)
-    totals = explained.explainer.totals("new")
+    totals = explained.explainer.totals(own=False)
     assert (totals.hit, totals.late_hit, totals.in_flight, totals.first_seen, totals.ideal) == (0, 2, 2, 4, 4)
 
 
@@ -151,7 +151,7 @@ def test_totals_add_up_and_the_ceiling_is_the_unlimited_cache():
     small, large = Explained(num_blocks=12), Explained(num_blocks=10_000)
     small.run(*prompts)
     large.run(*prompts)
-    totals, unlimited = small.explainer.totals("new"), large.explainer.totals("new")
+    totals, unlimited = small.explainer.totals(own=False), large.explainer.totals(own=False)
     parts = (
         "hit",
         "late_hit",
@@ -175,11 +175,11 @@ def test_lookups_after_a_preemption_stand_apart():
         explained.sim.add(range(100 * index, 100 * index + 12), 6)
     explained.sim.run()
     explained.explainer.finish()
-    new, resumed = explained.explainer.totals("new"), explained.explainer.totals("resumed")
-    assert new.num_lookups == 3
-    assert new.hit == 0
-    assert resumed.num_lookups >= 1
-    assert resumed.hit > 0
+    first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
+    assert first.num_lookups == 3
+    assert first.hit == 0
+    assert own.num_lookups >= 1
+    assert own.hit > 0
 
 
 def test_the_longest_shared_prefix_is_seen_without_tokens():
@@ -188,7 +188,7 @@ def test_the_longest_shared_prefix_is_seen_without_tokens():
     shared = [3] * 240
     explained.run(shared + [1] * 60, shared + [2] * 60)
     assert explained.explainer.longest_shared_prefix() == 240
-    assert explained.explainer.totals("new").hit == 0
+    assert explained.explainer.totals(own=False).hit == 0
 
 
 def test_divergence_in_words():
@@ -221,3 +221,14 @@ def test_divergence_is_from_the_most_similar_of_all_earlier_sequences():
 
 def shared(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_a_further_sample_that_finds_its_prompt_cached_hits_its_own_request():
+    """The sequence limit keeps the second sample from being forked: it waits and looks up what the first computed."""
+    explained = Explained(max_num_seqs=1)
+    explained.sim.add(A + B + [1], 2, n=2)
+    explained.sim.run()
+    explained.explainer.finish()
+    first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
+    assert (first.num_lookups, first.hit) == (1, 0)
+    assert (own.num_lookups, own.hit) == (1, 8)

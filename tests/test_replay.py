@@ -200,7 +200,7 @@ def test_hits_follow_the_law(num_requests, num_shared, block_size):
     sim.run()
     expected = (num_requests - 1) * (num_shared // block_size) * block_size
     assert moment.stats.run.from_others.tokens_hit == expected
-    assert moment.stats.run.after_preemption.num_lookups == 0
+    assert moment.stats.run.own.num_lookups == 0
 
 
 def test_own_hits_after_a_preemption_are_not_hits_from_others():
@@ -212,7 +212,7 @@ def test_own_hits_after_a_preemption_are_not_hits_from_others():
     sim.run()
     assert moment.stats.num_preemptions > 0
     assert moment.stats.run.from_others.tokens_hit == 0
-    assert moment.stats.run.after_preemption.tokens_hit > 0
+    assert moment.stats.run.own.tokens_hit > 0
 
 
 def same(a: Moment, b: Moment) -> None:
@@ -325,7 +325,7 @@ def test_series_adds_up_to_the_totals(events):
     assert sum(columns["new_tokens"]) == moment.stats.num_computed_tokens
     assert sum(columns["sampled"]) == moment.stats.num_generated_tokens
     assert sum(columns["hit_tokens"]) == moment.stats.run.from_others.tokens_hit
-    assert sum(columns["self_hit_tokens"]) == moment.stats.run.after_preemption.tokens_hit
+    assert sum(columns["self_hit_tokens"]) == moment.stats.run.own.tokens_hit
     assert sum(columns["preempted"]) == moment.stats.num_preemptions
     assert max(columns["used"]) == moment.stats.peak_used_blocks
 

@@ -102,7 +102,7 @@ def test_explain_totals_reasons_and_the_longest_prefix(trace):
     whole = parts.pop("num_tokens")
     not_parts = ("ideal", "less_than_block")
     assert sum(tokens for part, tokens in parts.items() if part not in not_parts) == whole
-    assert sum(row["num_tokens"] for row in document["lookups"] if row["kind"] == "new") == whole
+    assert sum(row["num_tokens"] for row in document["lookups"] if row["kind"] == "first") == whole
     assert document["hit_rate"] <= document["ideal_hit_rate"]
 
 

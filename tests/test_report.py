@@ -176,6 +176,24 @@ def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
     assert found["last"].startswith("the end: in use 0 ")
 
 
+@pytest.mark.parametrize("num_events", [1, 2, 12, 40])
+def test_a_browser_shows_even_the_beginning_of_a_run(tmp_path, chromium, num_events):
+    events = list(TraceReader(recorded(tmp_path / "run.jsonl")))[:num_events]
+    with TraceWriter(tmp_path / "cut.jsonl") as writer:
+        for event in events:
+            writer(event)
+    path = tmp_path / "report.html"
+    script = """
+      drawMap(); for (const chart of charts) chart.draw();
+      setFrame(numFrames - 1); drawMap();
+      return { ready: document.documentElement.dataset.ready, words: $("pool-words").textContent };
+    """
+    path.write_bytes(with_script(render_report(TraceReader(tmp_path / "cut.jsonl")), script))
+    found = probe_of(chromium(path))
+    assert found["ready"] == "yes"
+    assert found["words"].endswith(" = 40 blocks")
+
+
 @pytest.mark.slow
 def test_ten_thousand_steps_stay_responsive(tmp_path, chromium):
     """Going to any step of a long run and drawing everything takes well under the 100 ms that feel instant."""

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import random
+import signal
+import sys
 from itertools import pairwise
 
 import msgspec
@@ -11,10 +14,14 @@ from rich.console import Console
 from simulation import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
+from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.live import LiveView, StepPrinter
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.panels import PoolMap, block_ids_text
+from pagedcli.inspection.player import Player
+from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.trace_file import TraceReader, TraceWriter
 from pagedcli.inspection.view import MomentScreen, print_step_tables
 from pagedcli.inspection.words import describe
 
@@ -265,3 +272,96 @@ def test_the_summary_of_a_moment_is_plain_json():
     summary = json.loads(msgspec.json.encode(moment_of(60).summary()))
     assert summary["blocks"]["in_use"] + summary["blocks"]["cached"] + summary["blocks"]["empty"] == 60
     assert summary["hit_rates"]["run"]["from_others"]["num_lookups"] > 0
+
+
+def press(monkeypatch, keys):
+    """Let the keyboard give these keys, then nothing. Returns the list of those not yet read."""
+    left = list(keys)
+    monkeypatch.setattr(Keyboard, "read", lambda self, timeout_s=0.0: left.pop(0) if left else None)
+    return left
+
+
+def test_the_player_steps_jumps_and_plays(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    with TraceWriter(path) as writer:
+        sim = Simulation(8, 2, emit=writer, max_num_seqs=3, max_num_batched_tokens=64)
+        for index in range(3):
+            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
+        sim.run()
+    replay = Replay(TraceReader(path))
+    seen = []
+    go = replay.go
+    monkeypatch.setattr(replay, "go", lambda stop: (go(stop), seen.append(replay.position))[0])
+    press(monkeypatch, ["right", "right", "left", "p", "P", "end", "home", "3", "\n", "9", "9", "\r", "left", "e", "q"])
+    out = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={})
+    Player(replay, out).run()
+    last = replay.last_stop
+    preempted = next(stop for stop in range(last) if go(stop).state.step.preemptions)
+    assert seen[:6] == [0, 1, 2, 1, preempted, preempted]
+    assert seen[6:10] == [last, 0, 0, 3]
+    assert seen[10:14] == [3, 3, 3, 2]  # there is no step 99
+    assert "there is no step 99" in printed(out)
+    assert "no preemption before this" in printed(out)
+
+    seen.clear()
+    press(monkeypatch, [" "])
+    monkeypatch.setattr(Keyboard, "read", stop_at(last, replay))
+    Player(replay, out).run()
+    assert seen[-1] == last
+
+
+def stop_at(last, replay):
+    """Space first, then wait until playing has come to the last stop."""
+    keys = [" "]
+
+    def read(self, timeout_s=0.0):
+        if keys:
+            return keys.pop()
+        return "q" if replay.position == last else None
+
+    return read
+
+
+def test_the_live_view_pauses_steps_and_quits(monkeypatch):
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
+    raised = []
+    monkeypatch.setattr("pagedcli.inspection.live.signal.raise_signal", raised.append)
+    with LiveView(out, paused=True) as view:
+        sim = Simulation(8, 2, emit=view.on_event)
+        sim.add([1, 2, 3], 6)
+        left = press(monkeypatch, [None, ".", None, ".", None, "+", "-", " ", "q"])
+        sim.step()
+        assert len(left) == 7  # one step was allowed
+        sim.step()
+        sim.step()  # space: it runs on
+        print("printed by others", file=sys.stderr)
+        sim.run()
+    assert raised == [signal.SIGINT]
+    assert "PAUSED" in printed(out)
+
+
+def test_what_others_print_meanwhile_follows_the_screen(capsys):
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
+    with LiveView(out) as view:
+        print("before the engine starts", file=sys.stderr)
+        sim = Simulation(8, 2, emit=view.on_event)
+        sim.add([1, 2, 3], 6)
+        print("while the screen is open", file=sys.stderr)
+        assert capsys.readouterr().err == "before the engine starts\n"
+        sim.run()
+    assert capsys.readouterr().err == "while the screen is open\n"
+    assert "idle: nothing is in use, ok" in printed(out)
+
+
+def test_keys_of_a_terminal_have_names(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "r") as stdin, Keyboard() as nothing:
+        assert not nothing.available or sys.stdin.isatty()
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with Keyboard() as keyboard:
+            assert keyboard.available
+            os.write(ours, b"a\x1b[C\x1b[D \x1b[5~\x1b[H7")
+            names = [keyboard.read(1.0) for _ in range(7)]
+            assert names == ["a", "right", "left", " ", "pageup", "home", "7"]
+            assert keyboard.read(0.0) is None
+    os.close(ours)

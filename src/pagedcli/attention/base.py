@@ -31,6 +31,7 @@ class PagedBatch:
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     plan: Any = None  # what the backend's prepare() computed for this step, shared by all layers
+    logits_rows: Tensor | None = None  # [R] int64, ascending: the new tokens whose logits are wanted; None: all
 
 
 @dataclass(frozen=True, slots=True)

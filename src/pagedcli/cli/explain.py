@@ -1,7 +1,6 @@
 """`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
 
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ import typer
 from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.cli.terminal import say
-from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import ModelError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded
 from pagedcli.inspection.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text, explain_trace
@@ -63,7 +61,7 @@ def explain(
     decode = recorded_decoder(trace, tokenizer)
     tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
     if request is None and not lookups:
-        chosen = [lookup for lookup in chosen if lookup.event.reason == "new" and lookup.num_lost_tokens()]
+        chosen = [lookup for lookup in chosen if not lookup.own and lookup.num_lost_tokens()]
         chosen = sorted(chosen, key=Lookup.num_lost_tokens, reverse=True)[:_MOST_LOST]
         title = "First lookups that lost most" if chosen else "First lookups: none lost anything"
     else:
@@ -79,7 +77,7 @@ def _chosen(all_lookups: list[Lookup], request: str | None) -> list[Lookup]:
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
-    new = explainer.totals("new")
+    new = explainer.totals(own=False)
     return {
         "block_size": explainer.block_size,
         "minimum_cacheable_prefix_tokens": explainer.block_size,
@@ -91,7 +89,7 @@ def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
 
 
 def _totals_table(explainer: Explainer) -> Table:
-    new, resumed = explainer.totals("new"), explainer.totals("resumed")
+    first, own = explainer.totals(own=False), explainer.totals(own=True)
     labels = {
         "hit": "hit",
         "late_hit": "hit later: another sequence had computed them meanwhile",
@@ -106,27 +104,28 @@ def _totals_table(explainer: Explainer) -> Table:
         "num_tokens": "all tokens looked up",
         "ideal": "ceiling: unlimited cache, every block computed once",
     }
-    rows = [_totals_row(key, label, new, resumed) for key, label in labels.items()]
+    rows = [_totals_row(key, label, first, own) for key, label in labels.items()]
     always = ("hit", "num_tokens", "ideal")
-    kept = [row for row in rows if row["tokens"] or row["resumed_tokens"] or row["part"] in always]
+    kept = [row for row in rows if row["tokens"] or row["own_tokens"] or row["part"] in always]
     columns = [
         Column("label", "tokens that were"),
         Column("tokens", "first lookups", count),
         Column("share", "share", percent),
-        Column("resumed_tokens", "after preemption", count),
-        Column("resumed_share", "share", percent),
+        Column("own_tokens", "own again", count),
+        Column("own_share", "share", percent),
     ]
-    title = f"Prefix cache: {new.num_lookups:,} first lookups, {resumed.num_lookups:,} after a preemption, in tokens"
+    counts = f"{first.num_lookups:,} first lookups, {own.num_lookups:,} after a preemption or for n > 1"
+    title = f"Prefix cache: {counts}, in tokens"
     return Table("totals", title, columns, kept, _prefix_notes(explainer))
 
 
-def _totals_row(key: str, label: str, new: Totals, resumed: Totals) -> dict[str, Any]:
+def _totals_row(key: str, label: str, first: Totals, own: Totals) -> dict[str, Any]:
     def share(totals: Totals) -> float | None:
         return getattr(totals, key) / totals.num_tokens if totals.num_tokens else None
 
     return {
-        "part": key, "label": label, "tokens": getattr(new, key), "share": share(new),
-        "resumed_tokens": getattr(resumed, key), "resumed_share": share(resumed),
+        "part": key, "label": label, "tokens": getattr(first, key), "share": share(first),
+        "own_tokens": getattr(own, key), "own_share": share(own),
     }  # fmt: skip
 
 
@@ -141,16 +140,16 @@ def _prefix_notes(explainer: Explainer) -> list[str]:
 
 
 def _reasons_table(explainer: Explainer) -> Table:
-    new, resumed = explainer.totals("new"), explainer.totals("resumed")
+    first, own = explainer.totals(own=False), explainer.totals(own=True)
     rows = [
-        {"reason": reason, "lookups": new.reasons[reason], "resumed_lookups": resumed.reasons[reason], "meaning": words}
+        {"reason": reason, "lookups": first.reasons[reason], "own_lookups": own.reasons[reason], "meaning": words}
         for reason, words in REASON_WORDS.items()
-        if new.reasons[reason] or resumed.reasons[reason]
+        if first.reasons[reason] or own.reasons[reason]
     ]
     columns = [
         Column("reason", "outcome"),
         Column("lookups", "first lookups", count),
-        Column("resumed_lookups", "after preemption", count),
+        Column("own_lookups", "own again", count),
         Column("meaning", "meaning"),
     ]
     return Table("reasons", "Why lookups ended where they did", columns, rows)
@@ -172,7 +171,7 @@ def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> T
 def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
     event, split = lookup.event, lookup.divergence
     return {
-        "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "kind": event.reason,
+        "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "kind": lookup.kind,
         "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
         "tokens_hit": lookup.tokens_hit, "ideal_tokens_hit": lookup.ideal_tokens_hit, "first_miss": event.first_miss,
         "reason": lookup.reason, "why": lookup.why(), "evicted_step": lookup.evicted_step,
@@ -194,8 +193,7 @@ def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
 
     model = tokenizer or engine.model
     try:
-        folder = Path(str(files("pagedcli.assets"))) / "demo" if model == BUILTIN_MODEL else resolve_model(model)
-        loaded = Tokenizer(folder)
+        loaded = Tokenizer(resolve_model(model, weights=False))
     except ModelError as error:
         if tokenizer is not None:
             raise

@@ -54,7 +54,7 @@ def model_folder(engine: EngineConfig) -> Path:
     path = Path(engine.model)
     if engine.model != BUILTIN_MODEL and path.name == "config.json" and path.is_file():
         return path.parent
-    return folder_of(engine)
+    return folder_of(engine, weights=False)
 
 
 def model_spec(folder: Path, engine: EngineConfig) -> "ModelSpec | None":

@@ -18,7 +18,7 @@ from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
 from pagedcli.engine.plan import runs_ahead
 from pagedcli.engine.sampler import SampledTokens, SamplingBatch, depends_on_tokens
 from pagedcli.engine.scheduler import ScheduledStep, Scheduler
-from pagedcli.engine.sequence import Sequence, StopChecker
+from pagedcli.engine.sequence import Guide, Sequence, StopChecker
 from pagedcli.engine.step_input import StepBuilder, StepInput
 from pagedcli.engine.tensor_parallel import WorkerGroup
 from pagedcli.errors import RequestError
@@ -84,7 +84,7 @@ class LLMEngine:
         self._builder = StepBuilder(
             max_num_seqs=config.max_num_seqs, max_model_len=self.plan.max_model_len, block_size=config.block_size
         )
-        self._runs_ahead = runs_ahead(config, self.runner.device)
+        self.runs_ahead = runs_ahead(config, self.runner.device)
         self._in_flight: StepInFlight | None = None
         self.stats = EngineStats()
         self._requests: dict[str, Request] = {}
@@ -103,11 +103,13 @@ class LLMEngine:
         *,
         cache_salt: str | None = None,
         make_stop_checker: Callable[[], StopChecker] | None = None,
+        make_guide: Callable[[], Guide] | None = None,
     ) -> None:
         """Queue a request.
 
         `cache_salt`: the request shares cached blocks only with others of the same salt. `make_stop_checker` is
-        called once per sample for a function that is told each new token and finds stop strings.
+        called once per sample for a function that is told each new token and finds stop strings; `make_guide` for
+        what decides which tokens may come next.
         Raises: RequestError if it can never be served; nothing has changed then.
         """
         try:
@@ -126,9 +128,10 @@ class LLMEngine:
             eos_token_ids=frozenset(() if params.ignore_eos else self.spec.eos_token_ids),
             cache_salt=cache_salt,
             stop_checker=make_stop_checker() if make_stop_checker is not None else None,
+            guide=make_guide() if make_guide is not None else None,
             arrived_s=time.perf_counter(),
         )
-        self._requests[request_id] = Request([seq], params.n, make_stop_checker)
+        self._requests[request_id] = Request([seq], params.n, make_stop_checker, make_guide)
         self.scheduler.add(seq)
 
     def has_unfinished_requests(self) -> bool:
@@ -188,7 +191,7 @@ class LLMEngine:
             clock.lap_ns()
             launched = self._launch(work, None) if work.seqs else None
             forward_ns += clock.lap_ns()
-        if self._runs_ahead or launched is None:
+        if self.runs_ahead or launched is None:
             self._in_flight = launched
         else:
             finished = self._commit(launched)
@@ -287,6 +290,7 @@ class LLMEngine:
                     eos_token_ids=parent.eos_token_ids,
                     cache_salt=parent.cache_salt,
                     stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
+                    guide=request.make_guide() if request.make_guide is not None else None,
                     arrived_s=parent.arrived_s,
                 )
                 child.admitted_s = parent.admitted_s

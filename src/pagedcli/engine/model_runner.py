@@ -106,10 +106,11 @@ class ModelRunner:
             max_total=step.max_total,
             cu_q_host=step.cu_q.tolist(),
             num_tokens_host=step.num_tokens.tolist(),
+            logits_rows=rest.pop(0) if step.logits_rows is not None else None,
         )
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
-        if step.logits_rows is not None:
-            hidden = hidden.index_select(0, rest.pop(0))
+        if batch.logits_rows is not None and hidden.shape[0] != batch.logits_rows.shape[0]:
+            hidden = hidden.index_select(0, batch.logits_rows)
         return self.model.compute_logits(hidden)
 
     def update_tables(self, step: StepInput) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagedcli.engine.sequence import FinishReason, Sequence, StopChecker, TokenLogprobs
+from pagedcli.engine.sequence import FinishReason, Guide, Sequence, StopChecker, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class Request:
     seqs: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
     make_stop_checker: Callable[[], StopChecker] | None = None  # a fresh one for each sample
+    make_guide: Callable[[], Guide] | None = None  # a fresh one for each sample
 
     def output(self) -> RequestOutput:
         """The result once every sample has finished."""

@@ -2,12 +2,11 @@
 
 import os
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 
-from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, blocks_for
 from pagedcli.models.hub import resolve_model
@@ -47,11 +46,9 @@ class Plan:
         return self.num_blocks * self.block_size
 
 
-def model_folder(config: EngineConfig) -> Path:
-    """The folder of the model: given, downloaded from the hub, or the one inside the package."""
-    if config.model == BUILTIN_MODEL:
-        return Path(str(files("pagedcli.assets"))) / "demo"
-    return resolve_model(config.model, revision=config.revision)
+def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
+    """The folder of the model; a hub model is downloaded into one, its weights only if they are wanted."""
+    return resolve_model(config.model, revision=config.revision, weights=weights)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from pagedcli.engine.sequence import Sequence, TokenLogprobs
-from pagedcli.engine.step_input import Floats, Ints
+from pagedcli.engine.step_input import Bools, Floats, Ints
 from pagedcli.engine.transfer import Download, Upload
 from pagedcli.layers.sampling import choose_tokens, smallest_kept
 
@@ -122,7 +122,7 @@ def sample_tokens(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Sa
 
 def depends_on_tokens(seq: Sequence) -> bool:
     """Whether the next logits cannot be sampled before all earlier tokens are known on the host."""
-    return seq.params.penalized
+    return seq.params.penalized or seq.guide is not None
 
 
 def _limits(seq: Sequence) -> tuple[int, float, float]:
@@ -152,7 +152,7 @@ def _floors(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Tensor:
 def _adjusted(seq: Sequence) -> bool:
     """Whether the sequence's logits are changed before the choice."""
     params = seq.params
-    return params.penalized or bool(params.logit_bias) or _below_min_tokens(seq)
+    return params.penalized or bool(params.logit_bias) or _below_min_tokens(seq) or seq.guide is not None
 
 
 def _below_min_tokens(seq: Sequence) -> bool:
@@ -161,7 +161,7 @@ def _below_min_tokens(seq: Sequence) -> bool:
 
 
 def _adjust(scores: Tensor, seq: Sequence, upload: Upload | None = None) -> None:
-    """Penalties, bias and minimum length, in place on one row [V]."""
+    """Penalties, bias, minimum length and grammar, in place on one row [V]."""
     params = seq.params
     upload = upload or Upload(scores.device)
 
@@ -179,8 +179,26 @@ def _adjust(scores: Tensor, seq: Sequence, upload: Upload | None = None) -> None
     if params.logit_bias:
         [bias] = upload([np.array(list(params.logit_bias.values()), dtype=np.float32)])
         scores[integers(list(params.logit_bias))] += bias.to(scores.dtype)
+    if seq.guide is not None:
+        [allowed] = upload([_allowed_tokens(seq, seq.guide.allowed_tokens, scores.shape[0])])
+        scores.masked_fill_(~allowed, float("-inf"))
+    elif _below_min_tokens(seq):
+        scores.index_fill_(0, integers(_end_tokens(seq, scores.shape[0])), float("-inf"))
+
+
+def _end_tokens(seq: Sequence, vocab_size: int) -> list[int]:
+    """The tokens that would end the sequence; users may name stop tokens that the vocabulary does not have."""
+    return sorted(token_id for token_id in seq.eos_token_ids | seq.stop_token_ids if 0 <= token_id < vocab_size)
+
+
+def _allowed_tokens(seq: Sequence, bits: bytes, vocab_size: int) -> Bools:
+    """[V] whether the grammar allows a token; where it allows only an end, the minimum length has to give way."""
+    allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab_size, bitorder="little").astype(np.bool_)
     if _below_min_tokens(seq):
-        scores.index_fill_(0, integers(sorted(seq.eos_token_ids | seq.stop_token_ids)), float("-inf"))
+        longer = allowed.copy()
+        longer[_end_tokens(seq, vocab_size)] = False
+        return longer if longer.any() else allowed
+    return allowed
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingBatch, upload: Upload) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, Protocol
 
 from pagedcli.kvcache.prefix_hash import Prefix
 from pagedcli.sampling_params import SamplingParams
@@ -10,6 +10,20 @@ from pagedcli.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 StopChecker = Callable[[int], str | None]
 """Told each new token id of one sample; returns the stop string that now occurs in its text, or None."""
+
+
+class Guide(Protocol):
+    """Follows a grammar along the tokens of one sample. What it allows depends on these tokens alone, so a preempted
+    sequence keeps it as it is."""
+
+    @property
+    def allowed_tokens(self) -> bytes:
+        """One bit per token id, lowest bit first: whether it may come next. At least one bit is set."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Take the next token. Returns whether the text is complete, so that nothing but its end could follow."""
+        ...
 
 
 class SequenceStatus(Enum):
@@ -30,6 +44,7 @@ class Sequence:
         "finish_reason",
         "finished_s",
         "first_token_s",
+        "guide",
         "logprobs",
         "max_new_tokens",
         "num_cached_prompt_tokens",
@@ -68,6 +83,7 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
         cache_salt: str | None = None,
         stop_checker: StopChecker | None = None,
+        guide: Guide | None = None,
         arrived_s: float = 0.0,
     ) -> None:
         self.seq_id = seq_id
@@ -78,6 +94,7 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.cache_salt = cache_salt
         self.stop_checker = stop_checker
+        self.guide = guide
         self.eos_token_ids = eos_token_ids  # those that end this sequence: empty with ignore_eos
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
 
@@ -139,6 +156,8 @@ class Sequence:
             stop = self.stop_checker(token_id)
             if stop is not None and num_output > self.params.min_tokens:
                 self.finish_reason, self.stop_reason = "stop", stop
+        if self.finish_reason is None and self.guide is not None and self.guide.accept(token_id):
+            self.finish_reason = "stop"
         if self.finish_reason is None and num_output >= self.max_new_tokens:
             self.finish_reason = "length"
 

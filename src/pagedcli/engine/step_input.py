@@ -12,6 +12,7 @@ from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
 
 

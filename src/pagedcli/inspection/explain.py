@@ -65,6 +65,7 @@ class Lookup:
     seq_id: int
     request_id: str
     salted: bool
+    own: bool  # it repeats its own request: after a preemption, or as a further sample
     event: PrefixLookedUp
     block_size: int
     reason: Reason = "not_known"
@@ -76,6 +77,11 @@ class Lookup:
     num_late: int = 0  # missing blocks taken over from another sequence while the prompt was computed in chunks
     late_tokens_hit: int = 0  # tokens that need no computing by this
     divergence: Divergence | None = None
+
+    @property
+    def kind(self) -> str:
+        """`first`, or `own` for one that repeats its own request."""
+        return "own" if self.own else "first"
 
     @property
     def num_unknown(self) -> int:
@@ -232,17 +238,17 @@ class Explainer:
         for seq_id in list(self._open):
             self._settle(seq_id)
 
-    def totals(self, reason: Literal["new", "resumed"]) -> Totals:
-        """Of a request's first lookups, or of those after a preemption."""
+    def totals(self, *, own: bool) -> Totals:
+        """Of the requests' first lookups, or of those that repeat their own request (SeqState.repeats)."""
         totals = Totals()
         for lookup in self.lookups:
-            if lookup.event.reason == reason:
+            if lookup.own == own:
                 totals.add(lookup)
         return totals
 
     def longest_shared_prefix(self) -> int:
         """Tokens, over all first lookups."""
-        return max((lookup.num_shared_tokens for lookup in self.lookups if lookup.event.reason == "new"), default=0)
+        return max((lookup.num_shared_tokens for lookup in self.lookups if not lookup.own), default=0)
 
     # ------------------------------------------------------------------ events
 
@@ -257,9 +263,10 @@ class Explainer:
             self._taken_over(event)
             return
         request_id, salted = self._requests[event.seq_id]
-        lookup = Lookup(state.step_number, event.seq_id, request_id, salted, event, state.block_size)
+        own = state.seqs[event.seq_id].repeats
+        lookup = Lookup(state.step_number, event.seq_id, request_id, salted, own, event, state.block_size)
         self.lookups.append(lookup)
-        if event.reason == "new" and event.seq_id in self._token_ids:
+        if not own and event.seq_id in self._token_ids:
             token_ids = tuple(self._token_ids[event.seq_id])
             lookup.divergence = self._diverge(token_ids)
             self._remember(token_ids, event.seq_id)

@@ -163,5 +163,5 @@ class Moment:
 def _rates(hits: Hits) -> dict[str, Any]:
     return {
         name: {**dataclasses.asdict(counts), "token_rate": counts.token_rate, "block_rate": counts.block_rate}
-        for name, counts in (("from_others", hits.from_others), ("after_preemption", hits.after_preemption))
+        for name, counts in (("from_others", hits.from_others), ("own", hits.own))
     }

@@ -241,14 +241,14 @@ def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:
 
 
 def hits_table(moment: Moment) -> Table:
-    """Prefix hit rates: by window, by unit, and a sequence's own hits after a preemption apart."""
+    """Prefix hit rates: by window, by unit, and what a request finds again of itself apart."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.add_column("prefix hits", no_wrap=True)
     for heading in ("run: tokens", "blocks", f"last {ROLLING_STEPS} steps: tokens", "blocks"):
         table.add_column(heading, justify="right", no_wrap=True)
     run, rolling = moment.stats.run, moment.stats.rolling
     table.add_row("from other requests", *_rates(run.from_others), *_rates(rolling.from_others))
-    table.add_row("own, after preemption", *_rates(run.after_preemption), *_rates(rolling.after_preemption))
+    table.add_row("own (preempted, n > 1)", *_rates(run.own), *_rates(rolling.own))
     return table
 
 

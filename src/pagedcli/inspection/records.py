@@ -43,6 +43,12 @@ class SeqState:
     def running(self) -> bool:
         return self.status in ("prefill", "decode")
 
+    @property
+    def repeats(self) -> bool:
+        """Whether its request's prompt was computed before, for it before a preemption or for an earlier sample: what
+        it finds in the prefix cache is then its request's own."""
+        return self.num_preemptions > 0 or self.sample_index > 0
+
     def copy(self) -> "SeqState":
         """A copy that shares nothing that changes."""
         other = copy.copy(self)

@@ -49,7 +49,6 @@ def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
     timelines.finish(moment.state)
     frames.add(moment)
     group = max(1, -(-len(series) // MAX_FRAMES))
-    first_step = (moment.state.step_number or 0) - max(0, len(frames.deltas) - 2)
     document = {
         "file": reader.path.name,
         "notes": reader.notes,
@@ -57,7 +56,7 @@ def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(moment.state.seqs),
         "refused": [msgspec.to_builtins(event) for event in moment.state.refused[:1000]],
-        "firstStep": first_step,
+        "firstStep": frames.first_step,
         "numSteps": len(series),
         "group": group,
         "columns": _grouped_columns(series, group),
@@ -87,12 +86,15 @@ class BlockFrames:
 
     def __init__(self) -> None:
         self.deltas: list[array[int]] = []
+        self.first_step = 0
         self._codes = bytearray()
         self._touched: set[int] = set()
 
     def apply(self, event: Event, moment: Moment) -> None:
         """Called after the moment has the event."""
         if isinstance(event, StepScheduled):
+            if not self.deltas:
+                self.first_step = event.step
             self.add(moment)
         elif isinstance(event, BlockEvicted):
             self._touched.add(event.block_id)
@@ -160,10 +162,12 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
         "numLookups": len(explainer.lookups),
         "longestSharedPrefix": explainer.longest_shared_prefix(),
         "reasonWords": REASON_WORDS,
-        "totals": {kind: _totals_document(explainer.totals(kind)) for kind in ("new", "resumed")},
+        "totals": {
+            "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
+        },
         "lookups": [
             [
-                lookup.step, lookup.seq_id, lookup.request_id, lookup.event.reason, lookup.event.num_tokens,
+                lookup.step, lookup.seq_id, lookup.request_id, lookup.kind, lookup.event.num_tokens,
                 lookup.event.blocks_asked, lookup.event.blocks_hit, lookup.tokens_hit, lookup.ideal_tokens_hit,
                 lookup.reason, lookup.why(),
                 None if lookup.divergence is None else divergence_text(lookup.divergence, decode),

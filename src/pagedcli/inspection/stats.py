@@ -51,19 +51,19 @@ class HitCounts:
 
 @dataclass(slots=True)
 class Hits:
-    """A window's lookups, a request's first ones and those after a preemption apart.
+    """A window's lookups, a request's first ones and its later ones apart.
 
-    A first lookup can only hit what other requests computed; one after a preemption finds the sequence's own blocks
-    again, which saves nothing that was not lost before. What a prompt in chunks takes over later from another one
-    (a continued lookup) adds hits, but no tokens: these were looked up at its admission.
+    A first lookup can only hit what other requests computed; one after a preemption, or of a further sample, finds
+    the request's own blocks again, which is no sharing between requests. What a prompt in chunks takes over later from
+    another one (a continued lookup) adds hits, but no tokens: these were looked up at its admission.
     """
 
     from_others: HitCounts = field(default_factory=HitCounts)
-    after_preemption: HitCounts = field(default_factory=HitCounts)
+    own: HitCounts = field(default_factory=HitCounts)
 
-    def add(self, event: PrefixLookedUp, *, again: bool, sign: int = 1) -> None:
-        """`again`: the sequence was preempted before."""
-        (self.after_preemption if again else self.from_others).add(event, sign)
+    def add(self, event: PrefixLookedUp, *, own: bool, sign: int = 1) -> None:
+        """`own`: the sequence repeats its request (SeqState.repeats)."""
+        (self.own if own else self.from_others).add(event, sign)
 
 
 class RunStats:
@@ -80,7 +80,7 @@ class RunStats:
         self.num_duplicate_blocks = 0  # closed while a block of equal hash was cached already
         self.peak_used_blocks = 0
         self.busy_ns = 0  # steps without the time of observers
-        self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether preempted before
+        self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
         self._window: deque[tuple[int, int, list[tuple[PrefixLookedUp, bool]]]] = deque()  # per step: busy ns, tokens
 
     def apply(self, event: Event, state: PoolState) -> None:
@@ -92,10 +92,10 @@ class RunStats:
             self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in closed)
         elif kind is PrefixLookedUp:
             assert isinstance(event, PrefixLookedUp)
-            again = state.seqs[event.seq_id].num_preemptions > 0
-            self.run.add(event, again=again)
-            self.rolling.add(event, again=again)
-            self._lookups.append((event, again))
+            own = state.seqs[event.seq_id].repeats
+            self.run.add(event, own=own)
+            self.rolling.add(event, own=own)
+            self._lookups.append((event, own))
         elif kind is StepScheduled:
             assert isinstance(event, StepScheduled)
             self.num_computed_tokens += sum(event.num_new_tokens)
@@ -118,15 +118,15 @@ class RunStats:
         self._window.append((step.busy_ns, step.num_sampled, self._lookups))
         self._lookups = []
         if len(self._window) > ROLLING_STEPS:
-            for event, again in self._window.popleft()[2]:
-                self.rolling.add(event, again=again, sign=-1)
+            for event, own in self._window.popleft()[2]:
+                self.rolling.add(event, own=own, sign=-1)
 
     def copy(self) -> "RunStats":
         """A snapshot that later events do not change."""
         other = RunStats.__new__(RunStats)
         other.__dict__.update(self.__dict__)
-        other.run = Hits(_copy(self.run.from_others), _copy(self.run.after_preemption))
-        other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.after_preemption))
+        other.run = Hits(_copy(self.run.from_others), _copy(self.run.own))
+        other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.own))
         other._window, other._lookups = self._window.copy(), self._lookups.copy()
         return other
 
@@ -215,7 +215,7 @@ class StepSeries:
     def apply(self, event: Event, state: PoolState) -> None:
         """Called after the state has the event. The pool is seen as the step's forward pass sees it."""
         if isinstance(event, PrefixLookedUp):
-            self._hits.add(event, again=state.seqs[event.seq_id].num_preemptions > 0)
+            self._hits.add(event, own=state.seqs[event.seq_id].repeats)
         elif type(event) is StepScheduled:
             running = len(state.running())
             self._at_schedule = (
@@ -229,7 +229,7 @@ class StepSeries:
             hits, self._hits = self._hits, Hits()
             row = (
                 step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
-                hits.from_others.tokens, hits.from_others.tokens_hit, hits.after_preemption.tokens_hit,
+                hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,
                 self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
             )  # fmt: skip
             for column, value in zip(self.columns.values(), row, strict=True):

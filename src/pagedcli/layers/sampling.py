@@ -5,6 +5,12 @@ are tested against: inverse transform sampling in vocabulary order.
 import torch
 from torch import Tensor
 
+from pagedcli.layers.fused import fused_layers
+
+from pagedcli.layers.native_linear import DTYPE_CODES
+from pagedcli.native import loaded_library
+from pagedcli.native.structs import bind
+
 NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
 
 
@@ -18,17 +24,34 @@ def choose_tokens(
              returns [R] int64.
     """
     if num_drawn == 0:
-        return logits.argmax(-1)
-    if logits.is_cuda:
+        return likeliest_tokens(logits)
+    if logits.is_cuda and fused_layers():
         from pagedcli.layers.triton_sampling import choose_tokens as choose_tokens_in_one_pass
 
         return choose_tokens_in_one_pass(logits, temperature, uniform, floor)
     if num_drawn == logits.shape[0]:
         return draw_tokens(logits, temperature, uniform, floor)
-    tokens = logits.argmax(-1)
+    tokens = likeliest_tokens(logits)
     drawn = temperature.nonzero().flatten()
     rows = (x if x is None else x[drawn] for x in (logits, temperature, uniform, floor))
     return tokens.index_copy_(0, drawn, draw_tokens(*rows))  # type: ignore[arg-type]
+
+
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """The first largest of each row. Shapes: logits [R, V] -> [R] int64.
+
+    torch's argmax of 32 x 151,936 bfloat16 logits takes 16 ms on one Zen 5 core, its max 2.9, the native loop 0.6.
+    """
+    if logits.is_cuda:
+        return logits.argmax(-1)
+    library = loaded_library()
+    if library is None or logits.dtype not in DTYPE_CODES or not logits.is_contiguous():
+        return logits.max(-1).indices
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    bind(library.functions).decoder_argmax(
+        DTYPE_CODES[logits.dtype], logits.data_ptr(), *logits.shape, tokens.data_ptr(), torch.get_num_threads()
+    )
+    return tokens
 
 
 def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None) -> Tensor:

@@ -86,11 +86,9 @@ class CpuDecoder:
         """Bytes of all weights as they are kept, shared ones counted once."""
         return self._weight_bytes
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor, *, rows: Tensor | None = None
-    ) -> Tensor:
-        """See CausalLM.forward. With `rows` [R] int64, ascending, only these tokens' states: [R, E]."""
-        backend = self._backend
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
+        """See CausalLM.forward. Of the last layer only what batch.logits_rows asks for is computed."""
+        backend, rows = self._backend, batch.logits_rows
         backend.prepare(batch)
         k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
         backend.check_cache(k_cache, v_cache)
@@ -110,7 +108,7 @@ class CpuDecoder:
             v_cache=v_cache.data_ptr(),
             layer_bytes=kv_cache.stride(1) * kv_cache.element_size(),
             rows=None if rows is None else rows.data_ptr(),
-            num_rows=0 if rows is None else rows.shape[0],
+            num_rows=out.shape[0],
             out=out.data_ptr(),
         )
         if self._functions.decoder_forward(ctypes.byref(self._model), ctypes.byref(step)):

@@ -1,7 +1,9 @@
-"""Where a model is: a local folder, or a Hub id that is downloaded into one."""
+"""Where a model is: in the package, in a local folder, or behind a Hub id that is downloaded into one."""
 
+from importlib.resources import files
 from pathlib import Path
 
+from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import ModelError
 
 # *.py is fetched for models with code of their own; it runs only with --trust-remote-code
@@ -9,11 +11,16 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
 
 
-def resolve_model(model: str, *, revision: str | None = None, download_dir: str | Path | None = None) -> Path:
-    """The folder of a model: `model` itself if it is one, else the Hub id of that name, downloaded once.
+def resolve_model(
+    model: str, *, revision: str | None = None, download_dir: str | Path | None = None, weights: bool = True
+) -> Path:
+    """The folder of a model: the built-in one, `model` itself if it is a folder, else the Hub id, downloaded once
+    (with weights=False without its weights).
 
     Raises: ModelError that tells a missing folder from a missing Hub model, a closed one, and an unreachable Hub.
     """
+    if model == BUILTIN_MODEL:
+        return Path(str(files("pagedcli.assets"))) / "demo"
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -24,7 +31,7 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: str 
         )
     if _looks_like_path(model):
         raise ModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
-    return _download(model, revision, download_dir)
+    return _download(model, revision, download_dir, weights)
 
 
 def _looks_like_path(model: str) -> bool:
@@ -32,13 +39,14 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1 or model.endswith("/")
 
 
-def _download(model: str, revision: str | None, download_dir: str | Path | None) -> Path:
+def _download(model: str, revision: str | None, download_dir: str | Path | None, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    unwanted = _UNWANTED if weights else [*_UNWANTED, "*.safetensors"]
     try:
         folder = huggingface_hub.snapshot_download(
-            model, revision=revision, cache_dir=download_dir, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            model, revision=revision, cache_dir=download_dir, allow_patterns=_WANTED, ignore_patterns=unwanted
         )
     except errors.HFValidationError as error:
         raise ModelError(f"no folder {model!r}, and it is no Hub id either ({error})") from error

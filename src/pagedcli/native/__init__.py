@@ -3,6 +3,6 @@
 Used by attention/ and layers/. Knows nothing of models, caches or engines: pointers, sizes and a number of threads.
 """
 
-from pagedcli.native.build import NativeLibrary, load_library
+from pagedcli.native.build import NativeLibrary, load_library, loaded_library
 
-__all__ = ["NativeLibrary", "load_library"]
+__all__ = ["NativeLibrary", "load_library", "loaded_library"]

@@ -57,6 +57,12 @@ def load_library() -> NativeLibrary:
     return outcome
 
 
+def loaded_library() -> NativeLibrary | None:
+    """The native library if something in this process has already asked for it; never builds."""
+    outcome = _outcome() if _outcome.cache_info().currsize else None
+    return outcome if isinstance(outcome, NativeLibrary) else None
+
+
 @functools.cache
 def _outcome() -> NativeLibrary | BackendError:
     try:

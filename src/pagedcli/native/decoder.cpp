@@ -39,7 +39,7 @@ struct Step {
     const Plan* plan;
     void *k_cache, *v_cache;  // of the first layer
     int64_t layer_bytes;      // from one layer's cache to the next
-    const int64_t* rows;      // which tokens' hidden states are wanted, ascending; null: all
+    const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are
     int64_t num_rows;
     void* out;  // [num_rows][E]
 };
@@ -148,10 +148,11 @@ template <class T> int forward(const Model& m, const Step& step) {
         if (paged_attend((int)m.dtype, step.geometry, step.plan, qkv, width, D, k_cache, v_cache, wide,
                          1.f / std::sqrt((float)D)))
             return 1;
-        if (i == m.num_layers - 1 && step.rows) {  // behind the last attention no token looks at another
+        if (i == m.num_layers - 1 && step.num_rows < tokens) {  // behind the last attention no token looks at another
             keep_rows(wide, H * D, step.rows, step.num_rows);
             keep_rows(residual, E_, step.rows, step.num_rows);
             tokens = step.num_rows;
+            if (!tokens) return 0;
         }
         linear_forward(layer.attention_out, m.dtype, wide, tokens, residual, ADD, threads);
         norm_rows<T>(residual, layer.mlp_norm, tokens, E_, (float)m.eps, x, threads);
@@ -162,26 +163,41 @@ template <class T> int forward(const Model& m, const Step& step) {
     return 0;
 }
 
+// The largest of n elements; NaN if one is.
+template <class T> float largest(const typename T::Elem* x, int64_t n) {
+    vf top = splat(-INFINITY);
+    vi bad = {};
+    for (int64_t i = 0; i + VL <= n; i += VL) {
+        vf v = Rows<T>::load(x + i);
+        bad |= v != v;
+        top = max_of(top, v);
+    }
+    float best = max_in(top);
+    for (int j = 0; j < VL; j++)
+        if (bad[j]) return NAN;
+    for (int64_t i = n / VL * VL; i < n; i++) {
+        const float v = Rows<T>::load_one(x + i);
+        if (v != v) return v;
+        best = std::max(best, v);
+    }
+    return best;
+}
+
 template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
     using E = typename T::Elem;
+    constexpr int64_t CHUNK = 1024;  // only the chunk that holds the largest is looked at twice
     parallel_for(threads_for(threads, num_rows * size / 4), num_rows, [&](int64_t r) {
         const E* row = (const E*)scores + r * size;
-        vf top = splat(-INFINITY);
-        vi bad = {};
-        for (int64_t i = 0; i + VL <= size; i += VL) {
-            vf v = Rows<T>::load(row + i);
-            bad |= v != v;
-            top = max_of(top, v);
+        float best = largest<T>(row, std::min(CHUNK, size));
+        int64_t where = 0;
+        for (int64_t i = CHUNK; i < size && best == best; i += CHUNK) {
+            const float top = largest<T>(row + i, std::min(CHUNK, size - i));
+            if (!(top <= best)) best = top, where = i;  // as in torch, NaN is larger than any number
         }
-        float best = max_in(top);
-        for (int64_t i = size / VL * VL; i < size; i++) best = std::max(best, Rows<T>::load_one(row + i));
-        bool any_bad = false;
-        for (int j = 0; j < VL; j++) any_bad |= bad[j] != 0;
-        for (int64_t i = 0; i < size; i++) {  // the first one; as in torch, NaN is larger than any number
-            const float v = Rows<T>::load_one(row + i);
-            if (v != v || (!any_bad && v == best)) return (void)(out[r] = i);
+        for (out[r] = where;; out[r]++) {
+            const float v = Rows<T>::load_one(row + out[r]);
+            if (v == best || v != v) return;
         }
-        out[r] = 0;
     });
 }
 
