@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pagedcli.batch import lines as lines_module
 from pagedcli.batch.chat import with_system_prompt
 from pagedcli.batch.lines import LineSource
-from pagedcli.batch.requests import MAX_SAMPLES, RequestParser, check_head, decode_line, read_head
+from pagedcli.batch.requests import RequestParser, check_head, decode_line, read_head
 from pagedcli.errors import PagedcliError, RequestError, UsageError
-from pagedcli.sampling_params import SamplingParams
+from pagedcli.sampling_params import MAX_SAMPLES, SamplingParams
 
 CHAT = "/v1/chat/completions"
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)

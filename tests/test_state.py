@@ -260,8 +260,7 @@ def test_events_before_the_start_are_refused() -> None:
         PoolState().apply(StepStarted(0, 0))
 
 
-def test_a_hundred_thousand_blocks_fold_as_fast_as_ten() -> None:
-    """Each operation is O(1): a random walk over a big pool ends in the manager's own ledgers."""
+def test_a_walk_over_a_hundred_thousand_blocks_ends_in_the_ledgers_of_the_manager() -> None:
     rng = random.Random(0)
     state = PoolState()
     state.apply(engine_started(100_000, 16))

@@ -9,6 +9,7 @@ import msgspec
 
 from pagedcli.batch.chat import Message, read_messages
 from pagedcli.batch.detokenizer import StopCheckers
+from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import BUILTIN_MODEL, EngineConfig, parse_bytes
 from pagedcli.engine import outputs as engine_outputs
@@ -74,6 +75,7 @@ class _Request:
     params: SamplingParams
     cache_salt: str | None
     stop_checkers: StopCheckers | None
+    guides: Guides | None
 
 
 class LLM:
@@ -88,6 +90,7 @@ class LLM:
         config = _engine_config(str(model), engine_options)
         self.llm_engine = LLMEngine(config, emit=emit)
         self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None
         self._num_requests = 0
 
     @property
@@ -146,7 +149,14 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(text) if text is not None else [int(token_id) for token_id in prompt]
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
-        return _Request(text, token_ids, params, cache_salt, checkers)
+        guides = self._grammars_of_model().guides(params) if params.guided else None
+        return _Request(text, token_ids, params, cache_salt, checkers, guides)
+
+    def _grammars_of_model(self) -> Grammars:
+        if self._grammars is None:
+            spec = self.llm_engine.spec
+            self._grammars = Grammars(self.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
+        return self._grammars
 
     def _run(self, requests: list[_Request], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.llm_engine
@@ -162,6 +172,7 @@ class LLM:
                     request.params,
                     cache_salt=request.cache_salt,
                     make_stop_checker=request.stop_checkers,
+                    make_guide=request.guides,
                 )
             while len(finished) < len(requests):
                 for output in engine.step():
@@ -176,6 +187,8 @@ class LLM:
         return [self._output(finished[each], request) for each, request in zip(request_ids, requests, strict=True)]
 
     def _output(self, output: engine_outputs.RequestOutput, request: _Request) -> RequestOutput:
+        if request.guides is not None:
+            request.guides.check()
         return RequestOutput(
             request_id=output.request_id,
             prompt=request.prompt,

@@ -14,13 +14,12 @@ from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
 Shape = Literal["plain", "chat.completion", "text_completion"]
-_LARGEST = 1e6
-MAX_SAMPLES = 1024  # per request: a typo in n must not queue a million sequences
 
 _SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
-_ALIASES = {"max_completion_tokens": "max_tokens"}
-_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs"))
+_ALIASES = {"max_completion_tokens": "max_tokens", "guided_regex": "regex"}
+_GRAMMAR_FIELDS = ("response_format", "regex")
+_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs", "guided_json"))
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # about accounting, not about the answer
 _HARMLESS_FIELDS = frozenset(
@@ -36,12 +35,9 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values that ask fo
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -139,10 +135,12 @@ class RequestParser:
         given = {name: value for name, value in body.items() if name in _SAMPLING_FIELDS}
         if "logprobs" in given or "top_logprobs" in body:
             given["logprobs"] = _num_logprobs(given.get("logprobs"), body.get("top_logprobs"), shape)
+        if "guided_json" in body:
+            given["response_format"] = _json_schema_format(body["guided_json"])
         if not given:
             return self._defaults
-        if given.get("n") is not None and isinstance(given["n"], int) and given["n"] > MAX_SAMPLES:
-            raise RequestError("invalid_parameter", f"n is {given['n']}, allowed: 1 to {MAX_SAMPLES}")
+        if any(name in given for name in _GRAMMAR_FIELDS):  # a line's own grammar takes the place of the run's
+            given = dict.fromkeys(_GRAMMAR_FIELDS) | given
         if (
             "max_tokens" not in given
             and isinstance(given.get("min_tokens"), int)
@@ -150,11 +148,9 @@ class RequestParser:
         ):
             given["max_tokens"] = max(self._defaults.max_tokens, given["min_tokens"])
         try:
-            params = msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
+            return msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
         except msgspec.ValidationError as error:
             raise RequestError("invalid_parameter", str(error)) from error
-        _check_magnitudes(params)
-        return params
 
 
 def decode_line(content: bytes | None) -> dict[str, Any]:
@@ -235,20 +231,14 @@ def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
     return logprobs
 
 
-def _check_magnitudes(params: SamplingParams) -> None:
-    """The sampler computes in float32 and int32: no line may overflow them, which would end the run of all others."""
-    if params.top_k >= 2**31:
-        raise RequestError("invalid_parameter", f"top_k is {params.top_k}, allowed: below 2147483648")
-    if params.temperature > _LARGEST:
-        raise RequestError("invalid_parameter", f"temperature is {params.temperature}, allowed: 0 to {_LARGEST:g}")
-    if not 1 / _LARGEST <= params.repetition_penalty <= _LARGEST:
-        allowed = f"{1 / _LARGEST:g} to {_LARGEST:g}"
-        raise RequestError(
-            "invalid_parameter", f"repetition_penalty is {params.repetition_penalty}, allowed: {allowed}"
-        )
-    biases = (params.logit_bias or {}).values()
-    if any(abs(bias) > _LARGEST for bias in biases):
-        raise RequestError("invalid_parameter", f"logit_bias allows numbers from {-_LARGEST:g} to {_LARGEST:g}")
+def _json_schema_format(schema: Any) -> dict[str, Any]:
+    """OpenAI's response_format from vLLM's guided_json, a schema or its text; the type is checked later."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError("invalid_schema", f"guided_json is not JSON: {error}") from error
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _typed(body: dict[str, Any], name: str, wanted: Any, default: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pagedcli.batch.detokenizer import StopCheckers
+from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.intake import BatchOptions, Intake, Limits, Prepared, Refused
 from pagedcli.batch.lines import Line, as_they_come
 from pagedcli.batch.requests import RowHead
@@ -44,6 +45,7 @@ class _InWork:
     line_digest: int
     params: SamplingParams
     stop_checkers: StopCheckers | None
+    guides: Guides | None
 
 
 def wanted_lines(lines: Iterable[Line | None], options: BatchOptions) -> Iterator[Line | None]:
@@ -90,6 +92,9 @@ class BatchRun:
         self._stop_requested = stop_requested
         limits = Limits(engine.plan.max_model_len, engine.plan.num_slots)
         self._intake = Intake(tokenizer, options, limits)
+        self._grammars = Grammars(
+            tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size
+        )
         if live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
         self._lines = wanted_lines(lines, options)
@@ -168,21 +173,33 @@ class BatchRun:
             except RequestError as error:
                 taken = Refused(taken.head, error)
         if isinstance(taken, Refused):
-            self._write_error(line, taken.head, taken.error)
+            self._write_error(taken.head, line.digest, taken.error)
 
     def _start(self, line: Line, request: Prepared) -> None:
         ids, params = request.prompt_token_ids, request.params
         stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
+        guides = self._grammars.guides(params)
         request_id = str(line.index)
         self._engine.add_request(
-            request_id, ids, params, cache_salt=request.cache_salt, make_stop_checker=stop_checkers
+            request_id,
+            ids,
+            params,
+            cache_salt=request.cache_salt,
+            make_stop_checker=stop_checkers,
+            make_guide=guides,
         )
-        self._in_work[request_id] = _InWork(request.head, line.digest, params, stop_checkers)
+        self._in_work[request_id] = _InWork(request.head, line.digest, params, stop_checkers, guides)
 
     # ------------------------------------------------------------------ rows
 
     def _write_success(self, output: "RequestOutput") -> None:
         work = self._in_work.pop(output.request_id)
+        if work.guides is not None:
+            try:
+                work.guides.check()
+            except RequestError as error:
+                self._write_error(work.head, work.line_digest, error)
+                return
 
         def sample_text(sample_index: int, token_ids: list[int]) -> str:
             if work.stop_checkers is not None:
@@ -198,8 +215,8 @@ class BatchRun:
         if output.metrics.tpot_s is not None:
             self.stats.tpot.add(output.metrics.tpot_s)
 
-    def _write_error(self, line: Line, head: RowHead, error: RequestError) -> None:
-        self._sink.write(line.index, line.digest, self._rows.encode_error(head, error), ok=False)
+    def _write_error(self, head: RowHead, line_digest: int, error: RequestError) -> None:
+        self._sink.write(head.index, line_digest, self._rows.encode_error(head, error), ok=False)
         self.stats.num_done += 1
         self.stats.num_failed += 1
         self.stats.error_codes[error.code] += 1

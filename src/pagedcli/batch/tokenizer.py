@@ -40,6 +40,7 @@ class Tokenizer:
             self._hf.chat_template = _read_template(chat_template)
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._backend_decode = backend.decode if backend is not None else None  # 5 times faster than the wrapper's
+        self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
 
@@ -63,9 +64,9 @@ class Tokenizer:
                 digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids with the special tokens that the tokenizer itself adds (for example BOS)."""
-        ids: list[int] = self._hf.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, by default with the special tokens that the tokenizer itself adds (for example BOS)."""
+        ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
     def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
@@ -87,8 +88,7 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # a template may do anything
             raise RequestError("chat_template_error", f"the chat template refused the messages: {error}") from error
-        ids: list[int] = self._hf.encode(text, add_special_tokens=False)  # the template has written them
-        return ids
+        return self.encode(text, add_special_tokens=False)  # the template has written them
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, nothing tidied."""
@@ -124,12 +124,26 @@ class Tokenizer:
         """One token as text; U+FFFD where it is only a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def all_token_bytes(self, vocab_size: int) -> list[bytes]:
+        """token_bytes of every id of a vocabulary, which may be larger than the tokenizer's."""
+        tokens: list[str | None] = self._hf.convert_ids_to_tokens(list(range(min(vocab_size, len(self._hf)))))
+        known = [self._bytes_of(token, token_id) for token_id, token in enumerate(tokens)]
+        return known + [b""] * (vocab_size - len(known))
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        """Tokens that no text is made of: end of sequence, roles of a chat, padding."""
+        token_ids: list[int] = self._hf.all_special_ids
+        return token_ids
+
     def _token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one token, with the space that a word may begin with."""
-        token: str | None = self._hf.convert_ids_to_tokens(token_id)
+        return self._bytes_of(self._hf.convert_ids_to_tokens(token_id), token_id)
+
+    def _bytes_of(self, token: str | None, token_id: int) -> bytes:
         if token is None:  # an id of a padded vocabulary that no text has
             return b""
-        if token in self._hf.all_special_tokens:
+        if token in self._special_tokens:
             return token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])

@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "Make one HTML page of a recorded run.",
     "plan": "Say what a prompt file would do to the KV cache.",
     "profile-memory": "Say where the memory goes and how many KV blocks fit.",
+    "bench": "Measure speed beside what the machine can do at best.",
     "doctor": "Check this machine and what pagedcli can use of it.",
 }
 
@@ -93,6 +94,9 @@ class _Command(TyperCommand):
 
 
 def _as_command(function: Any, name: str, help_: str | None = None) -> Any:
+    """A command from its function, or from its own Typer where it has commands of its own."""
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
     )

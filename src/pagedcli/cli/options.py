@@ -84,6 +84,7 @@ FLAGS: dict[str, Any] = {
         include_stop_str_in_output=(bool, None, "Keep the stop string."),
         n=(int, "N", "Samples per prompt."),
         logprobs=(int, "N", "Log-probabilities of this many likeliest tokens."),
+        regex=(str, "REGEX", "Only text that matches it as a whole."),
         ignore_eos=(bool, None, "Go on behind the end-of-sequence token."),
     ),
     **_flags(

@@ -5,7 +5,7 @@ TraceError.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 from pagedcli.errors import TraceError
@@ -118,10 +118,6 @@ class PoolState(BlockLedger):
             self._fail(event, f"comes where {due[1]}")
         handler(event)
         self.num_events += 1
-
-    def apply_all(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self.apply(event)
 
     def _engine_started(self, event: EngineStarted) -> None:
         if self.engine is not None:

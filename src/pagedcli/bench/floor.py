@@ -1,0 +1,73 @@
+"""The shortest time that a machine's memory and arithmetic allow for a workload. Arithmetic only, knows no torch.
+
+Per step, for linear layers and for attention each the larger of bytes over bandwidth and operations over the rate:
+every linear weight read once per step, each distinct byte of K and V once, all prompts computed in one packed step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedcli.bench.workloads import Workload
+from pagedcli.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """What the machine can do at best on the threads in use."""
+
+    read_bytes_per_s: float
+    flop_per_s: float  # multiply-adds in registers, two operations each, of the type that is computed with
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds at least."""
+
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+def workload_floor(
+    spec: ModelSpec, workload: Workload, limits: MachineLimits, *, itemsize: float = 2, kv_itemsize: float = 2
+) -> Floor:
+    """The floor of a workload whose requests all start at once. Units: itemsize in bytes per weight."""
+    layer = _weights_per_layer(spec) * spec.num_layers
+    head = spec.vocab_size * spec.hidden_size
+
+    def linear(tokens: int, sampled: int) -> float:
+        flops = 2 * (layer * tokens + head * sampled)
+        return max((layer + head) * itemsize / limits.read_bytes_per_s, flops / limits.flop_per_s)
+
+    def attention(distinct_tokens: int, seen_pairs: int) -> float:
+        num_bytes = 2 * distinct_tokens * spec.num_kv_heads * spec.head_dim * spec.num_layers * kv_itemsize
+        flops = 4 * seen_pairs * spec.num_heads * spec.head_dim * spec.num_layers
+        return max(num_bytes / limits.read_bytes_per_s, flops / limits.flop_per_s)
+
+    shared = _shared_prefix(workload.prompts) if workload.prefix_caching else 0
+    own = [len(prompt) - shared for prompt in workload.prompts]
+    pairs = shared * (shared + 1) // 2 + sum(n * shared + n * (n + 1) // 2 for n in own)
+    computed = shared + sum(own)
+    prefill_s = linear(computed, len(own)) + attention(computed, pairs)
+    decode_s = 0.0
+    for step in range(1, max(workload.output_lens)):
+        contexts = [n + step for n, out in zip(own, workload.output_lens, strict=True) if out > step]
+        decode_s += linear(len(contexts), len(contexts))
+        decode_s += attention(shared + sum(contexts), sum(contexts) + shared * len(contexts))
+    return Floor(prefill_s, decode_s)
+
+
+def _weights_per_layer(spec: ModelSpec) -> int:
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # q, k, v and the way back
+    return spec.hidden_size * (heads + 3 * spec.intermediate_size)
+
+
+def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """Leading tokens that all prompts have in common; 0 for a single one."""
+    if len(prompts) < 2:
+        return 0
+    first, last = min(prompts), max(prompts)
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

@@ -1,0 +1,116 @@
+"""Times of the parts of a step, each beside the limit that it meets: reading its bytes or doing its operations."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from pagedcli.attention.bench import AttentionShape, attention_rows
+from pagedcli.bench.floor import MachineLimits
+from pagedcli.bench.machine import best_seconds
+from pagedcli.errors import BackendError
+from pagedcli.layers.linear import Linear
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.layers.norm import rms_norm
+from pagedcli.models.spec import ModelSpec
+from pagedcli.native import load_library
+
+STREAM_BYTES = 1 << 27  # weights of several layers, so that none of them is still in a cache
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One kernel at one size."""
+
+    kernel: str
+    size: str
+    implementation: str
+    ms: float
+    gb_per_s: float
+    gflop_per_s: float
+    share: float  # of the limit that the kernel meets: its shortest possible time over its time
+
+
+def kernel_rows(
+    spec: ModelSpec, limits: MachineLimits, tokens: Iterable[int], *, dtype: torch.dtype, quantize: bool = False
+) -> list[KernelRow]:
+    """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU."""
+    width, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
+    sizes = {"qkv": (qkv, width), "out": (width, spec.num_heads * head_dim), "gate_up": (2 * inner, width)}
+    sizes |= {"down": (width, inner), "lm_head": (spec.vocab_size, width)}
+    rows = []
+    for count in tokens:
+        for name, (out_features, in_features) in sizes.items():
+            if name != "lm_head" or count <= 64:  # only sampled tokens need it
+                rows.append(_linear_row(name, out_features, in_features, count, limits, dtype, quantize))
+        rows.append(_norm_row(width, count, limits, dtype))
+    shapes = [
+        AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype)
+        for n, context, new in ((1, 2048, 1), (32, 128, 1), (32, 512, 1), (1, 512, 512), (1, 2048, 2048))
+    ]
+    for row in attention_rows(shapes):
+        size = f"{row.shape.num_sequences} x {row.shape.new} after {row.shape.context - row.shape.new}"
+        rows.append(_row("attention", size, row.backend, row.ms / 1e3, row.shape.kv_bytes, row.shape.flops, limits))
+    return rows
+
+
+def _linear_row(
+    name: str,
+    out_features: int,
+    in_features: int,
+    tokens: int,
+    limits: MachineLimits,
+    dtype: torch.dtype,
+    quantize: bool,
+) -> KernelRow:
+    itemsize = 1 if quantize else dtype.itemsize
+    num_bytes = out_features * in_features * itemsize
+    copies = max(1, STREAM_BYTES // num_bytes)
+    x = torch.randn(tokens, in_features).to(dtype)
+    weight = torch.randn(out_features, in_features).to(dtype)
+    try:
+        library = load_library()
+    except BackendError:
+        layers: list[Linear | NativeLinear] = [Linear(weight.clone()) for _ in range(copies)]
+    else:
+        layers = [NativeLinear(library, weight, quantize=quantize) for _ in range(copies)]
+    seconds = best_seconds(lambda: [layer(x) for layer in layers]) / copies
+    flops = 2 * tokens * out_features * in_features
+    size = f"{tokens} x {in_features} -> {out_features}"
+    implementation = type(layers[0]).__name__ + (" int8" if quantize else "")
+    return _row(f"linear {name}", size, implementation, seconds, num_bytes, flops, limits)
+
+
+def _norm_row(width: int, tokens: int, limits: MachineLimits, dtype: torch.dtype) -> KernelRow:
+    x, weight = torch.randn(tokens, width).to(dtype), torch.ones(width, dtype=dtype)
+    out = torch.empty_like(x)
+    try:
+        functions = load_library().functions
+    except BackendError:
+        seconds, name = best_seconds(lambda: rms_norm(x, weight, 1e-6)), "torch"
+    else:
+        code, threads = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype], torch.get_num_threads()
+        addresses = (x.data_ptr(), weight.data_ptr())
+        seconds, name = (
+            best_seconds(
+                lambda: functions.decoder_norm_rows(code, *addresses, tokens, width, 1e-6, out.data_ptr(), threads)
+            ),
+            "native",
+        )
+    return _row("rms_norm", f"{tokens} x {width}", name, seconds, 2 * x.nbytes, 4 * x.numel(), limits)
+
+
+def _row(
+    kernel: str, size: str, implementation: str, seconds: float, num_bytes: int, flops: int, limits: MachineLimits
+) -> KernelRow:
+    shortest = max(num_bytes / limits.read_bytes_per_s, flops / limits.flop_per_s)
+    return KernelRow(
+        kernel,
+        size,
+        implementation,
+        seconds * 1e3,
+        num_bytes / seconds / 1e9,
+        flops / seconds / 1e9,
+        shortest / seconds,
+    )

@@ -1,0 +1,79 @@
+"""What this machine can do at best: read bandwidth, multiply-adds in registers, and a large matrix product.
+
+Every figure is the best of many short pieces: other work on the machine only ever takes away.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pagedcli.bench.floor import MachineLimits
+from pagedcli.errors import BackendError
+from pagedcli.layers.native_linear import DTYPE_CODES, NativeLinear
+from pagedcli.native import load_library
+from pagedcli.native.memory import empty_in_huge_pages
+from pagedcli.native.structs import INT8
+
+READ_BYTES = 1 << 28  # far beyond any cache of a small machine
+GEMM_TOKENS, GEMM_OUT, GEMM_IN = 1024, 4096, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates on `threads` threads; bytes and operations per second, two operations per multiply-add."""
+
+    threads: int
+    read_bytes_per_s: float
+    flop_per_s: float  # in registers; of a large matrix product where the native library is missing
+    gemm_flop_per_s: float  # of a product of 1024 tokens with a 4096 x 1024 weight
+
+    @property
+    def limits(self) -> MachineLimits:
+        """For bench.floor."""
+        return MachineLimits(self.read_bytes_per_s, self.flop_per_s)
+
+
+def measure_machine(dtype: torch.dtype, *, int8: bool = False) -> Machine:
+    """Measure for the dtype that is computed with, or for int8 multiply-adds. Takes about a second."""
+    threads = torch.get_num_threads()
+    data = empty_in_huge_pages(READ_BYTES // 4, torch.float32).fill_(1)
+    x, weight = (torch.randn(n, GEMM_IN).to(dtype) for n in (GEMM_TOKENS, GEMM_OUT))
+    gemm_flops = 2 * GEMM_TOKENS * GEMM_OUT * GEMM_IN
+    try:
+        library = load_library()
+    except BackendError:
+        gemm = gemm_flops / best_seconds(lambda: torch.nn.functional.linear(x, weight))
+        return Machine(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm)
+    read = library.functions.native_read_all
+    linear = NativeLinear(library, weight, quantize=int8)
+    return Machine(
+        threads,
+        READ_BYTES / best_seconds(lambda: read(data.data_ptr(), data.numel(), threads)),
+        _register_rate(library.functions, INT8 if int8 else DTYPE_CODES[dtype], threads),
+        gemm_flops / best_seconds(lambda: linear(x)),
+    )
+
+
+def best_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> float:
+    """The shortest of several timed calls, after one that is not counted."""
+    call()
+    best, calls, started = float("inf"), 0, time.perf_counter()
+    while calls < min_calls or time.perf_counter() - started < min_seconds:
+        before = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - before)
+        calls += 1
+    return best
+
+
+def _register_rate(functions: ctypes.CDLL, kind: int, threads: int) -> float:
+    run = functions.native_multiply_adds
+    run.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+    run.restype = ctypes.c_int64
+    out = torch.empty(threads)
+    count = 100_000  # about half a millisecond
+    operations = run(kind, 1, threads, out.data_ptr()) * count * threads
+    return operations / best_seconds(lambda: run(kind, count, threads, out.data_ptr()))

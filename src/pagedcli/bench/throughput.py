@@ -1,0 +1,117 @@
+"""Runs a workload through the engine and measures it: all requests at once, the clock around their generation only."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from pagedcli.bench.workloads import Workload
+from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.outputs import EngineStats, RequestOutput
+from pagedcli.sampling_params import SamplingParams
+
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass over a workload. Seconds, except overhead."""
+
+    wall_s: float
+    ttft_s: float  # median of the requests, from the start of the run
+    tpot_s: float | None  # median; None if every request makes one token
+    num_steps: int
+    schedule_ms: float  # of all steps
+    forward_ms: float
+    sample_ms: float
+    num_cached_tokens: int
+    token_ids: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Several passes in one process, after a warm-up."""
+
+    runs: list[Run]
+    load_s: float  # from the call to an engine that is ready
+    warm_up_s: float
+    engine: LLMEngine
+
+    @property
+    def median(self) -> Run:
+        """The run with the median wall time."""
+        return sorted(self.runs, key=lambda run: run.wall_s)[(len(self.runs) - 1) // 2]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(run.wall_s for run in self.runs)
+
+
+def shape_folder(name: str) -> Path:
+    """The folder with the config.json of a built-in shape."""
+    return Path(str(files("pagedcli.assets"))) / "shapes" / name
+
+
+def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
+    """The configuration with what the workload decides, where the user did not: model, limits, prefix caching."""
+    changes: dict[str, object] = {"enable_prefix_caching": workload.prefix_caching and config.enable_prefix_caching}
+    if config.model == BUILTIN_MODEL:
+        changes |= {"model": str(shape_folder(workload.shape)), "load_format": "dummy"}
+    if config.max_model_len is None:
+        changes["max_model_len"] = workload.max_len
+    changes["max_num_seqs"] = min(config.max_num_seqs, len(workload.prompts))
+    return msgspec.structs.replace(config, **changes)
+
+
+def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
+    """Load a model and run each workload once; they share lengths, so that the first also tells how to warm up."""
+    started = time.perf_counter()
+    engine = LLMEngine(config)
+    load_s = time.perf_counter() - started
+    started = time.perf_counter()
+    first = workloads[0]
+    other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
+    generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
+    warm_up_s = time.perf_counter() - started
+    runs = [measure(engine, workload) for workload in workloads]
+    return Throughput(runs, load_s, warm_up_s, engine)
+
+
+def measure(engine: LLMEngine, workload: Workload) -> Run:
+    """One timed pass."""
+    before = _copy(engine.stats)
+    started = time.perf_counter()
+    outputs = generate(engine, workload.prompts, workload.output_lens)
+    wall_s = time.perf_counter() - started
+    stats = engine.stats
+    tpots = [output.metrics.tpot_s for output in outputs if output.metrics.tpot_s is not None]
+    return Run(
+        wall_s=wall_s,
+        ttft_s=statistics.median(output.metrics.ttft_s for output in outputs),
+        tpot_s=statistics.median(tpots) if tpots else None,
+        num_steps=stats.num_steps - before.num_steps,
+        schedule_ms=(stats.schedule_ns - before.schedule_ns) / 1e6,
+        forward_ms=(stats.forward_ns - before.forward_ns) / 1e6,
+        sample_ms=(stats.sample_ns - before.sample_ns) / 1e6,
+        num_cached_tokens=stats.num_cached_tokens - before.num_cached_tokens,
+        token_ids=[output.samples[0].token_ids for output in outputs],
+    )
+
+
+def generate(engine: LLMEngine, prompts: list[list[int]], output_lens: list[int]) -> list[RequestOutput]:
+    """Greedy generation of exactly these numbers of tokens, in the order of the prompts."""
+    for i, (prompt, count) in enumerate(zip(prompts, output_lens, strict=True)):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    outputs: dict[int, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[int(output.request_id)] = output
+    return [outputs[i] for i in range(len(prompts))]
+
+
+def _copy(stats: EngineStats) -> EngineStats:
+    return EngineStats(**{name: getattr(stats, name) for name in EngineStats.__slots__})

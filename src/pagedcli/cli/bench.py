@@ -1,0 +1,301 @@
+"""`pagedcli bench`: how fast the engine is here, beside what the machine can do at best."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedcli.bench.workloads import PRESETS, RandomSpec, Workload, preset_workload, random_workload
+from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
+from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables
+from pagedcli.cli.terminal import say
+from pagedcli.config import EngineConfig, load_config
+from pagedcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from pagedcli.bench.machine import Machine
+    from pagedcli.bench.throughput import Throughput
+
+bench = typer.Typer(
+    help="Measure speed beside what the machine can do at best.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_WORKLOAD = "Workload"
+
+
+def _option(help_: str, metavar: str | None = None, **limits: Any) -> Any:
+    return typer.Option(help=help_, metavar=metavar, rich_help_panel=_WORKLOAD, **limits)
+
+
+NumPrompts = Annotated[int, _option("Requests.", "N", min=1)]
+InputLen = Annotated[int, _option("Own tokens of a prompt, at most.", "N", min=1)]
+OutputLen = Annotated[int, _option("Tokens to generate, at most.", "N", min=1)]
+Repeat = Annotated[int, typer.Option(help="Timed passes; the median counts.", min=1, metavar="N")]
+
+
+@bench.command()
+@config_flags(*ENGINE_KEYS)
+def throughput(
+    *,
+    preset: Annotated[
+        list[str] | None, _option("A defined workload (repeatable): " + ", ".join(PRESETS) + ".", "NAME")
+    ] = None,
+    num_prompts: NumPrompts = 32,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    range_ratio: Annotated[float, _option("Lengths are drawn from [ratio x length, length].", "X")] = 1.0,
+    prefix_len: Annotated[int, _option("Tokens that all prompts share.", "N", min=0)] = 0,
+    repeat: Repeat = 3,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """Run a workload of random token ids through the engine and compare its time with the floor.
+
+    The floor is the time that this machine's bandwidth and arithmetic allow at least, both measured at the start.
+    Without -m the model is the preset's built-in shape with random weights; nothing is downloaded. Greedy, end tokens
+    ignored; loading and a warm-up are outside the clock.
+
+    \b
+    Examples:
+      pagedcli bench throughput --preset W1
+      pagedcli bench throughput --preset W1 --preset W5 --format json
+      pagedcli bench throughput --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
+      pagedcli bench throughput -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
+
+    Exit codes: 0 measured, 2 wrong usage.
+    """
+    engine_config = load_config(config, flags).config.engine
+    spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
+    rows, machine, notes = [], None, []
+    for name in preset or [None]:
+        passes = [preset_workload(name, salt) if name else random_workload(spec, salt) for salt in range(repeat)]
+        result, machine = _run(engine_config, passes, machine)
+        rows.append(_throughput_row(result, passes[0], machine))
+        notes = _notes(result, machine)
+    table = Table("throughput", "Throughput: median of the passes", _THROUGHPUT_COLUMNS, rows, notes)
+    print_tables([table], format_, facts=_facts(machine))
+
+
+@bench.command()
+@config_flags(*ENGINE_KEYS)
+def latency(
+    *,
+    batch_size: Annotated[
+        list[int] | None, _option("Requests at once (repeatable). Default: 1, 8, 32.", "N", min=1)
+    ] = None,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 64,
+    repeat: Repeat = 3,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """Time to the first token (TTFT) and per later token (TPOT) of requests that arrive at once.
+
+    \b
+    Examples:
+      pagedcli bench latency
+      pagedcli bench latency --batch-size 1 --batch-size 16 --input-len 512 --format json
+
+    Exit codes: 0 measured, 2 wrong usage.
+    """
+    engine_config = load_config(config, flags).config.engine
+    rows, machine, notes = [], None, []
+    for size in batch_size or [1, 8, 32]:
+        spec = RandomSpec(size, input_len, output_len, seed=engine_config.seed)
+        passes = [random_workload(spec, salt) for salt in range(repeat)]
+        result, machine = _run(engine_config, passes, machine)
+        rows.append({"batch_size": size, **_throughput_row(result, passes[0], machine)})
+        notes = _notes(result, machine)
+    columns = [Column("batch_size", "at once", count), *(c for c in _THROUGHPUT_COLUMNS if c.key in _LATENCY_KEYS)]
+    print_tables(
+        [Table("latency", "Latency: median of the passes", columns, rows, notes)], format_, facts=_facts(machine)
+    )
+
+
+@bench.command()
+@config_flags(*ENGINE_KEYS)
+def kernels(
+    *,
+    tokens: Annotated[
+        list[int] | None, _option("Tokens of a step (repeatable). Default: 1, 8, 32, 512.", "N", min=1)
+    ] = None,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """Time linear layers, norms and attention of a model's shape on the CPU, each beside the limit that it meets.
+
+    \b
+    Examples:
+      pagedcli bench kernels
+      pagedcli bench kernels --tokens 1 --tokens 64 --dtype float32
+      pagedcli bench kernels -m ./Qwen3-0.6B --format csv
+
+    Exit codes: 0 measured, 2 wrong usage.
+    """
+    from pagedcli.bench.kernels import kernel_rows
+    from pagedcli.bench.machine import measure_machine
+    from pagedcli.bench.throughput import workload_config
+    from pagedcli.engine.plan import model_folder, resolve_dtype
+    from pagedcli.models.spec import read_spec
+
+    engine_config = load_config(config, flags).config.engine
+    if engine_config.device not in ("auto", "cpu"):
+        raise UsageError(f"bench kernels measures the CPU, not {engine_config.device}")
+    engine_config = workload_config(engine_config, preset_workload("W1"))
+    spec = read_spec(model_folder(engine_config))
+    dtype = resolve_dtype(engine_config.dtype, spec)
+    machine = measure_machine(dtype)
+    rows = kernel_rows(spec, machine.limits, tokens or [1, 8, 32, 512], dtype=dtype)
+    columns = [
+        Column("kernel", "kernel"),
+        Column("size", "size"),
+        Column("implementation", "implementation"),
+        Column("ms", "ms", lambda x: f"{x:,.3f}"),
+        Column("gb_per_s", "GB/s", decimal),
+        Column("gflop_per_s", "GFLOP/s", count),
+        Column("share", "of the limit", percent),
+    ]
+    table = Table("kernels", f"Kernels, {dtype}", columns, [asdict(row) for row in rows], _limits(machine))
+    print_tables([table], format_, facts=_facts(machine))
+
+
+@bench.command()
+@config_flags(*ENGINE_KEYS)
+def cache(
+    *,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 32,
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    flags: Flags,
+) -> None:
+    """What a KV cache is worth: one request with it, and with the whole text computed again for every token.
+
+    \b
+    Examples:
+      pagedcli bench cache
+      pagedcli bench cache --input-len 1024 --output-len 16
+
+    Exit codes: 0 measured, 1 the tokens differ (rounding can do that below float32), 2 wrong usage.
+    """
+    import msgspec
+
+    from pagedcli.bench.cache import compare_cache
+    from pagedcli.bench.throughput import generate, workload_config
+    from pagedcli.engine.llm_engine import LLMEngine
+
+    if output_len < 2:
+        raise UsageError(f"--output-len is {output_len}, but the time per later token needs at least 2")
+    engine_config = load_config(config, flags).config.engine
+    workload = random_workload(RandomSpec(1, input_len, output_len, seed=engine_config.seed))
+    changed = workload_config(engine_config, workload)
+    engine = LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False))
+    generate(engine, workload.prompts, [2])  # warm-up
+    rows, same = compare_cache(engine, workload.prompts[0], output_len)
+    columns = [
+        Column("way", "KV cache"),
+        Column("ttft_ms", "TTFT ms", decimal),
+        Column("tpot_ms", "TPOT ms", decimal),
+        Column("last_tpot_ms", "last token ms", decimal),
+        Column("total_s", "total s", decimal),
+        Column("tokens_computed", "tokens computed", count),
+    ]
+    shown = [
+        {**asdict(row), **{f"{key}_ms": getattr(row, f"{key}_s") * 1e3 for key in ("ttft", "tpot", "last_tpot")}}
+        for row in rows
+    ]
+    ratio = rows[1].total_s / rows[0].total_s
+    notes = [f"{input_len} tokens in, {output_len} out: {ratio:.1f} times as fast with the cache."]
+    print_tables(
+        [Table("cache", "With and without a KV cache", columns, shown, notes)], format_, facts={"same_tokens": same}
+    )
+    if not same:
+        say("the two ways gave different tokens")
+        raise typer.Exit(1)
+
+
+_THROUGHPUT_COLUMNS = [
+    Column("workload", "workload"),
+    Column("wall_s", "s", decimal),
+    Column("output_tokens_per_s", "out tok/s", count),
+    Column("total_tokens_per_s", "all tok/s", count),
+    Column("floor_s", "floor s", decimal),
+    Column("share_of_floor", "of the floor", percent),
+    Column("ttft_ms", "TTFT ms", count),
+    Column("tpot_ms", "TPOT ms", decimal),
+    Column("steps", "steps", count),
+    Column("overhead_ms", "engine ms/step", decimal),
+    Column("load_s", "load s", decimal),
+]
+_LATENCY_KEYS = {"wall_s", "ttft_ms", "tpot_ms", "output_tokens_per_s", "floor_s", "share_of_floor", "overhead_ms"}
+
+
+def _run(
+    config: EngineConfig, passes: Sequence[Workload], machine: "Machine | None"
+) -> "tuple[Throughput, Machine | None]":
+    """Measure; the machine too, once, where it is the CPU that computes."""
+    import gc
+
+    from pagedcli.bench.machine import measure_machine
+    from pagedcli.bench.throughput import run_workload, workload_config
+    from pagedcli.engine.plan import DTYPES, resolve_device
+
+    chosen = workload_config(config, passes[0])
+    say(f"{passes[0].name}: {passes[0].about}")
+    result = run_workload(chosen, list(passes))
+    if machine is None and resolve_device(config.device).type == "cpu":
+        machine = measure_machine(DTYPES[result.engine.plan.dtype])
+    gc.collect()
+    return result, machine
+
+
+def _throughput_row(result: "Throughput", workload: Workload, machine: "Machine | None") -> dict[str, Any]:
+    from pagedcli.bench.floor import workload_floor
+    from pagedcli.engine.plan import DTYPES
+
+    run, seconds = result.median, result.median_s
+    row: dict[str, Any] = {
+        "workload": workload.name,
+        "wall_s": seconds,
+        "all_wall_s": [each.wall_s for each in result.runs],
+        "output_tokens_per_s": workload.num_output_tokens / seconds,
+        "total_tokens_per_s": (workload.num_prompt_tokens + workload.num_output_tokens) / seconds,
+        "ttft_ms": run.ttft_s * 1e3,
+        "tpot_ms": run.tpot_s * 1e3 if run.tpot_s is not None else None,
+        "steps": run.num_steps,
+        "overhead_ms": (run.schedule_ms + run.sample_ms) / run.num_steps,
+        "cached_tokens": run.num_cached_tokens,
+        "load_s": result.load_s,
+        "warm_up_s": result.warm_up_s,
+    }
+    if machine is not None:
+        itemsize = DTYPES[result.engine.plan.dtype].itemsize
+        floor = workload_floor(result.engine.spec, workload, machine.limits, itemsize=itemsize, kv_itemsize=itemsize)
+        row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds}
+    return row
+
+
+def _facts(machine: "Machine | None") -> dict[str, Any]:
+    return {} if machine is None else {"machine": asdict(machine)}
+
+
+def _limits(machine: "Machine | None") -> list[str]:
+    if machine is None:
+        return []
+    read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
+    return [
+        f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s in registers, "
+        f"{gemm:,.0f} in a large matrix product."
+    ]
+
+
+def _notes(result: "Throughput", machine: "Machine | None") -> list[str]:
+    plan = result.engine.plan
+    return [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}.", *_limits(machine)]
