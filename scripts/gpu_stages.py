@@ -222,6 +222,10 @@ def attention_errors(scale: Scale) -> Iterator[Row]:
             yield {**where, "seed": seed, "error": error_found, "allowed": 4 * TOLERANCE[dtype]}
 
 
+def compared(kernel: str, dtype: torch.dtype, error: float, allowed: float) -> Row:
+    return {"kernel": kernel, "dtype": str(dtype).removeprefix("torch."), "error": error, "allowed": allowed}
+
+
 def layer_errors(scale: Scale) -> Iterator[Row]:
     from pagedcli.layers import triton_layers
 
@@ -232,9 +236,9 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
         def noise(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.randn(*shape, device=scale.device).to(dtype)
 
-        def row(kernel: str, result: torch.Tensor, expected: torch.Tensor, *, dtype: Any = dtype, allowed: float = allowed) -> Row:
+        def row(kernel: str, result: torch.Tensor, expected: torch.Tensor, *, allowed: float = allowed) -> Row:
             difference = (result.double() - expected).abs() / (1 + expected.abs())
-            return {"kernel": kernel, "dtype": str(dtype)[6:], "error": float(difference.nan_to_num(1e9).max()), "allowed": allowed}
+            return compared(kernel, result.dtype, float(difference.nan_to_num(1e9).max()), allowed)
 
         x, residual, weight = noise(tokens, width), noise(tokens, width), noise(width)
         total = (x.double() + residual.double()).to(dtype).double()
@@ -251,7 +255,8 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
         num_blocks = tokens // 16 + 2
         slots = torch.randperm(num_blocks * 16, device=scale.device)[:tokens].to(torch.int32)
         slots[1] = -1
-        caches = [torch.full((num_blocks, kv_heads, 16, dim), float("nan"), dtype=dtype, device=scale.device) for _ in "kv"]
+        shape = (num_blocks, kv_heads, 16, dim)
+        caches = [torch.full(shape, float("nan"), dtype=dtype, device=scale.device) for _ in "kv"]
         q = triton_layers.rotate_and_store(
             qkv, heads, kv_heads, norm=(norm, 1e-6), table=table, positions=positions, slots=slots,
             k_cache=caches[0], v_cache=caches[1],
@@ -270,7 +275,7 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
         yield row("store v", by_slot[1][places], split[written][:, heads + kv_heads :])
         untouched = torch.ones(num_blocks * 16, dtype=torch.bool, device=scale.device).index_fill_(0, places, False)
         clean = bool(by_slot[0][untouched].isnan().all() and by_slot[1][untouched].isnan().all())
-        yield {"kernel": "store writes nothing else", "dtype": str(dtype)[6:], "error": 0.0 if clean else 1.0, "allowed": 0.0}
+        yield compared("store writes nothing else", dtype, float(not clean), 0.0)
 
 
 def sampling_errors(scale: Scale) -> Iterator[Row]:
@@ -286,13 +291,13 @@ def sampling_errors(scale: Scale) -> Iterator[Row]:
         tokens = triton_sampling.choose_tokens(logits, temperature, uniform)
         greedy = temperature == 0
         right = bool((logits.gather(1, tokens[:, None])[:, 0] == logits.max(-1).values)[greedy].all())
-        yield {"kernel": "greedy", "dtype": str(dtype)[6:], "error": 0.0 if right else 1.0, "allowed": 0.0}
+        yield compared("greedy", dtype, float(not right), 0.0)
         drawn, chosen = ~greedy, tokens[~greedy][:, None]
         probs = (logits[drawn].double() / temperature[drawn].double()[:, None]).softmax(-1)
         end = probs.cumsum(-1).gather(1, chosen)[:, 0]
         begin = end - probs.gather(1, chosen)[:, 0]
         outside = torch.maximum(begin - uniform[drawn], uniform[drawn] - end).clamp(min=0)
-        yield {"kernel": "draw", "dtype": str(dtype)[6:], "error": float(outside.max()), "allowed": 1e-5}
+        yield compared("draw", dtype, float(outside.max()), 1e-5)
 
 
 def make_model(folder: Path, config: Row) -> Path:
@@ -306,7 +311,8 @@ def make_engine(scale: Scale, folder: Path, **options: Any) -> Any:
     from pagedcli.config import EngineConfig
     from pagedcli.engine.llm_engine import LLMEngine
 
-    config = {"model": str(make_model(folder, scale.model)), "load_format": "dummy", "device": scale.device, **scale.engine}
+    path = make_model(folder, scale.model)
+    config = {"model": str(path), "load_format": "dummy", "device": scale.device, **scale.engine}
     return LLMEngine(EngineConfig(**{**config, **options}))
 
 
@@ -362,7 +368,8 @@ def transformers(scale: Scale) -> Result:
             tokens = generate(engine, prompts, params)
         equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
         rows.append({"family": family, "backend": engine.plan.backend, "prompts": num_prompts, "equal": equal})
-    return all(row["equal"] == num_prompts for row in rows), f"tokens equal to transformers for {len(rows)} families", rows
+    equal = [row["family"] for row in rows if row["equal"] == num_prompts]
+    return len(equal) == len(families), f"tokens equal to transformers: {', '.join(equal)}", rows
 
 
 def graphs(scale: Scale) -> Result:
@@ -372,7 +379,10 @@ def graphs(scale: Scale) -> Result:
     prompts, params = nano_workload(scale)
     count = 24 if scale.on_gpu else 3
     prompts = [prompt[:60] for prompt in prompts[:count]]
-    params = [msgspec.structs.replace(each, max_tokens=min(each.max_tokens or 1, 40), seed=i) for i, each in enumerate(params[:count])]
+    params = [
+        msgspec.structs.replace(each, max_tokens=min(each.max_tokens or 1, 40), seed=seed)
+        for seed, each in enumerate(params[:count])
+    ]
     params[::2] = [msgspec.structs.replace(each, temperature=0.0) for each in params[::2]]
     variants = {
         "plain": {"enforce_eager": True, "async_scheduling": False},
@@ -381,10 +391,11 @@ def graphs(scale: Scale) -> Result:
         "graphs, ahead": {"enforce_eager": False, "async_scheduling": True},
     }
     tokens, rows = {}, []
-    limits = {"max_num_seqs": 21 if scale.on_gpu else 3, "max_model_len": 256 if scale.on_gpu else 64}
+    limits: Row = {"dtype": "float32", "num_gpu_blocks_override": 512}
+    limits |= {"max_num_seqs": 21 if scale.on_gpu else 3, "max_model_len": 256 if scale.on_gpu else 64}
     with tempfile.TemporaryDirectory() as folder:
         for name, options in variants.items():
-            engine = make_engine(scale, Path(folder), dtype="float32", num_gpu_blocks_override=512, **{**limits, **options})
+            engine = make_engine(scale, Path(folder), **limits, **options)
             if not scale.on_gpu and not options["enforce_eager"]:
                 from pagedcli.engine.cuda_graphs import DecodeGraphs
 
@@ -392,7 +403,8 @@ def graphs(scale: Scale) -> Result:
             tokens[name] = generate(engine, prompts, params)
             equal = sum(a == b for a, b in zip(tokens[name], tokens["plain"], strict=True))
             sizes = len(engine.runner.graphs.sizes) if engine.runner.graphs is not None else 0
-            rows.append({"loop": name, "graphs": sizes, "equal": equal, "of": count, "ahead": engine.stats.num_steps_ahead})
+            ahead = engine.stats.num_steps_ahead
+            rows.append({"loop": name, "graphs": sizes, "equal": equal, "of": count, "ahead": ahead})
             del engine
     ok = all(row["equal"] >= 0.95 * count for row in rows) and rows[1]["equal"] == count
     return ok, f"sequences equal to the plain loop: {', '.join(str(row['equal']) for row in rows)} of {count}", rows
@@ -433,8 +445,12 @@ def attention(scale: Scale) -> Result:
             "kind": kind, "sequences": num_seqs, "tokens": total, "block": size, "backend": backend.name,
             "us": round(seconds * 1e6, 1), "rate": round(rate, 2), "unit": unit, "share": round(share, 3),
         })  # fmt: skip
-    shares = {size: max(row["share"] for row in rows if row["kind"] == "decode" and row["block"] == size) for size in scale.block_sizes}
-    return True, "best decode share of copy: " + ", ".join(f"{v:.0%} at block {k}" for k, v in shares.items()), rows
+    best: dict[int, float] = {}
+    for row in rows:
+        if row["kind"] == "decode":
+            best[row["block"]] = max(best.get(row["block"], 0.0), row["share"])
+    shares = ", ".join(f"{share:.0%} at block {size}" for size, share in best.items())
+    return True, f"best decode share of copy: {shares}", rows
 
 
 def memory(scale: Scale) -> Result:
@@ -461,7 +477,8 @@ def memory(scale: Scale) -> Result:
         free, total = torch.cuda.mem_get_info()
         limit = int(total * plan.budget.utilization)
         rows.append({"term": "all, after start", "predicted": limit, "measured": total - free})
-    rows.append({"term": "KV cache", "predicted": plan.num_blocks * plan.block_bytes, "measured": engine.runner.kv_cache.nbytes})
+    pool = plan.num_blocks * plan.block_bytes
+    rows.append({"term": "KV cache", "predicted": pool, "measured": engine.runner.kv_cache.nbytes})
     prompts, params = nano_workload(scale)
     generate(engine, prompts[:32], [type(each)(max_tokens=8, ignore_eos=True) for each in params[:32]])
     if scale.on_gpu:
@@ -469,7 +486,11 @@ def memory(scale: Scale) -> Result:
         rows.append({"term": "all, after a run", "predicted": limit, "measured": total - free})
     fits = all(row["measured"] <= 1.01 * row["predicted"] for row in rows if str(row["term"]).startswith("all"))
     exact = all(row["measured"] == row["predicted"] for row in rows if row["term"] in ("weights", "KV cache"))
-    return fits and exact, f"{plan.num_blocks:,} blocks of {plan.block_size}; weights and pool as predicted: {exact}", rows
+    return (
+        fits and exact,
+        f"{plan.num_blocks:,} blocks of {plan.block_size}; weights and pool as predicted: {exact}",
+        rows,
+    )
 
 
 def workload(scale: Scale) -> Result:
@@ -482,7 +503,8 @@ def workload(scale: Scale) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         for block_size in reversed(scale.block_sizes):
             engine = make_engine(scale, Path(folder), block_size=block_size)
-            generate(engine, prompts[:2], [type(each)(max_tokens=4, ignore_eos=True) for each in params[:2]])
+            warm_up = [prompt[::-1] for prompt in prompts[:2]]  # tokens that no pass repeats
+            generate(engine, warm_up, [type(each)(max_tokens=4, ignore_eos=True) for each in params[:2]])
             captured = engine.runner.graphs
             for number, (kernels, ahead) in enumerate(loops if block_size == scale.block_sizes[-1] else loops[:2]):
                 engine.runner.graphs = captured if kernels == "graphs" else None
@@ -505,8 +527,9 @@ def workload(scale: Scale) -> Result:
             if scale.on_gpu:
                 torch.cuda.empty_cache()
     best = max(rows, key=lambda row: row["output tok/s"])
-    ahead_text = "one step ahead" if best["one step ahead"] else "in order"
-    return True, f"best {best['output tok/s']:,} output tok/s ({best['kernels']}, {ahead_text}, block {best['block']})", rows
+    order = "one step ahead" if best["one step ahead"] else "in order"
+    how = f"{best['kernels']}, {order}, block {best['block']}"
+    return True, f"best {best['output tok/s']:,} output tok/s ({how})", rows
 
 
 RUN: dict[str, Callable[[Scale], Result]] = {
@@ -519,7 +542,9 @@ def main() -> None:
     name, path = sys.argv[1:3]
     scale = TINY if "--dry-run-cpu" in sys.argv[3:] else GPU
     if not scale.on_gpu:
-        assert os.environ.get("TRITON_INTERPRET") == "1", "gpu_check.py sets it: there is nothing else to run kernels on"
+        assert os.environ.get("TRITON_INTERPRET") == "1", (
+            "gpu_check.py sets it: there is nothing else to run kernels on"
+        )
         torch.set_num_threads(1)
     ok, summary, rows = RUN[name](scale)
     result = {"stage": name, "ok": ok, "summary": summary, "rows": rows}

@@ -7,7 +7,7 @@ from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.check import TraceChecker
 from pagedcli.sampling_params import SamplingParams
 
 SMALL = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 2}
@@ -43,12 +43,13 @@ def stop_at(text):
 
 def run(path, requests, *, ahead, arrivals=None, **config):
     """All samples' results by (request, index), and the engine; the pool is compared with its events at every step."""
-    state, events = PoolState(), []
+    checker = TraceChecker()
     engine = LLMEngine(
         EngineConfig(model=str(path), dtype="float32", device="cpu", async_scheduling=ahead, **config),
-        emit=lambda event: (events.append(event), state.apply(event)),
+        emit=checker.apply,
         trace_tokens=True,
     )
+    state = checker.state
     waiting = list(enumerate(requests))
     results = {}
     for _ in range(3000):

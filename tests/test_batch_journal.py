@@ -230,7 +230,6 @@ def test_a_disk_that_is_full_at_the_end_loses_no_row(tmp_path, full_disk):
         sink.finish()
     full_disk(resource.RLIM_INFINITY)
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
-    sink.journal.close()
     again = open_sink(tmp_path, resume=True)
     again.finish()
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 4

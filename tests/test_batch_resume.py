@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from pagedcli.batch.sinks import journal_path
 from pagedcli.cli.session import Job, run_job
 from pagedcli.config import load_config
+from pagedcli.errors import PagedcliError
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -127,6 +130,45 @@ def test_fifty_kills_at_random_moments_lose_no_row_and_double_none(uninterrupted
         total += check_kills(uninterrupted, processes, folder, seed=seed, num_kills=5)
         if total >= 50:
             return
+
+
+def mounted(folder):
+    """A disk of 64 KiB at `folder`."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small tmpfs needs root")
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    mount = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mount.returncode != 0:
+        pytest.skip(f"mounting a small tmpfs failed: {mount.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted(folder)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # the error's traceback still has the input open
+
+
+@pytest.mark.parametrize("free_bytes", [300, 5_000, 20_000])
+def test_a_run_on_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_room(
+    uninterrupted, small_disk, free_bytes
+):
+    """Full in the header, between the rows, and (the output needs as much again as the journal) at the very end."""
+    _, rows, _ = uninterrupted
+    (small_disk / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    filler = small_disk / "filler"
+    num_free = shutil.disk_usage(small_disk).free
+    filler.write_bytes(b"x" * (num_free - -(-free_bytes // 4096) * 4096))
+    with pytest.raises(PagedcliError, match="No space left on device") as failed:
+        run_job(job(small_disk, resume=False))
+    assert "--resume" in failed.value.hint
+    assert not (small_disk / "out.jsonl").exists()
+    assert not list(small_disk.glob("*.tmp"))
+    filler.unlink()
+    assert run_job(job(small_disk, resume=True)) == 3
+    assert rows_of(small_disk / "out.jsonl") == rows
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, monkeypatch, capsys):

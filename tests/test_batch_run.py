@@ -426,6 +426,7 @@ def test_extreme_but_allowed_numbers_do_not_end_the_run(harness):
         {"min_p": 1.0, "top_k": 2**31 - 1, "temperature": 1.0},
         {"seed": -(2**63), "temperature": 1.0},
         {"stop_token_ids": [2**80, -5]},
+        {"stop_token_ids": [2**80, -5, 5000], "min_tokens": 4},
     ]
     rows = harness.rows([plain("Hello", **fields) for fields in extremes])
     assert [row["error"] for row in rows] == [None] * len(extremes)

@@ -1,13 +1,18 @@
 """CUDA graphs but for the capture itself: buckets, padding and fixed buffers, with the body run eagerly on a CPU."""
 
+import contextlib
+
 import pytest
 import torch
 from model_zoo import tiny_model
 from test_engine import ragged_prompts, run
 
+from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
-from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes
+from pagedcli.engine import cuda_graphs
+from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes, why_no_graphs
 from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.models.spec import read_spec
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -97,3 +102,65 @@ def test_fixed_buffers_are_the_same_memory_at_every_step(model):
     run(engine, ragged_prompts(4), SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True))
     assert [tensor.data_ptr() for tensor in bucket.inputs] == places
     assert torch.equal(bucket.cu_q, torch.arange(5, dtype=torch.int32))
+
+
+def test_sequences_too_long_for_a_bucket_run_without_a_graph(model, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5] * 20, [6, 7], [8, 9, 10]]
+    expected = run(make_engine(model, padded=False), prompts, params)
+    monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", 100)
+    engine = make_engine(model, padded=True)
+    assert [engine.runner.graphs.bucket_for(n).max_total for n in (1, 2, 4)] == [100, 50, 25]
+    assert run(engine, prompts, params) == expected
+    assert 0 < len(engine.runner.graphs.ran) < 11
+
+
+def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkeypatch):
+    """With a graph that runs its body again where CUDA would replay it."""
+    captured, body = [], []
+
+    class Graph:
+        def replay(self):
+            self.again()
+
+        def pool(self):
+            return "pool"
+
+    @contextlib.contextmanager
+    def graph(which, pool):
+        captured.append(pool)
+        body.clear()
+        yield
+        bucket, hidden = body[-1]
+
+        def again():
+            num_drawn = int(bucket.inputs[6].count_nonzero())
+            hidden.copy_(run_body(graphs, bucket, [bucket.max_total] * bucket.num_seqs, num_drawn))
+
+        which.again = again
+
+    run_body = DecodeGraphs._body
+
+    def remember(self, bucket, num_tokens_host, num_drawn):
+        hidden = run_body(self, bucket, num_tokens_host, 0)
+        body.append((bucket, hidden))
+        return hidden
+
+    for name, value in (("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda _: None)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(DecodeGraphs, "_body", remember)
+    config = {"attention_backend": "reference", "async_scheduling": True}
+    engine = make_engine(model, padded=False, **config)
+    graphs = engine.runner.graphs = DecodeGraphs(engine.runner, capture=True)
+    assert captured == [None, "pool", "pool", "pool"], "all graphs share the memory of the first, the largest"
+    expected = run(make_engine(model, padded=False, attention_backend="reference"), ragged_prompts(10), PARAMS)
+    assert run(engine, ragged_prompts(10), PARAMS) == expected
+
+
+def test_why_there_are_no_graphs_is_told(model):
+    plan = make_engine(model, padded=False).plan
+    assert (plan.graph_sizes, plan.no_graphs) == ((), "cpu has none")
+    spec, cuda = read_spec(model), torch.device("cuda")
+    config = EngineConfig(model=str(model))
+    assert "enforce_eager" in why_no_graphs(EngineConfig(enforce_eager=True), spec, cuda, ReferenceAttention())
+    assert "reference asks the host" in why_no_graphs(config, spec, cuda, ReferenceAttention())

@@ -94,6 +94,21 @@ def test_flags_reach_the_sampler(prompts):
     assert other != rows
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("--temperature", "1e300"), ("--top-k", str(2**70)), ("--n", "1000000"), ("--repetition-penalty", "1e-300")],
+)
+def test_numbers_that_would_break_the_sampler_are_refused_by_name(prompts, flags):
+    said = pagedcli("generate", prompts, *flags, expect=2).stderr
+    assert flags[0][2:].replace("-", "_") in said
+    assert "allowed: " in said
+
+
+def test_a_bias_from_a_file_has_the_same_bounds(prompts, tmp_path):
+    (tmp_path / "run.yaml").write_text("sampling: {logit_bias: {5: 1.0e+99}}")
+    assert "logit_bias" in pagedcli("generate", prompts, "-C", tmp_path / "run.yaml", expect=2).stderr
+
+
 def test_a_config_file_is_read_and_flags_win(prompts, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(

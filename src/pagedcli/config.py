@@ -18,6 +18,7 @@ from pagedcli.sampling_params import SamplingParams
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Quantization = Literal["int8"]
 BUILTIN_MODEL = "builtin"
 
 
@@ -27,6 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = BUILTIN_MODEL  # folder, hub id, or 'builtin'
     revision: str | None = None  # of a hub model
     dtype: Dtype = "auto"  # of weights and activations; auto: as stored
+    quantization: Quantization | None = None  # of linear layers while loading; int8: on CPUs, activations per token
     load_format: LoadFormat = "auto"  # dummy: random weights from config.json alone
     trust_remote_code: bool = False
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
@@ -68,6 +70,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     chat_template: str | None = None  # a Jinja file or text instead of the tokenizer's own
     output_token_ids: bool = False
     order: Literal["input", "completion"] = "input"
+    reorder: Literal["none", "prefix"] = "none"  # prefix: start requests that begin alike one after the other
     limit: int | None = None  # rows
     max_errors: int | None = None  # stop after this many error rows
     strict: bool = False  # an unknown field in a line is an error row, not a note at the end

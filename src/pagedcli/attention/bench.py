@@ -3,6 +3,7 @@
 Used by `pagedcli bench kernels`. Every timing is the best of several calls: other work on the machine only ever adds.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -76,11 +77,13 @@ def measure_limits(dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat1
     rates = {}
     for dtype in dtypes:
         a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
-        rates[dtype] = 2 * GEMM_SIZE**3 / best_seconds(lambda a=a, b=b: a @ b) / 1e9
+        rates[dtype] = 2 * GEMM_SIZE**3 / best_seconds(functools.partial(torch.matmul, a, b)) / 1e9
     return MachineLimits(READ_BYTES / seconds / 1e9, rates)
 
 
-def attention_rows(shapes: Iterable[AttentionShape], backend: str = "auto", device: str = "cpu") -> Iterator[AttentionRow]:
+def attention_rows(
+    shapes: Iterable[AttentionShape], backend: str = "auto", device: str = "cpu"
+) -> Iterator[AttentionRow]:
     """Measure each shape, in turn. Blocks lie in random order, as after long use of a cache.
 
     Raises: BackendError if the named backend cannot run a shape.

@@ -54,9 +54,9 @@ PREFILL_CONFIGS = (
     (2, 64, TileConfig(128, 64, 8, 3)),
     (2, 128, TileConfig(64, 64, 8, 3)),
     (2, 256, TileConfig(64, 32, 8, 3)),
-    (4, 64, TileConfig(32, 32, 8, 3)),
+    (4, 64, TileConfig(32, 16, 4, 3)),
     (4, 128, TileConfig(32, 16, 4, 3)),
-    (4, 256, TileConfig(16, 16, 8, 3)),
+    (4, 256, TileConfig(16, 16, 4, 3)),
 )
 # sm_90 keeps the operands of a product in shared memory, so more rows fit its registers.
 PREFILL_CONFIGS_SM90 = ((2, 128, TileConfig(128, 64, 8, 3)), *PREFILL_CONFIGS)

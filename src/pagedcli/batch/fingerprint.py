@@ -25,6 +25,8 @@ def run_fingerprint(
         "pagedcli": __version__,
         "model": f"{engine.model} {_model_digest(folder)}",
         "dtype": engine.dtype,
+        "quantization": str(engine.quantization),
+        "kv_cache_dtype": engine.kv_cache_dtype,
         "load_format": engine.load_format,
         "max_model_len": str(engine.max_model_len),
         "tokenizer": tokenizer.digest(),

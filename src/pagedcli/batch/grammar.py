@@ -13,11 +13,13 @@ from pagedcli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
-_MAX_KEPT = 64  # compiled grammars: lines of one file mostly share a few
-# between the signs of a JSON text: nothing, one space, or a new line with its indentation. Without a bound, a model
-# that likes spaces writes them until its tokens end
-_JSON_WHITESPACE = r"( |\n[ \t]{0,32})"
+_MAX_KEPT = 16  # compiled grammars: lines of one file mostly share a few
+_MAX_LEXER_STATES = 50_000  # of one grammar, at 1 to 2 kB each
+# JSON on one line. Where any white space is allowed, a model that likes it writes it until its tokens end, and even a
+# good one pays for every line end. A schema may ask for it: {"x-guidance": {"whitespace_flexible": true}, ...}.
+_JSON_STYLE: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarGuide:
@@ -36,7 +38,7 @@ class GrammarGuide:
         self._matcher.consume_token(token_id)
         self.allowed_tokens = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.error = _first_line(self._matcher.get_error())
+            self.error = _one_line(self._matcher.get_error())
         return self.error is not None or not int.from_bytes(self.allowed_tokens, "little") & ~self._end_tokens
 
 
@@ -64,7 +66,7 @@ class Grammars:
     """Compiles the grammars of requests for one model, and keeps the latest.
 
     `end_token_ids`: the model's end-of-sequence tokens, allowed where a text may end. The vocabulary is prepared when
-    the first grammar comes: 0.3 s for 150,000 tokens.
+    the first grammar comes: about a second for 150,000 tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, end_token_ids: Iterable[int], vocab_size: int) -> None:
@@ -91,13 +93,14 @@ class Grammars:
 
     def _compile(self, grammar: str, kind: str) -> "tuple[LLMatcher, bytes]":
         """A matcher at the beginning, and the tokens that it allows there."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         self._vocabulary = self._vocabulary or self._new_vocabulary()
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         allowed_tokens = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
-            raise RequestError(f"invalid_{kind}", f"the {kind} cannot be used: {_first_line(matcher.get_error())}")
+            raise RequestError(f"invalid_{kind}", f"the {kind} cannot be used: {_one_line(matcher.get_error())}")
         return matcher, allowed_tokens
 
     def _new_vocabulary(self) -> "LLTokenizer":
@@ -117,28 +120,50 @@ class _Vocabulary:
         self.tokens = tokenizer.all_token_bytes(vocab_size)
         self.special_token_ids = [token_id for token_id in tokenizer.special_token_ids if token_id < vocab_size]
         self._tokenizer = tokenizer
+        special = set(self.special_token_ids)
+        self._id_of = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
+        self._longest = max(map(len, self._id_of))
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        """Tokens of exactly these bytes. The tokenizer's own, unless it changes the text: SentencePiece's puts a space
+        before it, and a grammar that forces the text would then force the space."""
+        token_ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        if b"".join(self.tokens[token_id] for token_id in token_ids) == text:
+            return token_ids
+        return self._longest_matches(text)
+
+    def _longest_matches(self, text: bytes) -> list[int]:
+        """Tokens of the text, the longest first; they end where no token has the next byte."""
+        token_ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._id_of), None)
+            if end is None:
+                break
+            token_ids.append(self._id_of[text[start:end]])
+            start = end
+        return token_ids
 
 
 def _grammar(params: SamplingParams) -> str:
     """llguidance's own form of what a request asks for."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
 
     if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
+        # \d as in JSON Schema: 0 to 9, not the 600 digits of Unicode; a pattern without a character is no pattern there
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(params.regex, 'd') or '()'}/")
     assert params.response_format is not None, "a guided request has a regex or a format"
     described = params.response_format.get("json_schema", {})
     schema = described.get("schema", {"type": "object"})
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides={"whitespace_pattern": _JSON_WHITESPACE, "lenient": False}
+            json.dumps(schema), defaults=_JSON_STYLE, overrides={"lenient": False}
         )
     except (ValueError, RecursionError) as error:
-        raise RequestError("invalid_schema", f"the schema cannot be used: {_first_line(str(error))}") from error
+        raise RequestError("invalid_schema", f"the schema cannot be used: {_one_line(str(error))}") from error
 
 
-def _first_line(message: str) -> str:
-    """The library's messages go on with pictures of the grammar."""
-    return message.strip().partition("\n")[0][:300]
+def _one_line(message: str) -> str:
+    """What matters of the library's messages, which have pictures of the grammar around it."""
+    lines = message.strip().splitlines() or ["no reason given"]
+    return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")[:300]

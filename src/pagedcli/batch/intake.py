@@ -4,6 +4,7 @@ Used by batch.run. Whatever is wrong with a line becomes a Refused.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import xxhash
@@ -29,6 +30,7 @@ class BatchOptions:
     limit: int | None = None  # rows of the input
     max_errors: int | None = None  # stop at this many error rows
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
+    reorder: Literal["none", "prefix"] = "none"  # prefix: requests that begin alike are started one after the other
 
 
 @dataclass(frozen=True, slots=True)

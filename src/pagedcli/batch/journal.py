@@ -59,7 +59,11 @@ class Journal:
         os.ftruncate(journal._fd, 0)
         journal._end = 0
         journal._append(msgspec.json.encode(header) + b"\n")
-        journal.flush(sync=True)
+        try:
+            journal.flush(sync=True)
+        except PagedcliError:
+            journal.close()
+            raise
         return journal
 
     @classmethod

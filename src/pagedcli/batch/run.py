@@ -12,6 +12,7 @@ from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.intake import BatchOptions, Intake, Limits, Prepared, Refused
 from pagedcli.batch.lines import Line, as_they_come
+from pagedcli.batch.reorder import PrefixWindow
 from pagedcli.batch.requests import RowHead
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import Sink
@@ -92,15 +93,15 @@ class BatchRun:
         self._stop_requested = stop_requested
         limits = Limits(engine.plan.max_model_len, engine.plan.num_slots)
         self._intake = Intake(tokenizer, options, limits)
-        self._grammars = Grammars(
-            tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size
-        )
+        self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
         if live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
         self._lines = wanted_lines(lines, options)
         self._in_work: dict[str, _InWork] = {}
         # one engine step may end every running request: as many again are ready, tokenized, behind them
         self._max_in_work = 2 * engine.plan.max_num_seqs
+        self._window = PrefixWindow() if options.reorder == "prefix" else None
+        self._exhausted = False  # whether the input has ended
         self.stats = BatchStats(num_rows=num_rows, num_blocks=engine.plan.num_blocks)
 
     def run(self) -> BatchResult:
@@ -122,14 +123,13 @@ class BatchRun:
         engine, options = self._engine, self._options
         self.stats.num_resumed = self._sink.resumed_rows
         self.stats.num_resumed_failed = self._sink.resumed_failed_rows
-        exhausted = False
         while not self._stop_requested():
-            exhausted = exhausted or not self._pull()
+            self._pull()
             self._sink.flush()  # also what the last step finished: on its way to the disk before the next one ends
             if options.max_errors is not None and self._num_failed >= options.max_errors:
                 return "too_many_errors"
             if not engine.has_unfinished_requests():
-                if exhausted:
+                if self._exhausted and not self._window:
                     return "complete"
                 continue
             for output in engine.step():
@@ -145,50 +145,65 @@ class BatchRun:
 
     # ------------------------------------------------------------------ lines to requests
 
-    def _pull(self) -> bool:
-        """Give the engine what it has room for. Returns False when the input has ended."""
-        max_errors = self._options.max_errors
-        num_pulled = 0
-        while len(self._in_work) < self._max_in_work and not self._sink.full:
-            if num_pulled >= self._max_in_work:  # a run of bad lines must not keep the engine and Ctrl-C waiting
-                return True
+    def _pull(self) -> None:
+        """Read the lines that there is room for, and give the engine what it has room for."""
+        max_errors, waits = self._options.max_errors, False
+        for _ in range(self._max_in_work):  # a run of bad lines must not keep the engine and Ctrl-C waiting
+            if self._exhausted or not self._has_room() or (max_errors is not None and self._num_failed >= max_errors):
+                break
             try:
                 line = next(self._lines)
             except StopIteration:
-                return False
+                self._exhausted = True
+                break
             if line is None:
-                return True
+                waits = True
+                break
             self._take(line)
-            num_pulled += 1
-            if max_errors is not None and self._num_failed >= max_errors:
-                return True
-        return True
+        if self._window is not None:
+            self._start_waiting(self._window, partial=self._exhausted or waits or self._sink.full)
+
+    def _has_room(self) -> bool:
+        if self._sink.full:
+            return False
+        return len(self._in_work) < self._max_in_work if self._window is None else not self._window.full
 
     def _take(self, line: Line) -> None:
         """Start the request of a line, or write its error row, unless the journal has its row already."""
         taken = self._intake.prepare(line, done=self._sink.holds(line.index, line.digest))
-        if isinstance(taken, Prepared):
-            try:
-                self._start(line, taken)
-            except RequestError as error:
-                taken = Refused(taken.head, error)
         if isinstance(taken, Refused):
             self._write_error(taken.head, line.digest, taken.error)
+        elif taken is not None and self._window is not None:
+            self._window.add(line, taken)
+        elif taken is not None:
+            self._start(line, taken)
+
+    def _start_waiting(self, window: PrefixWindow, *, partial: bool) -> None:
+        while len(self._in_work) < self._max_in_work:
+            item = window.take(partial=partial)
+            if item is None:
+                return
+            self._start(*item)
 
     def _start(self, line: Line, request: Prepared) -> None:
+        """Give a request to the engine, or write the row that says why it cannot be served."""
         ids, params = request.prompt_token_ids, request.params
         stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
-        guides = self._grammars.guides(params)
         request_id = str(line.index)
-        self._engine.add_request(
-            request_id,
-            ids,
-            params,
-            cache_salt=request.cache_salt,
-            make_stop_checker=stop_checkers,
-            make_guide=guides,
-        )
-        self._in_work[request_id] = _InWork(request.head, line.digest, params, stop_checkers, guides)
+        try:
+            guides = self._grammars.guides(params)
+            self._engine.add_request(
+                request_id,
+                ids,
+                params,
+                cache_salt=request.cache_salt,
+                make_stop_checker=stop_checkers,
+                make_guide=guides,
+            )
+        except RequestError as error:
+            self._write_error(request.head, line.digest, error)
+        else:
+            self._in_work[request_id] = _InWork(request.head, line.digest, params, stop_checkers, guides)
 
     # ------------------------------------------------------------------ rows
 

@@ -5,11 +5,14 @@ Used by batch.run. A row is handed over once, with the index of its input row.
 
 import gzip
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
+from pagedcli.batch.csv_rows import csv_lines
 from pagedcli.batch.journal import Journal, has_rows
+from pagedcli.batch.shards import ShardWriter
 from pagedcli.errors import PagedcliError, UsageError
 
 Order = Literal["input", "completion"]
@@ -108,21 +111,16 @@ class FileSink:
     def finish(self) -> None:
         """Write the output beside its place, rename it, and only then drop the journal. Raises: PagedcliError."""
         self.journal.flush(sync=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
+        shard = ShardWriter(self.path, self.journal.header.fingerprint, self._order)
         try:
-            with temporary.open("wb") as raw, _compressed(raw, self.path) as file:
-                for row in self.journal.rows(self._order):
-                    file.write(row + b"\n")
-                file.flush()
-                if file is not raw:
-                    file.close()
-                raw.flush()
-                os.fsync(raw.fileno())
-            os.replace(temporary, self.path)
-            _sync_folder(self.path.parent)
+            with whole_file(self.path) as file:
+                if is_csv(self.path):
+                    file.writelines(csv_lines(self.journal.rows(self._order)))
+                else:
+                    file.writelines(shard.counted(row + b"\n" for row in self.journal.rows(self._order)))
+                shard.write()
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
+            self.journal.close()
             raise PagedcliError(
                 f"cannot write {self.path}: {error.strerror}",
                 hint=f"all rows are safe in {self.journal.path}: make room, then run the same command with --resume",
@@ -136,6 +134,36 @@ class FileSink:
         self.journal.close()
         if not self.journal.num_rows:
             self.journal.path.unlink()  # nothing to resume
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is complete and on the disk, or not at all. Raises: OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as raw, _compressed(raw, path) as file:
+            yield file
+            file.flush()
+            if file is not raw:
+                file.close()
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def open_rows(path: Path) -> BinaryIO:
+    """What whole_file wrote. Raises: OSError."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def is_csv(path: Path) -> bool:
+    """Whether rows become lines of a table: out.csv, out.csv.gz."""
+    return path.name.removesuffix(".gz").endswith(".csv")
 
 
 def journal_path(path: Path) -> Path:
@@ -152,6 +180,8 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise UsageError(f"the output {path} is a folder")
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the output", hint=f"mkdir -p {path.parent}")
+    if path.suffix == ".parquet":
+        raise UsageError("Parquet is not written", hint="-o out.jsonl, then for example duckdb or pandas read_json")
     if overwrite:
         return
     if not resume and has_rows(partial):

@@ -4,7 +4,6 @@ Per step, for linear layers and for attention each the larger of bytes over band
 every linear weight read once per step, each distinct byte of K and V once, all prompts computed in one packed step.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedcli.bench.workloads import Workload
@@ -65,7 +64,7 @@ def _weights_per_layer(spec: ModelSpec) -> int:
     return spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 
-def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+def _shared_prefix(prompts: list[list[int]]) -> int:
     """Leading tokens that all prompts have in common; 0 for a single one."""
     if len(prompts) < 2:
         return 0

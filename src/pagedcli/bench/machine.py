@@ -75,5 +75,5 @@ def _register_rate(functions: ctypes.CDLL, kind: int, threads: int) -> float:
     run.restype = ctypes.c_int64
     out = torch.empty(threads)
     count = 100_000  # about half a millisecond
-    operations = run(kind, 1, threads, out.data_ptr()) * count * threads
+    operations: int = run(kind, 1, threads, out.data_ptr()) * count * threads
     return operations / best_seconds(lambda: run(kind, count, threads, out.data_ptr()))

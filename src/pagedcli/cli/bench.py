@@ -72,7 +72,7 @@ def throughput(
     engine_config = load_config(config, flags).config.engine
     spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
     rows, machine, notes = [], None, []
-    for name in preset or [None]:
+    for name in preset or (None,):
         passes = [preset_workload(name, salt) if name else random_workload(spec, salt) for salt in range(repeat)]
         result, machine = _run(engine_config, passes, machine)
         rows.append(_throughput_row(result, passes[0], machine))
@@ -251,7 +251,8 @@ def _run(
     say(f"{passes[0].name}: {passes[0].about}")
     result = run_workload(chosen, list(passes))
     if machine is None and resolve_device(config.device).type == "cpu":
-        machine = measure_machine(DTYPES[result.engine.plan.dtype])
+        int8 = result.engine.config.quantization == "int8"
+        machine = measure_machine(DTYPES[result.engine.plan.dtype], int8=int8)
     gc.collect()
     return result, machine
 
@@ -277,7 +278,8 @@ def _throughput_row(result: "Throughput", workload: Workload, machine: "Machine 
     }
     if machine is not None:
         itemsize = DTYPES[result.engine.plan.dtype].itemsize
-        floor = workload_floor(result.engine.spec, workload, machine.limits, itemsize=itemsize, kv_itemsize=itemsize)
+        weight_size = 1 if result.engine.config.quantization == "int8" else itemsize
+        floor = workload_floor(result.engine.spec, workload, machine.limits, itemsize=weight_size, kv_itemsize=itemsize)
         row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds}
     return row
 

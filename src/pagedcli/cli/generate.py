@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -60,6 +60,24 @@ def generate(
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Only every n-th row, beginning with the i-th.", rich_help_panel=_FILES)
     ] = "1/1",
+    metrics: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.prom",
+            help="Keep the run's counters in this file, for Prometheus.",
+            rich_help_panel=_INSPECTION,
+            show_default=False,
+        ),
+    ] = None,
+    summary_json: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write the summary of the run to this file.",
+            rich_help_panel=_INSPECTION,
+            show_default=False,
+        ),
+    ] = None,
     dump_kv: Annotated[
         bool,
         typer.Option(
@@ -117,32 +135,36 @@ def generate(
         return
     if dry_run:
         raise typer.Exit(_dry_run(prompts or input_file, loaded, format_))
-    job = _job(prompts, input_file, output_file, loaded, resume=resume, overwrite=overwrite, shard=shard)
+    job = _job(
+        _input_name(prompts, input_file),
+        output_file,
+        loaded,
+        resume=resume,
+        overwrite=overwrite,
+        shard=parse_shard(shard),
+        metrics=metrics,
+        summary_json=summary_json,
+    )
     with ExitStack() as stack:
         emit = _observers(stack, job, dump_kv=dump_kv, record=record)
         code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=dump_kv)
     raise typer.Exit(code)
 
 
-def _job(
-    prompts: str | None,
-    input_file: str | None,
-    output_file: str | None,
-    loaded: LoadedConfig,
-    *,
-    resume: bool,
-    overwrite: bool,
-    shard: str,
-) -> Job:
+def _input_name(prompts: str | None, input_file: str | None) -> str:
     if prompts is not None and input_file is not None:
         raise UsageError(f"two inputs are given: {prompts} and -i {input_file}")
     input_name = prompts if prompts is not None else input_file
     if input_name is None:
         raise UsageError("no prompts are given", hint="name a JSONL file, or - for stdin; see pagedcli generate --help")
-    if resume and overwrite:
+    return input_name
+
+
+def _job(input_name: str, output_file: str | None, loaded: LoadedConfig, **fields: Any) -> Job:
+    if fields["resume"] and fields["overwrite"]:
         raise UsageError("--resume and --overwrite exclude each other")
     output = None if output_file in (None, "-") else Path(str(output_file))
-    return Job(loaded, input_name, output, resume=resume, overwrite=overwrite, shard=parse_shard(shard))
+    return Job(loaded, input_name, output, **fields)
 
 
 def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None) -> Emit | None:

@@ -18,6 +18,7 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal's number, as shells do
 # name: what `pagedcli --help` says about it; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
+    "merge": "Put the outputs of all shards of a run together.",
     "trace": "Generate under a live view of the KV cache.",
     "replay": "Look at a recorded run again, step by step.",
     "explain": "Say why each prefix lookup of a run hit or missed.",

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pagedcli.config import Dtype, LoadFormat
+from pagedcli.config import Dtype, KvCacheDtype, LoadFormat, Quantization
 
 PreemptionPolicy = Literal["last", "largest"]
 Order = Literal["input", "completion"]
+Reorder = Literal["none", "prefix"]
 
 _SHORT = {"engine.model": "-m"}
 _Spec = tuple[Any, str | None, str]  # type, what stands for the value in the help (None: its choices), help
@@ -41,6 +42,7 @@ FLAGS: dict[str, Any] = {
         model=(str, "MODEL", "Model folder or hub id. Default: the built-in demo model."),
         revision=(str, "REV", "Revision of a hub model."),
         dtype=(Dtype, None, "Type of weights and activations. Default: as stored."),
+        quantization=(Quantization, None, "int8: 8-bit linear layers on a CPU. Default: as stored."),
         load_format=(LoadFormat, None, "dummy: random weights from config.json alone."),
         trust_remote_code=(bool, None, "Run Python code that comes with the model. Default: no."),
         device=(str, "DEVICE", "auto, cpu, cuda, cuda:1, ..."),
@@ -53,6 +55,7 @@ FLAGS: dict[str, Any] = {
         "engine",
         block_size=(int, "N", "Tokens per KV block. Default: 16."),
         num_gpu_blocks_override=(int, "N", "Blocks in the pool, on any device."),
+        kv_cache_dtype=(KvCacheDtype, None, "Type of the KV cache. fp8 on GPUs that have it. Default: as dtype."),
         kv_cache_memory=(str, "BYTES", "Memory for the KV cache, e.g. 4GiB."),
         gpu_memory_utilization=(float, "X", "Share of the card's memory to use. Default: 0.9."),
         enable_prefix_caching=(bool, None, "Share blocks of equal prefixes. Default: yes."),
@@ -99,6 +102,7 @@ FLAGS: dict[str, Any] = {
         chat_template=(str, "FILE", "Jinja file or text instead of the tokenizer's own."),
         output_token_ids=(bool, None, "Add token_ids to each row."),
         order=(Order, None, "Order of the rows. Default: input."),
+        reorder=(Reorder, None, "prefix: serve rows that begin alike together. The output keeps its order."),
         limit=(int, "N", "Only the first rows of the input."),
         max_errors=(int, "N", "Stop after this many error rows."),
         strict=(bool, None, "Unknown fields make an error row instead of a note."),

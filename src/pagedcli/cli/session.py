@@ -15,9 +15,20 @@ from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchResult, BatchRun
-from pagedcli.batch.sinks import FileSink, Sink, StreamSink, check_output, is_complete, is_stream, open_file_sink
+from pagedcli.batch.sinks import (
+    FileSink,
+    Sink,
+    StreamSink,
+    check_output,
+    is_complete,
+    is_csv,
+    is_stream,
+    open_file_sink,
+)
+from pagedcli.batch.stats import BatchStats
+from pagedcli.cli.metrics import MetricsFile
 from pagedcli.cli.progress import progress_view
-from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary
+from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary, write_summary
 from pagedcli.cli.terminal import TerminalJson, say
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
@@ -40,6 +51,8 @@ class Job:
     resume: bool = False
     overwrite: bool = False
     shard: tuple[int, int] = (0, 1)  # (i, n): the rows whose index % n is i
+    metrics: Path | None = None  # counters for Prometheus, while the run goes on
+    summary_json: Path | None = None  # what the run's last lines say, for machines
 
     @property
     def output_is_file(self) -> bool:
@@ -60,17 +73,25 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
             say(f"{job.output} is complete: nothing to resume")
             return EXIT_OK
         check_output(job.output, resume=job.resume, overwrite=job.overwrite)
+        if job.shard[1] > 1 and is_csv(job.output):
+            raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
     elif job.resume:
         raise UsageError("--resume needs an output file: give one with -o")
+    if job.summary_json is not None and not job.summary_json.parent.is_dir():
+        raise UsageError(f"there is no folder {job.summary_json.parent} for the summary")
+    metrics = MetricsFile(job.metrics) if job.metrics is not None else None
     say_model(config.engine.model)
     scan = lines.scan()
-    return _run_on_engine(job, lines, scan, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=terminal_is_taken)
+    return _run_on_engine(
+        job, lines, scan, metrics, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=terminal_is_taken
+    )
 
 
 def _run_on_engine(
     job: Job,
     lines: LineSource,
     scan: InputScan | None,
+    metrics: MetricsFile | None,
     *,
     emit: Emit | None,
     trace_tokens: bool,
@@ -93,6 +114,12 @@ def _run_on_engine(
     )
     quiet = terminal_is_taken or (not job.output_is_file and sys.stdout.isatty())
     with progress_view(quiet_terminal=quiet) as view, stop.listening():
+
+        def observe(stats: BatchStats) -> None:
+            view.update(stats)
+            if metrics is not None:
+                metrics.update(stats)
+
         run = BatchRun(
             engine,
             tokenizer,
@@ -102,7 +129,7 @@ def _run_on_engine(
             _options(job),
             live=lines.is_stdin,
             num_rows=_num_rows(job, scan),
-            observe=view.update,
+            observe=observe,
             stop_requested=lambda: stop.requested,
         )
         try:
@@ -111,6 +138,10 @@ def _run_on_engine(
             _say_resumable(job)
             raise
     say_summary(result)
+    if metrics is not None:
+        metrics.update(result.stats, now=True)
+    if job.summary_json is not None:
+        write_summary(job.summary_json, result)
     return _exit_code(job, result)
 
 
@@ -173,6 +204,7 @@ def _options(job: Job) -> BatchOptions:
         limit=config.run.limit,
         max_errors=config.run.max_errors,
         shard=job.shard,
+        reorder=config.run.reorder,
     )
 
 

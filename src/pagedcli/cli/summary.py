@@ -1,7 +1,9 @@
 """What a run says on stderr before it starts and after it ended, and the effective configuration."""
 
+import os
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +13,7 @@ from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram
 from pagedcli.cli.terminal import printable, say
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
+from pagedcli.errors import PagedcliError
 
 if TYPE_CHECKING:
     from pagedcli.engine.plan import Plan
@@ -65,6 +68,45 @@ def say_summary(result: BatchResult) -> None:
         say(f"  preemptions  {stats.num_preemptions:,}, {_count(stats.num_recomputed_tokens, 'token')} recomputed")
     for name, count in sorted(result.ignored.items()):
         say(f"note: {_count(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
+
+
+def summary_document(result: BatchResult) -> dict[str, object]:
+    """The end of a run for machines. Tokens and blocks by number, times in seconds; null: nothing was measured."""
+    stats = result.stats
+    seconds = max(stats.elapsed_s, 1e-9)
+    return {
+        "pagedcli": __version__,
+        "outcome": result.outcome,
+        "rows": stats.num_finished,
+        "rows_failed": stats.num_failed + stats.num_resumed_failed,
+        "rows_resumed": stats.num_resumed,
+        "error_codes": dict(stats.error_codes),
+        "ignored_fields": result.ignored,
+        "elapsed_s": stats.elapsed_s,
+        "steps": stats.num_steps,
+        "prompt_tokens": stats.num_prompt_tokens,
+        "cached_tokens": stats.num_cached_tokens,
+        "hit_rate": stats.hit_rate,
+        "generated_tokens": stats.num_generated_tokens,
+        "generated_tokens_per_s": stats.num_generated_tokens / seconds,
+        "total_tokens_per_s": (stats.num_prompt_tokens + stats.num_generated_tokens) / seconds,
+        "ttft_s": {f"p{percent}": stats.ttft.percentile(percent) for percent in (50, 95, 99)},
+        "tpot_s": {f"p{percent}": stats.tpot.percentile(percent) for percent in (50, 95, 99)},
+        "preemptions": stats.num_preemptions,
+        "recomputed_tokens": stats.num_recomputed_tokens,
+        "kv_blocks": stats.num_blocks,
+        "kv_blocks_peak": stats.peak_used_blocks,
+    }
+
+
+def write_summary(path: Path, result: BatchResult) -> None:
+    """Raises: PagedcliError if the file cannot be written."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary_document(result))) + b"\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
 
 
 def resume_command(arguments: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from pagedcli.engine.step_input import StepInput, table_width
 from pagedcli.engine.transfer import Array, Upload, packed_size, unpack
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
+from pagedcli.models.spec import ModelSpec
 
 LARGEST_BUCKET = 512  # sequences; a larger step takes so long that its launches no longer count
 GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds the memory that attention needs for partial results
@@ -33,12 +34,14 @@ def bucket_sizes(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
     return [*sizes, *range(320, end, 64), end]
 
 
-def why_no_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> str | None:
+def why_no_graphs(config: EngineConfig, spec: ModelSpec, device: torch.device, backend: AttentionBackend) -> str | None:
     """The reason why steps run without graphs, None if graphs are used."""
     if device.type != "cuda":
         return f"{device} has none"
     if config.enforce_eager:
         return "enforce_eager"
+    if not spec.native:
+        return f"{spec.architecture} runs through transformers"
     if not getattr(backend, "graph_safe", False):
         return f"backend {backend.name} asks the host for lengths"
     return None
@@ -84,7 +87,7 @@ class Bucket:
     inputs: list[Tensor]  # views of it, in the order of _pack
     cu_q: Tensor  # [b+1] int32, one new token each
     graph: "torch.cuda.CUDAGraph | None" = None
-    logits: Tensor | None = None  # [b, V], where the captured graph leaves them
+    hidden: Tensor | None = None  # [b, E], where the captured graph leaves it: logits would take far more memory
 
 
 class DecodeGraphs:
@@ -117,7 +120,7 @@ class DecodeGraphs:
         return next(bucket for bucket in self._buckets if bucket.num_seqs >= num_seqs)
 
     def run(self, step: StepInput, sampling: SamplingBatch | None) -> Tensor:
-        """Logits [B, V] of a step, which lie where the next run writes.
+        """Hidden states [B, E] of a step, which lie where the next run writes.
 
         Changes: the KV cache; the runner's block tables; its last_tokens, which are right if the choice needs no more
         than temperature and a random number (sampling.plain).
@@ -129,8 +132,8 @@ class DecodeGraphs:
         if bucket.graph is None:
             return self._body(bucket, inputs[5].tolist(), int(np.count_nonzero(inputs[6])))[:num_seqs]
         bucket.graph.replay()
-        assert bucket.logits is not None, "captured with the graph"
-        return bucket.logits[:num_seqs]
+        assert bucket.hidden is not None, "captured with the graph"
+        return bucket.hidden[:num_seqs]
 
     def _bucket(self, num_seqs: int) -> Bucket:
         device = self._runner.device
@@ -143,7 +146,7 @@ class DecodeGraphs:
         return bucket
 
     def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
-        """What a graph holds. Returns logits [b, V]; the tokens go to the runner's last_tokens."""
+        """What a graph holds. Returns hidden states [b, E]; the tokens go to the runner's last_tokens."""
         runner = self._runner
         input_ids, source_rows, positions, slots, table_rows, num_tokens, temperature, uniform = bucket.inputs
         max_total = max(num_tokens_host)
@@ -158,10 +161,11 @@ class DecodeGraphs:
             num_tokens_host=num_tokens_host,
         )
         ids = resolve_ids(input_ids, source_rows, runner.last_tokens)
-        logits = runner.model.compute_logits(runner.model.forward(ids, positions, batch, runner.kv_cache))
+        hidden = runner.model.forward(ids, positions, batch, runner.kv_cache)
+        logits = runner.model.compute_logits(hidden)
         tokens = choose_tokens(logits, temperature, uniform, num_drawn=num_drawn)
         runner.parallel.broadcast(runner.last_tokens[: bucket.num_seqs].copy_(tokens))
-        return logits
+        return hidden
 
     @torch.inference_mode()
     def _capture_all(self) -> None:
@@ -174,7 +178,7 @@ class DecodeGraphs:
             torch.cuda.synchronize(self._runner.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                bucket.logits = self._body(bucket, longest, bucket.num_seqs)
+                bucket.hidden = self._body(bucket, longest, bucket.num_seqs)
             bucket.graph, pool = graph, pool or graph.pool()
         torch.cuda.synchronize(self._runner.device)
 

@@ -6,51 +6,26 @@ Used by batch and by the Python door; knows no files, no text and no terminal.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
 from pagedcli import __version__
 from pagedcli.config import EngineConfig
+from pagedcli.engine.in_flight import Executor, StepClock, StepInFlight
 from pagedcli.engine.loading import load_engine
 from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
 from pagedcli.engine.plan import runs_ahead
-from pagedcli.engine.sampler import SampledTokens, SamplingBatch, depends_on_tokens
+from pagedcli.engine.sampler import SamplingBatch, depends_on_tokens
 from pagedcli.engine.scheduler import ScheduledStep, Scheduler
 from pagedcli.engine.sequence import Guide, Sequence, StopChecker
-from pagedcli.engine.step_input import StepBuilder, StepInput
+from pagedcli.engine.step_input import StepBuilder
 from pagedcli.engine.tensor_parallel import WorkerGroup
 from pagedcli.errors import RequestError
 from pagedcli.events import SCHEMA_VERSION, Emit, EngineStarted, Event, RequestRefused, StepFinished, StepStarted
 from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.kvcache.budget import blocks_for
 from pagedcli.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A launched step whose tokens have not been read."""
-
-    sampling: SamplingBatch  # its sequences are those that get a token
-    tokens: SampledTokens
-
-    @property
-    def rows(self) -> dict[int, int]:
-        """seq_id -> row of the tokens."""
-        return {seq.seq_id: row for row, seq in enumerate(self.sampling.seqs)}
-
-
-class Executor(Protocol):
-    """Runs steps: one ModelRunner, or a group of them in several processes."""
-
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
-        """Start a step; see ModelRunner.launch."""
-        ...
-
-    def wait(self, tokens: SampledTokens) -> None:
-        """Return when the tokens can be read."""
-        ...
 
 
 class LLMEngine:
@@ -165,41 +140,36 @@ class LLMEngine:
         before, so that the device never waits for the host; where the next tokens depend on the last ones by more
         than their number, that one is read first.
         """
-        step, stats = self.stats.num_steps, self.stats
-        observed, start_ns = self._observer_ns, time.perf_counter_ns()
+        step, observed, clock = self.stats.num_steps, self._observer_ns, StepClock(lambda: self._observer_ns)
         if self._emit is not None:
             self._emit(StepStarted(step, time.monotonic_ns()))
-        earlier, self._in_flight = self._in_flight, None
         work = self.scheduler.schedule(step, report=False)
-        clock = _Clock(start_ns, lambda: self._observer_ns - observed)
-        schedule_ns = clock.lap_ns()
-        finished: list[RequestOutput] = []
+        clock.add_to("schedule_ns")
+        earlier, self._in_flight = self._in_flight, None
         launched: StepInFlight | None = None
+        finished: list[RequestOutput] = []
         if earlier is not None:
             if work.seqs and self._may_run_ahead(work):
                 launched = self._launch(work, earlier)
-                stats.num_steps_ahead += 1
-            forward_ns = clock.lap_ns()
+                self.stats.num_steps_ahead += 1
+                clock.add_to("forward_ns")
             finished = self._commit(earlier)
-            sample_ns = clock.lap_ns()
+            clock.add_to("sample_ns")
             if launched is None:
                 self._settle(work)
-        else:
-            forward_ns = sample_ns = 0
         self.scheduler.report_scheduled(step, work)
-        if launched is None:
-            clock.lap_ns()
-            launched = self._launch(work, None) if work.seqs else None
-            forward_ns += clock.lap_ns()
-        if self.runs_ahead or launched is None:
-            self._in_flight = launched
-        else:
-            finished = self._commit(launched)
-            sample_ns += clock.lap_ns()
-        self._count(work, schedule_ns, forward_ns, sample_ns)
+        if launched is None and work.seqs:
+            launched = self._launch(work, None)
+            clock.add_to("forward_ns")
+        if launched is not None and not self.runs_ahead:
+            finished += self._commit(launched)
+            launched = None
+            clock.add_to("sample_ns")
+        self._in_flight = launched
+        self._count(work, clock)
         if self._emit is not None:
-            observer_ns = self._observer_ns - observed
-            self._emit(StepFinished(step, time.monotonic_ns(), schedule_ns, forward_ns, sample_ns, observer_ns))
+            times = (clock.schedule_ns, clock.forward_ns, clock.sample_ns, self._observer_ns - observed)
+            self._emit(StepFinished(step, time.monotonic_ns(), *times))
         return finished
 
     def _may_run_ahead(self, work: ScheduledStep) -> bool:
@@ -358,13 +328,13 @@ class LLMEngine:
             return params.seed
         return xxhash.xxh64_intdigest(f"{self.config.seed}:{self._num_added}".encode()) >> 1
 
-    def _count(self, work: ScheduledStep, schedule_ns: int, forward_ns: int, sample_ns: int) -> None:
+    def _count(self, work: ScheduledStep, clock: StepClock) -> None:
         stats = self.stats
         stats.num_steps += 1
         stats.num_preemptions += work.num_preempted
-        stats.schedule_ns += schedule_ns
-        stats.forward_ns += forward_ns
-        stats.sample_ns += sample_ns
+        stats.schedule_ns += clock.schedule_ns
+        stats.forward_ns += clock.forward_ns
+        stats.sample_ns += clock.sample_ns
 
     def _timed(self, emit: Emit) -> Emit:
         """An emit that adds up the time spent in observers."""
@@ -396,17 +366,3 @@ class LLMEngine:
             chunked_prefill_size=self.config.chunked_prefill_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-
-
-class _Clock:
-    """Splits a step's time into laps, each without the time spent in observers."""
-
-    def __init__(self, start_ns: int, observer_ns: Callable[[], int]) -> None:
-        self._last_ns = start_ns
-        self._observer_ns = observer_ns
-
-    def lap_ns(self) -> int:
-        """Time since the last lap."""
-        now_ns = time.perf_counter_ns() - self._observer_ns()
-        last_ns, self._last_ns = self._last_ns, now_ns
-        return now_ns - last_ns

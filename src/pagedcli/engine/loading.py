@@ -31,6 +31,7 @@ from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, load_model
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec, read_spec
+from pagedcli.native.threads import limit_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ def load_engine(
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
     own_spec = shard_spec(spec, parallel)
     device = rank_device(config, parallel)
+    if device.type == "cpu":
+        limit_threads()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device
     dtype = resolve_dtype(config.dtype, spec)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     max_model_len = resolve_max_model_len(config, spec)
@@ -81,6 +86,7 @@ def load_engine(
         dtype=dtype,
         device=device,
         load_format=config.load_format,
+        quantization=config.quantization,
         seed=config.seed,
         trust_remote_code=config.trust_remote_code,
         max_model_len=max_model_len,
@@ -98,7 +104,7 @@ def load_engine(
     if kv_dtype != dtype:
         size = config.block_size
         scales = kv_scales(model, selection.backend, device=device, dtype=dtype, block_size=size, parallel=parallel)
-    no_graphs = why_no_graphs(config, device, selection.backend)
+    no_graphs = why_no_graphs(config, spec, device, selection.backend)
     budget = _measure(config, model, selection.backend, device, kv_dtype, max_model_len, with_graphs=no_graphs is None)
     num_blocks, reason = choose_num_blocks(
         config, block_bytes=bytes_per_block, max_model_len=max_model_len, budget=budget

@@ -62,8 +62,8 @@ class ModelRunner:
 
         Changes: the KV cache; last_tokens, from which the next step may take ids that the host has not read.
         """
-        logits, has_chosen = self._logits(step, sampling)
-        if has_chosen and sampling.plain:
+        logits = self._logits(step, sampling, plain=sampling.plain)
+        if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
             return SampledTokens(self.last_tokens[: step.num_seqs].clone())
         sampled = sample_tokens(logits, sampling, self._upload)
@@ -75,16 +75,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
-        """What a rank other than 0 does when rank 0 launches a step: its part of the model, and the tokens from there."""
-        _, has_chosen = self._logits(step, None)
-        if not (has_chosen and plain):
+        """What another rank does when rank 0 launches a step: its part of the model, and the tokens from there."""
+        if self._logits(step, None, plain=plain) is not None:
             self.parallel.broadcast(self.last_tokens[:num_sampled])
 
-    def _logits(self, step: StepInput, sampling: SamplingBatch | None) -> tuple[Tensor, bool]:
-        """Logits [R, V], and whether a graph has also chosen plain tokens."""
-        if self.graphs is not None and self.graphs.serves(step):
-            return self.graphs.run(step, sampling), True
-        return self.forward(step), False
+    def _logits(self, step: StepInput, sampling: SamplingBatch | None, *, plain: bool) -> Tensor | None:
+        """Logits [R, V], or None if a graph has chosen the tokens already."""
+        if self.graphs is None or not self.graphs.serves(step):
+            return self.forward(step)
+        hidden = self.graphs.run(step, sampling)
+        return None if plain else self.model.compute_logits(hidden)
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> Tensor:
@@ -137,4 +137,3 @@ def resolve_ids(input_ids: Tensor, source_rows: Tensor, last_tokens: Tensor) -> 
     Shapes:  input_ids, source_rows [T]; last_tokens [max_num_seqs]; source_rows -1 keeps the id of input_ids.
     """
     return torch.where(source_rows >= 0, last_tokens[source_rows.clamp(min=0)], input_ids)
-

@@ -18,8 +18,6 @@ from pagedcli.engine.step_input import Bools, Floats, Ints
 from pagedcli.engine.transfer import Download, Upload
 from pagedcli.layers.sampling import choose_tokens, smallest_kept
 
-_UNLIMITED = (0, 1.0, 0.0)  # top_k, top_p, min_p
-
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits that depends on its arguments alone."""
@@ -42,16 +40,26 @@ class SamplingBatch:
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingBatch":
         """The next token of each sequence, pending tokens counted."""
-        draws = [
-            0.0 if seq.params.greedy else uniform(seq.seed, seq.sample_index, seq.num_tokens) for seq in seqs
-        ]
+        temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
+        limited, adjusted, with_logprobs = [], [], []
+        for row, seq in enumerate(seqs):
+            params = seq.params
+            if not params.greedy:
+                temperature[row] = params.temperature
+                draws[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
+                if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                    limited.append(row)
+            if _adjusted(seq):
+                adjusted.append(row)
+            if params.logprobs is not None:
+                with_logprobs.append(row)
         return cls(
             seqs=seqs,
-            temperature=np.array([0 if s.params.greedy else s.params.temperature for s in seqs], dtype=np.float32),
+            temperature=np.array(temperature, dtype=np.float32),
             uniform=np.array(draws, dtype=np.float32),
-            limited=[row for row, seq in enumerate(seqs) if not seq.params.greedy and _limits(seq) != _UNLIMITED],
-            adjusted=[row for row, seq in enumerate(seqs) if _adjusted(seq)],
-            with_logprobs=[row for row, seq in enumerate(seqs) if seq.params.logprobs is not None],
+            limited=limited,
+            adjusted=adjusted,
+            with_logprobs=with_logprobs,
             logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
         )
 
@@ -125,14 +133,11 @@ def depends_on_tokens(seq: Sequence) -> bool:
     return seq.params.penalized or seq.guide is not None
 
 
-def _limits(seq: Sequence) -> tuple[int, float, float]:
-    return max(seq.params.top_k, 0), seq.params.top_p, seq.params.min_p
-
-
 def _floors(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Tensor:
     """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
-    limits = [_limits(sampling.seqs[row]) for row in sampling.limited]
-    top_k, top_p, min_p = zip(*limits, strict=True)
+    all_params = [sampling.seqs[row].params for row in sampling.limited]
+    top_k = [max(params.top_k, 0) for params in all_params]
+    top_p, min_p = [params.top_p for params in all_params], [params.min_p for params in all_params]
     rows, k, p, m, temperature = upload(
         [
             np.array(sampling.limited, dtype=np.int64),

@@ -120,6 +120,11 @@ class Scheduler:
             if seq.ends_when_read:
                 continue
             num_new = seq.num_tokens - seq.num_computed_tokens
+            if num_new == 1 and manager.has_room(seq):  # most decodes
+                work.seqs.append(seq)
+                work.num_new_tokens.append(1)
+                budget -= 1
+                continue
             if num_new > 1:
                 num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
             while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:

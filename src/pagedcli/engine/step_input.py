@@ -51,9 +51,7 @@ class StepBuilder:
         self.block_size = block_size
         self._tables = np.zeros((max_num_seqs, table_width(max_model_len, block_size)), dtype=np.int32)
 
-    def build(
-        self, work: ScheduledStep, source_rows: dict[int, int] | None = None
-    ) -> tuple[StepInput, list[Sequence]]:
+    def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         """The input of a step, and the sequences that get a token, in the order of its logits.
 
         `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
@@ -133,4 +131,3 @@ def _source_rows(seqs: list[Sequence], cu_q: Ints, num_tokens: int, rows: dict[i
     source = np.full(num_tokens, -1, dtype=np.int64)
     source[cu_q[1:][pending] - 1] = [rows[seqs[b].seq_id] for b in pending]
     return source
-

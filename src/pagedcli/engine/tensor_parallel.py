@@ -123,7 +123,7 @@ class WorkerGroup:
 
     def _agree(self, num_blocks: int) -> int:
         """The smallest number of blocks of any rank."""
-        smallest = min([num_blocks, *(self._receive(worker) for worker in self._workers)])
+        smallest = min([num_blocks, *(int(self._receive(worker)) for worker in self._workers)])
         self._send(pickle.dumps(smallest))
         return smallest
 
@@ -193,9 +193,7 @@ def _start_worker(config: EngineConfig, rank: int, size: int, store: str) -> _Wo
     return _Worker(rank, size, process, pipe)
 
 
-def _end_workers(
-    workers: list[_Worker], reported: threading.Event, folder: "tempfile.TemporaryDirectory[str]"
-) -> None:
+def _end_workers(workers: list[_Worker], reported: threading.Event, folder: "tempfile.TemporaryDirectory[str]") -> None:
     """A closed pipe is the sign to end."""
     reported.set()
     for worker in workers:
@@ -230,7 +228,7 @@ def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name need not resolve
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(store, parallel.size),
+        store=dist.FileStore(store, parallel.size),  # type: ignore[attr-defined,unused-ignore]
         rank=parallel.rank,
         world_size=parallel.size,
         timeout=COLLECTIVE_TIMEOUT,
@@ -243,8 +241,7 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 decides
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
     parallel = ParallelContext(rank, size)
-    if resolve_threads := (os.cpu_count() or 1) // size:
-        torch.set_num_threads(resolve_threads)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     try:
         join_group(config, parallel, store)
 
@@ -259,8 +256,9 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
     except EOFError:
         dist.destroy_process_group()
     except Exception as error:  # whatever it is, rank 0 is to tell the user
+        reason = error.message if isinstance(error, PagedcliError) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            pipe.send(("error", error.message if isinstance(error, PagedcliError) else f"{type(error).__name__}: {error}"))
+            pipe.send(("error", reason))
         raise SystemExit(1) from error
 
 

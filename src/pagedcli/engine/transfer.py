@@ -53,7 +53,7 @@ class Upload:
     def _take(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
         if not self._buffers:
             self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
-            self._events = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]
+            self._events = [_event() for _ in range(_NUM_BUFFERS)]
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         if self._buffers[self._turn].shape[0] < size:
             self._events[self._turn].synchronize()
@@ -70,18 +70,22 @@ class Download:
         if tensors and tensors[0].is_cuda:
             # pinned memory comes from torch's caching host allocator, which waits for the copy before it is reused
             self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-            self._event = torch.cuda.Event()
+            self._event = _event()
             self._event.record()
 
     @property
     def is_ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
         """The tensors on the host, once they are there."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def packed_size(arrays: Items[Array]) -> int:

@@ -129,6 +129,12 @@ class BlockManager:
         """Whether allocate would succeed."""
         return self.num_new_blocks(seq, hit, num_new_tokens) <= len(self.free_block_ids) - hit.num_free
 
+    def has_room(self, seq: CacheUser) -> bool:
+        """Whether the next token goes into an open block of the sequence's own and does not fill it: then may_append
+        of one token would change nothing."""
+        index, num_filled = divmod(seq.num_computed_tokens, self.block_size)
+        return 0 < num_filled < self.block_size - 1 and self.blocks[seq.block_table[index]].ref_count == 1
+
     def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
         """Fresh blocks that may_append would take, a copy of a shared open block included."""
         num_tokens = seq.num_computed_tokens + num_new_tokens

@@ -1,5 +1,10 @@
-"""Linear layers. The object owns its weight, so that a device can keep it in the layout its kernels like best."""
+"""Linear layers. The object owns its weight, so that a device can keep it in the layout its kernels like best.
 
+On a CPU that is oneDNN's, packed once through torch: without it oneDNN packs a weight again in every call. Where the
+project's own kernels run (layers.native_linear), this is not used.
+"""
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -7,12 +12,38 @@ from torch import Tensor
 class Linear:
     """y = x W^T + b. Weight [out, in], bias [out] or None, as in checkpoints."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("_packed", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
+        self._packed = _pack(weight)
+        self.weight = weight if self._packed is None else None  # not kept beside the packed one
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [..., in] -> [..., out], in the weight's dtype."""
-        return F.linear(x, self.weight, self.bias)
+        if self._packed is None:
+            assert self.weight is not None, "a weight is kept in one of two forms"
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y
+
+
+def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why linear layers on a CPU are not packed; None if they are, or off the CPU."""
+    if device.type != "cpu":
+        return None
+    if not torch._C._has_mkldnn:
+        return "this torch is built without oneDNN"
+    if dtype == torch.float32:
+        return None
+    if dtype == torch.bfloat16:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return None if supported else "oneDNN has no bfloat16 kernels for this processor"
+    return f"oneDNN packs no {str(dtype).removeprefix('torch.')} weights"
+
+
+def _pack(weight: Tensor) -> Tensor | None:
+    if weight.device.type != "cpu" or not weight.numel() or unpacked_reason(weight.device, weight.dtype) is not None:
+        return None
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    return packed

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pagedcli.layers.fused import fused_layers
-
 from pagedcli.layers.native_linear import DTYPE_CODES
 from pagedcli.native import loaded_library
 from pagedcli.native.structs import bind

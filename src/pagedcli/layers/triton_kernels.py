@@ -73,7 +73,7 @@ def rotate_and_store_kernel(
     NORM: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One program per (token, HEADS heads): q and k normed and rotated, k and v to the token's slot, or nowhere if -1."""
+    """One program per (token, HEADS heads): q, k normed and rotated; k and v to the token's slot, unless it is -1."""
     HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.cpu import CpuAttention
-from pagedcli.errors import ModelError
+from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.spec import ModelSpec
 
@@ -58,6 +58,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     load_format: LoadFormat = "auto",
+    quantization: Literal["int8"] | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
@@ -66,7 +67,8 @@ def load_model(
     """Build the model of a folder with its weights on the device; of a parallel group, this rank's part.
 
     Units:   max_model_len in tokens (None: the length the model was made for).
-    Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason.
+    Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason;
+             ConfigError where `quantization` is asked for and cannot be.
     """
     max_model_len = max_model_len or spec.max_position_embeddings
     if spec.sliding_window is not None and max_model_len > spec.sliding_window:
@@ -76,13 +78,18 @@ def load_model(
         from pagedcli.models.weights import CheckpointWeights, DummyWeights
 
         source = DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
-        if _runs_in_one_call(spec, backend) and parallel is SINGLE:
+        if _runs_in_one_call(backend, spec) and parallel is SINGLE:
             from pagedcli.models.cpu_decoder import CpuDecoder
 
-            return CpuDecoder.load(spec, source, backend=backend, dtype=dtype, max_model_len=max_model_len)
+            quantize = quantization == "int8"
+            return CpuDecoder.load(
+                spec, source, backend=backend, dtype=dtype, max_model_len=max_model_len, quantize=quantize
+            )
+        _refuse_quantization(quantization, backend)
         return Decoder.load(
             spec, source, backend=backend, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
         )
+    _refuse_quantization(quantization, backend)
     from pagedcli.models.transformers_fallback import load_fallback
 
     return load_fallback(
@@ -98,9 +105,17 @@ def load_model(
     )
 
 
-def _runs_in_one_call(spec: ModelSpec, backend: AttentionBackend) -> TypeGuard[CpuAttention]:
+def _runs_in_one_call(backend: AttentionBackend, spec: ModelSpec) -> TypeGuard[CpuAttention]:
     """Whether the native library that serves attention can run the whole decoder."""
     return isinstance(backend, CpuAttention) and spec.hidden_size % 2 == spec.intermediate_size % 2 == 0
+
+
+def _refuse_quantization(quantization: str | None, backend: AttentionBackend) -> None:
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization {quantization} needs the native CPU kernels and decoder, but attention is '{backend.name}'",
+            hint="use --device cpu on a machine with a C++ compiler, and a Llama, Mistral, Qwen2 or Qwen3 model",
+        )
 
 
 def window_refusal(architecture: str, window: int, max_model_len: int) -> ModelError:

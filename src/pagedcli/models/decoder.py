@@ -104,19 +104,18 @@ class Decoder:
         spec, backend, eps = self.spec, self._backend, self.spec.rms_norm_eps
         scale = spec.head_dim**-0.5
         backend.prepare(batch)
-        cos = sin = None  # where the backend's cache is filled in one pass with the rotation
-        if not self._stores_in_one_pass:
-            cos, sin = rotary_rows(self._rope_table, positions)
+        # None: the backend's cache is filled in one pass with the rotation
+        angles = None if self._stores_in_one_pass else rotary_rows(self._rope_table, positions)
         residual = self._embedding(input_ids)
         k_caches, v_caches = kv_cache.unbind(0)
         hidden: Tensor | None = None  # what the previous layer adds to the residual
         for layer, k_cache, v_cache in zip(self._layers, k_caches.unbind(0), v_caches.unbind(0), strict=True):
             x = _norm(hidden, residual, layer.input_norm, eps)
-            if cos is None:
+            if angles is None:
                 q = self._rotate_and_store(layer, layer.qkv(x), positions, batch.slots, k_cache, v_cache)
             else:
                 heads = layer.qkv(x), spec.num_heads, spec.num_kv_heads
-                q, k, v = split_heads(*heads, norm=layer.qk_norm, cos=cos, sin=sin)
+                q, k, v = split_heads(*heads, norm=layer.qk_norm, cos=angles[0], sin=angles[1])
                 backend.write(k, v, k_cache, v_cache, batch.slots)
             x = layer.attention_out(backend.attend(q, k_cache, v_cache, batch, scale).flatten(1))
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)

@@ -1,7 +1,7 @@
 """Where a decoder's weights come from: safetensors files read tensor by tensor with strict names, or seeded noise."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,7 +80,9 @@ class DummyWeights:
     The same seed gives the same weights on every device and, up to rounding, in every dtype.
     """
 
-    _BLOCK = 1 << 18  # values drawn at a time: stays in the processor's cache
+    _BLOCK = 1 << 18  # values copied at a time: stays in the processor's cache
+    _POOL = 16  # blocks of noise that are drawn; all are copied from them: drawing 0.6 billion numbers takes seconds
+    _STRIDE = 1_000_003  # a prime: each block comes from another place of the pool
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -90,7 +92,8 @@ class DummyWeights:
     ) -> dict[str, Tensor]:
         """See WeightSource."""
         generator = torch.Generator().manual_seed(self._seed)
-        noise = torch.empty(self._BLOCK)
+        pool = torch.empty(self._POOL * self._BLOCK).normal_(0.0, 0.02, generator=generator).to(device, dtype)
+        num_places, num_blocks = (self._POOL - 1) * self._BLOCK, 0
         tensors = {}
         for key, parameter in parameters.items():
             if parameter.init == "ones":
@@ -99,9 +102,11 @@ class DummyWeights:
             whole = replace(parameter, parts={})
             tensor = torch.empty(whole.shape, dtype=dtype, device=device)
             for block in torch.split(tensor.view(-1), self._BLOCK):
-                block.copy_(noise.normal_(0.0, 0.02, generator=generator)[: block.numel()])
+                place = num_blocks * self._STRIDE % num_places
+                block.copy_(pool[place : place + block.numel()])
+                num_blocks += 1
             if parameter.parts:  # of the same noise, whatever the number of ranks
-                stacked = tensor.split([shape[0] for shape in parameter.shapes.values()])
+                stacked = torch.split(tensor, [shape[0] for shape in parameter.shapes.values()])
                 tensor = torch.cat([parameter.kept(*pair) for pair in zip(parameter.shapes, stacked, strict=True)])
             tensors[key] = tensor
         return tensors
@@ -128,13 +133,11 @@ class CheckpointWeights:
             self._check_names(expected.keys(), where, ignored)
             tensors = {}
             for key, parameter in parameters.items():
-                target = torch.empty(parameter.shape, dtype=dtype, device=device)
-                row = 0
-                for name, shape in parameter.shapes.items():
-                    part = parameter.kept(name, self._read(files[where[name]], where[name], name, shape))
-                    target[row : row + part.shape[0]].copy_(part)
-                    row += part.shape[0]
-                tensors[key] = target
+                parts = (
+                    parameter.kept(name, self._read(files[where[name]], where[name], name, shape))
+                    for name, shape in parameter.shapes.items()
+                )
+                tensors[key] = _stacked(parts, parameter, dtype, device)
         return tensors
 
     def _file_names(self) -> list[str]:
@@ -202,6 +205,22 @@ class CheckpointWeights:
                 hint="quantized weights are not supported: use the float32, bfloat16 or float16 version",
             )
         return tensor
+
+
+def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The parts below each other. A single matrix that needs no conversion stays in the mapped file: it is only read,
+    and a model that packs its weights never holds it twice."""
+    if len(parameter.shapes) == 1 and len(parameter.shape) == 2:
+        part = next(parts)
+        if part.dtype == dtype and part.device == device and part.is_contiguous():
+            return part
+        parts = iter((part,))
+    target = torch.empty(parameter.shape, dtype=dtype, device=device)
+    row = 0
+    for part in parts:
+        target[row : row + part.shape[0]].copy_(part)
+        row += part.shape[0]
+    return target
 
 
 def _open(file: Path) -> Any:

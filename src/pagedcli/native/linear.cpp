@@ -84,12 +84,20 @@ void forward(const Linear& l, const typename T::Elem* x, int64_t num_tokens, typ
 
 template <class T> void pack(const Linear& l, const typename T::Elem* weight, typename T::Elem* packed, int threads) {
     parallel_for(threads, padded_rows(l) / PANEL, [&](int64_t p) {
+        constexpr int64_t STEPS = 16;  // of a row at a time: what is written stays in the L1 cache
+        const int64_t steps = l.columns / T::PAIR;
         typename T::Elem* to = packed + p * PANEL * l.columns;
-        for (int64_t i = 0; i < PANEL; i++) {
-            const int64_t row = source_row(l, p * PANEL + i);
-            for (int64_t k = 0; k < l.columns; k++)
-                to[(k / T::PAIR * PANEL + i) * T::PAIR + k % T::PAIR] = row < 0 ? 0 : weight[row * l.columns + k];
-        }
+        for (int64_t begin = 0; begin < steps; begin += STEPS)
+            for (int64_t i = 0; i < PANEL; i++) {
+                const int64_t row = source_row(l, p * PANEL + i);
+                for (int64_t k = begin; k < std::min(steps, begin + STEPS); k++) {
+                    typename T::Elem* place = to + (k * PANEL + i) * T::PAIR;
+                    if (row < 0)
+                        memset(place, 0, T::PAIR * sizeof *place);
+                    else
+                        memcpy(place, weight + row * l.columns + k * T::PAIR, T::PAIR * sizeof *place);
+                }
+            }
     });
 }
 

@@ -107,6 +107,15 @@ template <class T> struct Tiles {
     const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
 };
 
+// gcc alone keeps one pointer per row, more than there are registers, and unrolls whole tiles; clang does neither.
+#if defined(__clang__)
+#define HIDE(x) (void)x
+#define ROLLED
+#else
+#define HIDE(x) __asm__("" : "+r"(x))
+#define ROLLED _Pragma("GCC unroll 1")
+#endif
+
 static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
@@ -120,6 +129,7 @@ inline void score_kernel(const typename T::Op* q, int64_t q_stride, const typena
             b[n] = T::load(tiles[n] + i * VL * T::PAIR);
             fetch(ahead[n] + i * VL * T::PAIR);
         }
+        HIDE(q_stride);
         for (int r = 0; r < R; r++)
             for (int n = 0; n < N; n++) T::madd(acc[r][n], q + r * q_stride + i * T::OPS, b[n]);
     }
@@ -137,7 +147,7 @@ inline void value_kernel(const typename T::Op* weights, const typename T::Elem* 
         for (int n = 0; n < N; n++) acc[r][n] = loadf(out + r * width + column + n * VL);
     for (int64_t t = 0; t < num_tiles; t++) {
         const typename T::Elem *tile = tiles[t] + column * T::PAIR, *next = ahead[t] + column * T::PAIR;
-        for (int i = 0; i < VL / T::PAIR; i++) {
+        ROLLED for (int i = 0; i < VL / T::PAIR; i++) {
             typename T::Block b[N];
             for (int n = 0; n < N; n++) {
                 b[n] = T::load(tile + (i * width + n * VL) * T::PAIR);

@@ -20,6 +20,9 @@ template <> struct Rows<F32> {
 template <> struct Rows<BF16> {
     static inline vf load(const uint16_t* p) { return (vf)(__builtin_convertvector(load_any<vh>(p), vu) << 16); }
     static inline vf round(vf x) {
+#if defined(__AVX512BF16__)
+        return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+#endif
         vu bits = (vu)x;
         vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
         return select_of(x == x, (vf)rounded, splat(__builtin_nanf("")));

@@ -1,0 +1,119 @@
+"""Memory and speed of a batch run over very many lines: python scripts/million_lines.py [--rows 1000000] [--dry].
+
+Makes a file of short prompts, runs it through the whole batch path (reader, tokenizer, engine, journal, ordered output)
+with the built-in model and one token per row, and prints rows per second and memory every few seconds. --dry leaves out
+the model: the engine schedules and manages blocks as always, and every token is 0.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from pagedcli.batch.fingerprint import run_fingerprint, run_key
+from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.lines import LineSource
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.run import BatchRun
+from pagedcli.batch.sinks import open_file_sink
+from pagedcli.batch.stats import BatchStats
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import Config, EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.sampler import SampledTokens, SamplingBatch
+from pagedcli.engine.step_input import StepInput
+from pagedcli.sampling_params import SamplingParams
+
+
+class NoModel:
+    """An executor that computes nothing: every token is 0."""
+
+    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+        return SampledTokens(torch.zeros(len(sampling.seqs), dtype=torch.int64))
+
+    def wait(self, tokens: SampledTokens) -> None: ...
+
+
+class Watch:
+    """Prints how fast the last rows were and how much memory the process has, about every `every` rows."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._next = every
+        self._last = (time.perf_counter(), 0)
+        self.rates: list[float] = []  # rows per second
+        self.memory: list[int] = []  # MiB
+
+    def __call__(self, stats: BatchStats) -> None:
+        if stats.num_done < self._next:
+            return
+        self._next += self._every
+        now, (before_s, before_rows) = time.perf_counter(), self._last
+        self._last = (now, stats.num_done)
+        self.rates.append((stats.num_done - before_rows) / (now - before_s))
+        self.memory.append(memory_mib("VmRSS"))
+        print(f"{stats.num_done:>9,} rows  {self.rates[-1]:>8,.0f} rows/s  {self.memory[-1]:>6,} MiB", flush=True)
+
+
+def memory_mib(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process. Linux."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) // 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--dry", action="store_true", help="no model: scheduler and batch layer only")
+    parser.add_argument("--reorder", choices=("none", "prefix"), default="none")
+    parser.add_argument("--folder", type=Path, help="for the files; default: a temporary one")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        run(Path(folder), arguments)
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> None:
+    prompts, out = folder / "in.jsonl", folder / "out.jsonl"
+    with prompts.open("w") as file:
+        file.writelines(f'{{"id": {i}, "prompt": "Row {i}: the fox"}}\n' for i in range(arguments.rows))
+    config = Config(
+        engine=EngineConfig(max_num_seqs=512, max_num_batched_tokens=8192, num_gpu_blocks_override=4096),
+        sampling=SamplingParams(temperature=0.0, max_tokens=1),
+    )
+    engine = LLMEngine(config.engine)
+    if arguments.dry:
+        engine._executor = NoModel()
+    tokenizer, lines = Tokenizer(engine.model_path), LineSource(str(prompts))
+    scan = lines.scan()
+    fingerprint = run_fingerprint(config, engine.model_path, tokenizer, scan, shard="1/1", strict=False)
+    watch = Watch(max(arguments.rows // 20, 1))
+    print(f"{memory_mib('VmRSS'):,} MiB before the first row", flush=True)
+    result = BatchRun(
+        engine,
+        tokenizer,
+        lines,
+        open_file_sink(out, fingerprint, resume=False, overwrite=False, order="input"),
+        RowWriter(tokenizer, "demo", run_key(fingerprint), 0),
+        BatchOptions(defaults=config.sampling, max_tokens_given=True, reorder=arguments.reorder),
+        observe=watch,
+    ).run()
+    with out.open("rb") as file:
+        num_rows = sum(1 for _ in file)
+    assert num_rows == result.stats.num_done == arguments.rows, "one row per line"
+    seconds = result.stats.elapsed_s
+    print(f"{num_rows:,} rows in {seconds:,.1f} s: {num_rows / seconds:,.0f} rows/s, {memory_mib('VmHWM'):,} MiB peak")
+    print(f"first half {half(watch.rates, 0):,.0f} rows/s, second half {half(watch.rates, 1):,.0f}")
+
+
+def half(rates: list[float], which: int) -> float:
+    """Mean of the first or second half."""
+    middle = len(rates) // 2
+    part = rates[middle:] if which else rates[:middle]
+    return sum(part) / max(len(part), 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

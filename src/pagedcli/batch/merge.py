@@ -1,0 +1,154 @@
+"""The outputs of all shards of a run become one file. Used by cli.merge."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from pagedcli.batch.shards import Shard, read_shard
+from pagedcli.batch.sinks import open_rows, whole_file
+from pagedcli.batch.stats import SeenIds
+from pagedcli.errors import PagedcliError, UsageError
+
+_MAX_NAMED = 5  # in a message
+
+
+class _Row(msgspec.Struct, frozen=True, gc=False):
+    id: str | int | None = None
+    custom_id: str | int | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Merged:
+    """What the merged file holds."""
+
+    num_rows: int = 0
+    num_failed: int = 0  # rows
+    in_input_order: bool = True
+    duplicate_ids: list[str | int] = field(default_factory=list)  # the first ones
+    num_duplicate_ids: int = 0
+
+
+def merge_shards(paths: list[Path], output: Path, *, allow_duplicate_ids: bool = False) -> Merged:
+    """Write the rows of all shards to `output`, in the order of the input where the shards have kept it.
+
+    Raises: UsageError if the files are not all shards, and each once, of one run; PagedcliError for a shard that is not
+            as it was written, and for a row id in two shards; nothing has been written then.
+    """
+    shards = _read_shards(paths)
+    merged = Merged(in_input_order=all(shard.order == "input" for _, shard in shards))
+    try:
+        with ExitStack() as stack, whole_file(output) as file:
+            readers = [_ShardReader(path, shard, stack) for path, shard in shards]
+            seen = SeenIds()
+            for row in _rows(readers, in_input_order=merged.in_input_order):
+                _count(merged, row, seen)
+                file.write(row)
+            for reader in readers:
+                reader.check_end()
+            if merged.num_duplicate_ids and not allow_duplicate_ids:
+                raise _duplicates(merged)
+    except OSError as error:
+        raise PagedcliError(f"cannot write {output}: {error.strerror}") from error
+    return merged
+
+
+def _read_shards(paths: list[Path]) -> list[tuple[Path, Shard]]:
+    """All shards of one run, in their order."""
+    shards = sorted(((path, read_shard(path)) for path in paths), key=lambda pair: pair[1].number)
+    first_path, first = shards[0]
+    for (path, shard), (before, earlier) in zip(shards[1:], shards, strict=False):
+        if shard.num_shards != first.num_shards:
+            raise UsageError(f"{first_path} is shard {first.shard}, but {path} is shard {shard.shard}")
+        if shard.number == earlier.number:
+            raise UsageError(f"{before} and {path} are both shard {shard.shard}")
+        names = sorted(first.fingerprint.keys() | shard.fingerprint.keys())
+        differing = [name for name in names if first.fingerprint.get(name) != shard.fingerprint.get(name)]
+        if differing:
+            raise UsageError(
+                f"{first_path} and {path} are of different runs: they differ in {', '.join(differing)}",
+                hint="all shards need the same input and settings",
+            )
+    missing = sorted(set(range(1, first.num_shards + 1)) - {shard.number for _, shard in shards})
+    if missing:
+        named = ", ".join(f"{number}/{first.num_shards}" for number in missing[:_MAX_NAMED])
+        raise UsageError(f"{len(missing)} of {first.num_shards} shards are missing: {named}")
+    num_rows = sum(shard.num_rows for _, shard in shards)
+    for path, shard in shards:
+        expected = len(range(shard.number - 1, num_rows, shard.num_shards))
+        if shard.num_rows != expected:
+            raise UsageError(
+                f"{path} has {shard.num_rows:,} rows, but of {num_rows:,} in all it must have {expected:,}"
+            )
+    return shards
+
+
+class _ShardReader:
+    """Rows of one shard, checked against its description."""
+
+    def __init__(self, path: Path, shard: Shard, stack: ExitStack) -> None:
+        self._path = path
+        self._shard = shard
+        self._file = stack.enter_context(open_rows(path))
+        self._digest = xxhash.xxh3_128()
+        self.num_rows = shard.num_rows
+
+    def next_row(self) -> bytes:
+        try:
+            row = self._file.readline()
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise PagedcliError(f"{self._path} is damaged: {error}") from error
+        self._digest.update(row)
+        return row
+
+    def check_end(self) -> None:
+        """Raises: PagedcliError if the rows are not those that the run wrote."""
+        if self.next_row() or self._digest.hexdigest() != self._shard.digest:
+            raise PagedcliError(
+                f"{self._path} is not as its run wrote it: {self.num_rows:,} rows with digest {self._shard.digest}",
+                hint="copy it again; merge takes the files as they were written",
+            )
+
+
+def _rows(readers: list[_ShardReader], *, in_input_order: bool) -> Iterator[bytes]:
+    """Shard i of n has the rows i, i + n, i + 2n, ... of the input."""
+    if not in_input_order:
+        for reader in readers:
+            for _ in range(reader.num_rows):
+                yield reader.next_row()
+        return
+    for place in range(readers[0].num_rows):
+        for reader in readers:
+            if place < reader.num_rows:
+                yield reader.next_row()
+
+
+def _count(merged: Merged, row: bytes, seen: SeenIds) -> None:
+    merged.num_rows += 1
+    try:
+        decoded = msgspec.json.decode(row, type=_Row)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return  # its shard's digest will tell
+    merged.num_failed += decoded.error is not None
+    row_id = decoded.custom_id if decoded.custom_id is not None else decoded.id
+    known_duplicate = decoded.error is not None and decoded.error.get("code") == "duplicate_id"
+    if row_id is None or known_duplicate or seen.add(row_id):
+        return
+    merged.num_duplicate_ids += 1
+    if len(merged.duplicate_ids) < _MAX_NAMED:
+        merged.duplicate_ids.append(row_id)
+
+
+def _duplicates(merged: Merged) -> PagedcliError:
+    named = ", ".join(repr(row_id) for row_id in merged.duplicate_ids)
+    return PagedcliError(
+        f"{merged.num_duplicate_ids:,} row ids are in more than one shard: {named}",
+        hint="one run would have refused these lines; --allow-duplicate-ids keeps all rows",
+    )

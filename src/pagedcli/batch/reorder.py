@@ -1,0 +1,46 @@
+"""A window of waiting requests, given out so that those with a common beginning follow each other and meet in the
+prefix cache. Used by batch.run. Rows keep their place in the output.
+"""
+
+from pagedcli.batch.intake import Prepared
+from pagedcli.batch.lines import Line
+
+MAX_ROWS = 8192  # of a window
+MAX_TOKENS = 2**20  # of the prompts in a window: about 40 MB
+
+
+class PrefixWindow:
+    """Requests in the order of their tokens. One window is given out while the next one fills, so that two of them are
+    all that is held, and a request waits for at most one window."""
+
+    def __init__(self, *, max_rows: int = MAX_ROWS, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._filling: list[tuple[Line, Prepared]] = []
+        self._num_tokens = 0  # of the one that fills
+        self._sorted: list[tuple[Line, Prepared]] = []  # last one first
+
+    def __len__(self) -> int:
+        return len(self._filling) + len(self._sorted)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is wanted before a request is taken."""
+        return len(self._filling) >= self._max_rows or self._num_tokens >= self._max_tokens
+
+    def add(self, line: Line, request: Prepared) -> None:
+        self._filling.append((line, request))
+        self._num_tokens += len(request.prompt_token_ids)
+
+    def take(self, *, partial: bool) -> tuple[Line, Prepared] | None:
+        """The next request; None while a window fills. `partial`: nothing more comes now, so it need not be full."""
+        if not self._sorted and self._filling and (self.full or partial):
+            self._sorted, self._filling, self._num_tokens = self._filling, [], 0
+            self._sorted.sort(key=_prefix_order, reverse=True)
+        return self._sorted.pop() if self._sorted else None
+
+
+def _prefix_order(item: tuple[Line, Prepared]) -> tuple[str, list[int]]:
+    """Only requests of one salt share blocks."""
+    _, request = item
+    return request.cache_salt or "", request.prompt_token_ids

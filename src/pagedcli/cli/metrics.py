@@ -1,0 +1,85 @@
+"""A run's counters as a text file for Prometheus (node_exporter's textfile collector), replaced as the run goes on."""
+
+import os
+import time
+from pathlib import Path
+
+from pagedcli.batch.stats import BatchStats, LogHistogram
+from pagedcli.cli.terminal import say
+from pagedcli.errors import UsageError
+
+_WRITE_EVERY_S = 1.0
+
+
+class MetricsFile:
+    """Told the counters after each step; rewrites the file about once a second. A reader never sees half of it.
+
+    Raises: UsageError if the file cannot be written at first; later it is said once, and the run goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next_s = 0.0
+        self._failed = False
+        try:
+            self._replace(BatchStats())
+        except OSError as error:
+            raise UsageError(f"cannot write the metrics {path}: {error.strerror}") from error
+
+    def update(self, stats: BatchStats, *, now: bool = False) -> None:
+        if self._failed or (time.monotonic() < self._next_s and not now):
+            return
+        self._next_s = time.monotonic() + _WRITE_EVERY_S
+        try:
+            self._replace(stats)
+        except OSError as error:
+            self._failed = True
+            say(f"note: no more metrics, as {self._path} cannot be written: {error.strerror}")
+
+    def _replace(self, stats: BatchStats) -> None:
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        temporary.write_text(metrics_text(stats), encoding="utf-8")
+        os.replace(temporary, self._path)
+
+
+def metrics_text(stats: BatchStats) -> str:
+    """The counters in Prometheus' text format, version 0.0.4."""
+    num_failed = stats.num_failed + stats.num_resumed_failed
+    rows = {'{status="ok"}': stats.num_finished - num_failed, '{status="failed"}': num_failed}
+    errors = {f'{{code="{code}"}}': count for code, count in sorted(stats.error_codes.items())}
+    families: list[tuple[str, str, str, dict[str, int] | float]] = [
+        ("counter", "rows_total", "Rows of the output, those of a resumed journal included.", rows),
+        ("counter", "row_errors_total", "Error rows of this process by code.", errors),
+        ("counter", "prompt_tokens_total", "Prompt tokens of started requests.", stats.num_prompt_tokens),
+        ("counter", "prompt_tokens_cached_total", "Of these, found in the prefix cache.", stats.num_cached_tokens),
+        ("counter", "generated_tokens_total", "Tokens generated.", stats.num_generated_tokens),
+        ("counter", "preemptions_total", "Sequences that gave up their blocks.", stats.num_preemptions),
+        ("counter", "recomputed_tokens_total", "Tokens computed again for them.", stats.num_recomputed_tokens),
+        ("counter", "steps_total", "Engine steps.", stats.num_steps),
+        ("gauge", "kv_blocks", "Blocks in the pool.", stats.num_blocks),
+        ("gauge", "kv_blocks_used", "Blocks in use.", stats.num_used_blocks),
+        ("gauge", "kv_blocks_peak", "Most blocks ever in use.", stats.peak_used_blocks),
+        ("gauge", "elapsed_seconds", "Time since the run started.", round(stats.elapsed_s, 3)),
+    ]
+    if stats.num_rows is not None:
+        families.append(("gauge", "rows_expected", "Rows that the output will have.", stats.num_rows))
+    lines = [line for family in families for line in _family(*family)]
+    lines += _summary("time_to_first_token_seconds", "From the engine's receipt to the first token.", stats.ttft)
+    lines += _summary("time_per_output_token_seconds", "Between later tokens, mean of a row.", stats.tpot)
+    return "\n".join(lines) + "\n"
+
+
+def _family(kind: str, name: str, help_: str, values: dict[str, int] | float) -> list[str]:
+    samples = values if isinstance(values, dict) else {"": values}
+    head = [f"# HELP pagedcli_{name} {help_}", f"# TYPE pagedcli_{name} {kind}"]
+    return head + [f"pagedcli_{name}{labels} {value}" for labels, value in samples.items()]
+
+
+def _summary(name: str, help_: str, histogram: LogHistogram) -> list[str]:
+    """Quantiles and the number of rows that they are of."""
+    values = {percent / 100: histogram.percentile(percent) for percent in (50, 95, 99)}
+    samples = [
+        f'pagedcli_{name}{{quantile="{share}"}} {value:.6f}' for share, value in values.items() if value is not None
+    ]
+    head = [f"# HELP pagedcli_{name} {help_}", f"# TYPE pagedcli_{name} summary"]
+    return [*head, *samples, f"pagedcli_{name}_count {histogram.num_values}"]

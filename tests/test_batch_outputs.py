@@ -1,0 +1,181 @@
+"""Besides rows: CSV tables, metrics and summary for machines; and the order in which rows are served."""
+
+import csv
+import json
+import random
+
+import pytest
+from batch_harness import DEFAULTS, Harness
+from test_generate_cli import FAST, pagedcli, rows_of
+
+from pagedcli.batch.intake import Prepared
+from pagedcli.batch.lines import Line
+from pagedcli.batch.reorder import PrefixWindow
+from pagedcli.batch.requests import RowHead
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Plain rows, one of two samples, an OpenAI line and a bad one."""
+    body = {"messages": [{"role": "user", "content": "Hello!"}]}
+    lines = [
+        {"prompt": "Once upon a time", "id": 7},
+        {"prompt": 'The "fox",', "n": 2, "temperature": 1.0},
+        {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        {"prompt": 5},
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# ---------------------------------------------------------------------- CSV
+
+
+def test_csv_has_the_rows_of_jsonl_one_line_per_sample(prompts, tmp_path):
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST, expect=3)
+    pagedcli("generate", prompts, "-o", tmp_path / "out.csv", *FAST, expect=3)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    plain, two, chat, bad = rows_of(tmp_path / "out.jsonl")
+    assert [line["text"] for line in table] == [
+        plain["text"],
+        *(sample["text"] for sample in two["outputs"]),
+        chat["response"]["body"]["choices"][0]["message"]["content"],
+        "",
+    ]
+    assert [line["sample"] for line in table] == ["0", "0", "1", "0", ""]
+    assert [line["id"] for line in table] == ["7", "", "", "c", ""]
+    assert table[0]["prompt_tokens"] == str(plain["usage"]["prompt_tokens"])
+    assert table[4]["error_code"] == bad["error"]["code"]
+
+
+def test_an_empty_table_has_its_header(tmp_path):
+    (tmp_path / "in.jsonl").write_text("")
+    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.csv", *FAST)
+    assert (tmp_path / "out.csv").read_text().startswith("index,id,sample,text")
+
+
+def test_what_cannot_be_a_table_is_refused_before_the_run(prompts, tmp_path):
+    said = pagedcli("generate", prompts, "-o", tmp_path / "out.csv", "--shard", "1/2", expect=2).stderr
+    assert "JSONL" in said
+    assert "Parquet" in pagedcli("generate", prompts, "-o", tmp_path / "out.parquet", expect=2).stderr
+
+
+# ---------------------------------------------------------------------- metrics and summary
+
+
+def test_metrics_and_summary_say_what_the_rows_say(prompts, tmp_path):
+    files = ("--metrics", tmp_path / "run.prom", "--summary-json", tmp_path / "run.json")
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *FAST, *files, expect=3)
+    lines = (tmp_path / "run.prom").read_text().splitlines()
+    metrics = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    summary = json.loads((tmp_path / "run.json").read_text())
+    rows = rows_of(tmp_path / "out.jsonl")
+    generated = sum(
+        (row.get("response", {}).get("body", row) or row)["usage"]["completion_tokens"] for row in rows[:3]
+    )
+    assert metrics['pagedcli_rows_total{status="ok"}'] == "3"
+    assert metrics['pagedcli_rows_total{status="failed"}'] == "1"
+    assert metrics['pagedcli_row_errors_total{code="invalid_request"}'] == "1"
+    assert int(metrics["pagedcli_generated_tokens_total"]) == summary["generated_tokens"] == generated
+    assert float(metrics['pagedcli_time_to_first_token_seconds{quantile="0.5"}']) > 0
+    assert (summary["outcome"], summary["rows"], summary["rows_failed"]) == ("complete", 4, 1)
+    assert summary["error_codes"] == {"invalid_request": 1}
+    typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert all(any(name.startswith(each) for each in typed) for name in metrics)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_places_for_metrics_and_summary_are_checked_before_the_run(prompts, tmp_path):
+    nowhere = tmp_path / "none" / "x"
+    assert "metrics" in pagedcli("generate", prompts, "--metrics", nowhere, expect=2).stderr
+    assert "summary" in pagedcli("generate", prompts, "--summary-json", nowhere, expect=2).stderr
+
+
+# ---------------------------------------------------------------------- --reorder prefix
+
+
+def waiting(index, token_ids, salt=None):
+    return Line(index, index + 1, b"", 0), Prepared(RowHead(index, index + 1), token_ids, DEFAULTS, salt)
+
+
+def test_a_window_gives_out_common_beginnings_one_after_the_other():
+    window = PrefixWindow()
+    for index, token_ids in enumerate([[1, 2, 3], [9], [1, 2], [9, 1], [1, 2, 3]]):
+        window.add(*waiting(index, token_ids))
+    window.add(*waiting(5, [0], salt="s"))
+    assert window.take(partial=False) is None, "it waits for more"
+    taken = [window.take(partial=True)[0].index for _ in range(6)]
+    assert [{2}, {0, 4}, {1}, {3}, {5}] == [{taken[0]}, set(taken[1:3]), {taken[3]}, {taken[4]}, {taken[5]}]
+    assert not window
+
+
+def test_a_window_is_bounded_in_rows_and_tokens():
+    by_rows, by_tokens = PrefixWindow(max_rows=3), PrefixWindow(max_tokens=10)
+    for index in range(3):
+        by_rows.add(*waiting(index, [index]))
+    by_tokens.add(*waiting(0, [1] * 10))
+    assert by_rows.full
+    assert by_tokens.full
+    assert by_rows.take(partial=False)[0].index == 0
+    assert not by_rows.full, "the next window fills while this one is given out"
+
+
+def shuffled_groups(num_groups, per_group):
+    """Rows of groups with a long common beginning, in random order."""
+    lines = [
+        {"prompt": [10 + group] * 24 + [600 + member]} for group in range(num_groups) for member in range(per_group)
+    ]
+    random.Random(0).shuffle(lines)
+    return lines
+
+
+def test_reordered_rows_are_the_same_and_hit_the_cache_more_often():
+    lines = [*shuffled_groups(20, 6), b"{broken"]
+    results = {}
+    for reorder in ("none", "prefix"):
+        harness = Harness(num_gpu_blocks_override=40, max_num_seqs=4)
+        results[reorder] = harness.run(lines, reorder=reorder)
+    (plain, plain_rows), (reordered, reordered_rows) = results["none"], results["prefix"]
+    assert reordered_rows == plain_rows
+    assert [row["index"] for row in reordered_rows] == list(range(121))
+    assert reordered.stats.hit_rate > 2 * plain.stats.hit_rate
+
+
+def test_a_reordered_run_takes_lines_window_by_window(monkeypatch):
+    monkeypatch.setattr("pagedcli.batch.run.PrefixWindow", lambda: PrefixWindow(max_rows=10))
+    harness, most_ahead = Harness(max_num_seqs=2), 0
+    num_taken = 0
+
+    class Counting(list):
+        def __iter__(self):
+            nonlocal num_taken
+            for line in super().__iter__():
+                num_taken += 1
+                yield line
+
+    from pagedcli.batch.lines import LineSource
+
+    class Source(LineSource):
+        def __init__(self):
+            self.is_stdin = False
+
+        def __iter__(self):
+            return iter(Counting(Line(i, i + 1, b'{"prompt": "row %d"}' % i, i) for i in range(100)))
+
+    def observe(stats):
+        nonlocal most_ahead
+        most_ahead = max(most_ahead, num_taken - stats.num_done)
+
+    result, rows = harness.run(Source(), reorder="prefix", run={"observe": observe})
+    assert len(rows) == result.stats.num_done == 100
+    assert most_ahead <= 10 + 10 + 2 * 2
+
+
+def test_a_held_output_never_starves_a_window(monkeypatch):
+    """Rows to stdout wait for older ones: when no more may be held, those in the window still start."""
+    monkeypatch.setattr("pagedcli.batch.sinks._MAX_HELD_ROWS", 5)
+    lines = [{"prompt": [900 - index]} for index in range(60)]  # the order of tokens is the reverse of the rows'
+    _, rows = Harness(max_num_seqs=2).run(lines, reorder="prefix")
+    assert [row["index"] for row in rows] == list(range(60))

@@ -1,0 +1,109 @@
+"""`pagedcli bench`: workloads that equal the published ones, a floor that equals the published one, and its tables."""
+
+import json
+import random
+
+import pytest
+from typer.testing import CliRunner
+
+from pagedcli.bench.floor import MachineLimits, workload_floor
+from pagedcli.bench.throughput import shape_folder
+from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
+from pagedcli.cli.main import app
+from pagedcli.errors import UsageError
+from pagedcli.models.spec import read_spec
+
+# seconds on 37 GB/s and 464 GFLOP/s: the table of the machine on which the peers were measured
+PUBLISHED_FLOOR = {"W1": 16.0, "W2": 26.0, "W3": 17.1, "W4": 6.1, "W5": 2.3, "W6": 42.0, "W7": 2.65}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_FLOOR)
+def test_floor_equals_the_published_one(name):
+    workload = preset_workload(name)
+    spec = read_spec(shape_folder(workload.shape))
+    floor = workload_floor(spec, workload, MachineLimits(37e9, 464e9))
+    assert floor.total_s == pytest.approx(PUBLISHED_FLOOR[name], rel=0.01)
+    assert floor.total_s == floor.prefill_s + floor.decode_s
+
+
+def test_floor_of_a_machine_twice_as_fast_is_half():
+    workload = preset_workload("W2")
+    spec = read_spec(shape_folder(workload.shape))
+    slow, fast = (workload_floor(spec, workload, MachineLimits(k * 37e9, k * 464e9)).total_s for k in (1, 2))
+    assert slow == pytest.approx(2 * fast)
+
+
+def test_presets_repeat_and_a_salt_changes_tokens_only():
+    for name in PRESETS:
+        first, again, other = preset_workload(name), preset_workload(name), preset_workload(name, salt=1)
+        assert first == again
+        assert list(map(len, first.prompts)) == list(map(len, other.prompts))
+        assert first.output_lens == other.output_lens
+        assert (first.prompts != other.prompts) or name == "nano-vllm"
+
+
+def test_mixed_preset_has_the_lengths_of_the_peers_script():
+    lengths = random.Random(0)
+    workload = preset_workload("W2")
+    assert [len(prompt) for prompt in workload.prompts] == [lengths.randint(25, 256) for _ in range(32)]
+    assert workload.output_lens == [lengths.randint(25, 256) for _ in range(32)]
+
+
+def test_random_workload_keeps_its_bounds_and_shares_its_prefix():
+    workload = random_workload(RandomSpec(20, 100, 10, range_ratio=0.5, prefix_len=7, seed=3))
+    assert {tuple(prompt[:7]) for prompt in workload.prompts} == {tuple(workload.prompts[0][:7])}
+    assert all(57 <= len(prompt) <= 107 for prompt in workload.prompts)
+    assert all(5 <= n <= 10 for n in workload.output_lens)
+    assert workload.prefix_caching
+    assert workload != random_workload(RandomSpec(20, 100, 10, range_ratio=0.5, prefix_len=7, seed=4))
+
+
+@pytest.mark.parametrize("wrong", [{"range_ratio": 0}, {"range_ratio": 1.5}, {"num_prompts": 0}, {"prefix_len": -1}])
+def test_wrong_workloads_are_usage_errors(wrong):
+    with pytest.raises(UsageError):
+        RandomSpec(**{"num_prompts": 1, "input_len": 1, "output_len": 1, **wrong})
+    with pytest.raises(UsageError, match="no preset"):
+        preset_workload("W9")
+
+
+def bench(*arguments):
+    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+SMALL = ("-m", str(shape_folder("qwen3-small")), "--load-format", "dummy")
+
+
+def test_throughput_says_how_far_from_the_floor_it_is():
+    lengths = ("--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--repeat", "2")
+    document = json.loads(bench("throughput", *SMALL, *lengths, "--format", "json"))
+    [row] = document["throughput"]
+    assert len(row["all_wall_s"]) == 2
+    assert row["wall_s"] == pytest.approx(sum(row["all_wall_s"]) / 2)
+    assert row["output_tokens_per_s"] == pytest.approx(12 / row["wall_s"])
+    assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["wall_s"])
+    assert 0 < row["share_of_floor"] < 1
+    assert document["machine"]["read_bytes_per_s"] > 1e9
+
+
+def test_latency_has_a_row_per_batch_size():
+    text = bench("latency", *SMALL, "--batch-size", "1", "--batch-size", "2", "--input-len", "8", "--output-len", "3")
+    assert "TTFT ms" in text
+    assert len([line for line in text.splitlines() if line.strip().startswith(("1 ", "2 "))]) == 2
+
+
+def test_cache_gives_the_same_tokens_without_it():
+    lengths = ("--input-len", "12", "--output-len", "5", "--dtype", "float32")
+    document = json.loads(bench("cache", *SMALL, *lengths, "--format", "json"))
+    with_cache, without = document["cache"]
+    assert document["same_tokens"]
+    assert (with_cache["tokens_computed"], without["tokens_computed"]) == (16, 12 + 13 + 14 + 15 + 16)
+
+
+@pytest.mark.slow
+def test_kernels_state_their_share_of_the_limit():
+    document = json.loads(bench("kernels", *SMALL, "--tokens", "4", "--format", "json"))
+    names = {row["kernel"] for row in document["kernels"]}
+    assert {"linear qkv", "linear lm_head", "rms_norm", "attention"} <= names
+    assert all(row["share"] > 0 for row in document["kernels"])

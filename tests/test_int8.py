@@ -1,0 +1,82 @@
+"""int8 linear layers: exactly the product of rounded numbers, close to the real one, and the demo model still right."""
+
+import pytest
+import torch
+
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.errors import BackendError, ConfigError
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.native import load_library
+from pagedcli.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return load_library()
+    except BackendError as error:
+        pytest.skip(f"no native library here: {error.message}")
+
+
+def rounded(x):
+    """Each row in whole steps of its largest magnitude / 127; and the step."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return torch.nan_to_num(x / step).round(), step
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize(("out", "columns"), [(32, 64), (97, 50), (64, 1100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_the_rounded_numbers(library, tokens, out, columns, dtype):
+    generator = torch.Generator().manual_seed(out)
+    x, weight = (torch.randn(n, columns, generator=generator).to(dtype) for n in (tokens, out))
+    (q, x_step), (w, w_step) = rounded(x.double()), rounded(weight.double())
+    expected = (q @ w.T) * x_step * w_step.T
+    actual = NativeLinear(library, weight, quantize=True)(x).double()
+    # a number half-way between two steps may go either way: one step of one factor
+    torch.testing.assert_close(actual, expected, atol=0.05 * columns**0.5 / 7, rtol=0.01)
+    if dtype == torch.float32:
+        assert (actual - expected).abs().mean() < 1e-3 * expected.abs().mean()
+
+
+def test_rows_of_zeros_stay_zero(library):
+    linear = NativeLinear(library, torch.randn(32, 64), quantize=True)
+    assert torch.equal(linear(torch.zeros(2, 64)), torch.zeros(2, 32))
+    assert torch.equal(
+        NativeLinear(library, torch.zeros(32, 64), quantize=True)(torch.randn(2, 64)), torch.zeros(2, 32)
+    )
+
+
+def test_rounding_costs_about_one_percent_of_a_product(library):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(50, 1024, generator=generator), torch.randn(200, 1024, generator=generator)
+    exact = x @ weight.T
+    error = (NativeLinear(library, weight, quantize=True)(x) - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
+    assert 0.001 < error < 0.02
+
+
+def test_a_row_does_not_depend_on_the_other_rows(library):
+    x = torch.randn(90, 256)
+    linear = NativeLinear(library, torch.randn(96, 256), quantize=True)
+    assert torch.equal(linear(x)[:5], linear(x[:5]))
+
+
+def test_int8_takes_less_memory_and_gives_nearly_the_same_logprobs(library):
+    prompt = list(range(40, 70))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    results = []
+    for quantization in (None, "int8"):
+        engine = LLMEngine(EngineConfig(quantization=quantization, max_model_len=128, dtype="float32"))
+        engine.add_request("0", prompt, params)
+        outputs = engine.step()
+        results.append((engine.plan.weight_bytes, outputs[0].samples[0].logprobs[0]))
+    (wide, exact), (narrow, close) = results
+    assert narrow < 0.6 * wide
+    assert close.token_id == exact.token_id
+    assert abs(close.logprob - exact.logprob) < 0.3
+
+
+def test_int8_is_refused_where_the_native_decoder_does_not_run():
+    with pytest.raises(ConfigError, match="quantization int8 needs"):
+        LLMEngine(EngineConfig(quantization="int8", attention_backend="reference", max_model_len=128))

@@ -1,0 +1,125 @@
+"""`pagedcli merge`: shards become the file that one run would have written, or nothing."""
+
+import gzip
+import json
+
+import pytest
+from test_generate_cli import FAST, pagedcli, rows_of
+
+from pagedcli.batch.shards import shard_path
+
+
+def write_lines(path, lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Three shards of ten lines, one of which is bad, and what one run makes of them."""
+    folder = tmp_path_factory.mktemp("shards")
+    lines = [{"prompt": f"Story {i}", "id": f"r{i}", "temperature": 1.0, "n": 1 + i % 2} for i in range(9)]
+    prompts = write_lines(folder / "in.jsonl", [*lines[:4], "{broken", *lines[4:]])
+    pagedcli("generate", prompts, "-o", folder / "whole.jsonl", *FAST, expect=3)
+    shards = [folder / f"{i}.jsonl" for i in (1, 2, 3)]
+    for number, path in enumerate(shards, 1):
+        pagedcli("generate", prompts, "-o", path, *FAST, "--shard", f"{number}/3", expect=3 if number == 2 else 0)
+    return folder, shards
+
+
+@pytest.fixture
+def shards(made, tmp_path):
+    """Copies, which a test may damage."""
+    copies = []
+    for path in made[1]:
+        for source in (path, shard_path(path)):
+            (tmp_path / source.name).write_bytes(source.read_bytes())
+        copies.append(tmp_path / path.name)
+    return copies
+
+
+def refused(shards, out, *flags, expect=2):
+    result = pagedcli("merge", *shards, "-o", out, *flags, expect=expect)
+    assert not out.exists()
+    assert [path.name for path in out.parent.iterdir() if path.name.endswith(".tmp")] == []
+    return result.stderr
+
+
+def test_merged_shards_are_what_one_run_writes(made, shards, tmp_path):
+    out = tmp_path / "out.jsonl"
+    result = pagedcli("merge", shards[2], shards[0], shards[1], "-o", out, expect=3)
+    assert "10 rows of 3 shards, input order; 1 failed" in result.stderr
+    assert out.read_bytes() == (made[0] / "whole.jsonl").read_bytes()
+
+
+def test_a_compressed_output_holds_the_same_rows(made, shards, tmp_path):
+    pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl.gz", expect=3)
+    assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == (made[0] / "whole.jsonl").read_bytes()
+
+
+def test_a_missing_shard_is_named(shards, tmp_path):
+    assert "1 of 3 shards are missing: 2/3" in refused([shards[0], shards[2]], tmp_path / "out.jsonl")
+
+
+def test_a_shard_that_is_there_twice_is_named(shards, tmp_path):
+    assert "are both shard 1/3" in refused([*shards, shards[0]], tmp_path / "out.jsonl")
+
+
+def test_shards_of_other_settings_are_refused_and_the_difference_named(made, shards, tmp_path):
+    other = tmp_path / "other.jsonl"
+    pagedcli("generate", made[0] / "in.jsonl", "-o", other, "--max-tokens", "3", "--shard", "2/3", expect=3)
+    assert "they differ in sampling" in refused([shards[0], other, shards[2]], tmp_path / "out.jsonl")
+
+
+def test_a_shard_that_was_cut_or_changed_is_refused(shards, tmp_path):
+    whole = shards[1].read_bytes()
+    for content in (whole[:-20], whole.replace(b"Story", b"story"), whole + b"{}\n", whole[: whole.index(b"\n") + 1]):
+        if content != whole:
+            shards[1].write_bytes(content)
+            assert "is not as its run wrote it" in refused(shards, tmp_path / "out.jsonl", expect=1)
+
+
+def test_an_unfinished_shard_says_how_to_finish_it(shards, tmp_path):
+    shards[0].rename(shards[0].with_name("1.jsonl.partial"))
+    assert "--resume" in refused(shards, tmp_path / "out.jsonl")
+
+
+def test_a_file_without_description_is_no_shard(made, shards, tmp_path):
+    assert "generate --shard" in refused([made[0] / "whole.jsonl"], tmp_path / "out.jsonl")
+    shard_path(shards[0]).write_text("{}")
+    assert "does not describe a shard" in refused(shards, tmp_path / "out.jsonl")
+
+
+def test_an_existing_output_is_not_clobbered(shards, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    assert "exists already" in pagedcli("merge", *shards, "-o", out, expect=2).stderr
+    assert out.read_text() == "mine"
+    pagedcli("merge", *shards, "-o", out, "--overwrite", expect=3)
+    assert len(rows_of(out)) == 10
+    assert "is one of the shards" in pagedcli("merge", *shards, "-o", shards[0], "--overwrite", expect=2).stderr
+
+
+def test_an_id_in_two_shards_is_refused_unless_allowed(tmp_path):
+    prompts = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}])
+    shards = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for number, path in enumerate(shards, 1):
+        pagedcli("generate", prompts, "-o", path, *FAST, "--shard", f"{number}/2")
+    assert "1 row ids are in more than one shard: 'x'" in refused(shards, tmp_path / "out.jsonl", expect=1)
+    pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl", "--allow-duplicate-ids")
+    assert [row["index"] for row in rows_of(tmp_path / "out.jsonl")] == [0, 1]
+
+
+def test_shards_in_completion_order_follow_each_other(tmp_path):
+    prompts = write_lines(tmp_path / "in.jsonl", [{"prompt": f"Story {i}"} for i in range(5)])
+    shards = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for number, path in enumerate(shards, 1):
+        pagedcli("generate", prompts, "-o", path, *FAST, "--shard", f"{number}/2", "--order", "completion")
+    result = pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl")
+    assert "one shard after the other" in result.stderr
+    assert {row["index"] for row in rows_of(tmp_path / "out.jsonl")} == set(range(5))
+
+
+def test_an_output_that_is_no_shard_loses_an_old_description(made, shards):
+    pagedcli("generate", made[0] / "in.jsonl", "-o", shards[0], "--overwrite", *FAST, expect=3)
+    assert not shard_path(shards[0]).exists()

@@ -1,0 +1,180 @@
+"""The decoder that runs a whole step in the native library: transformers' logits, in bits that nothing else changes."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from model_zoo import NATIVE_FAMILIES, cached_model, tiny_model
+from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
+
+from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.cpu import load as load_cpu
+from pagedcli.errors import BackendError
+from pagedcli.layers.sampling import likeliest_tokens
+from pagedcli.models.base import load_model
+from pagedcli.models.cpu_decoder import CpuDecoder
+from pagedcli.models.spec import read_spec
+from pagedcli.native import load_library
+from pagedcli.native.structs import bind
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library():
+    try:
+        load_library()
+    except BackendError as error:
+        pytest.skip(f"no native library here: {error.message}")
+
+
+def load(path, *, dtype=torch.float32, block_size=16, **options):
+    spec = read_spec(path)
+    backend = load_cpu(AttentionSpec(CPU, dtype, block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim))
+    model = load_model(path, spec, backend=backend, dtype=dtype, device=CPU, **options)
+    assert isinstance(model, CpuDecoder)
+    return model, backend
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, 7), (16, None)])
+def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_path_factory):
+    path = cached_model(family, tmp_path_factory)
+    sequences, num_prompt = ragged_sequences()
+    model, backend = load(path, block_size=block_size)
+    options = {"num_prompt": num_prompt, "block_size": block_size, "chunk": chunk}
+    actual = paged_logits(model, backend, sequences, **options)
+    for ours, theirs in zip(actual, transformers_logits(path, sequences), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types_are_as_close_to_float32_as_transformers(dtype, tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
+    sequences, num_prompt = ragged_sequences()
+    model, backend = load(path, dtype=dtype)
+    options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 7, "dtype": dtype}
+    actual = paged_logits(model, backend, sequences, **options)
+    exact, theirs = (transformers_logits(path, sequences, dtype=d) for d in (torch.float32, dtype))
+
+    def error(logits):
+        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).pow(2).mean().sqrt()
+
+    assert 0 < error(actual) < 1.2 * error(theirs)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bfloat16_logits_do_not_depend_on_chunks_company_or_threads(threads, tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
+    sequences, num_prompt = ragged_sequences()
+    model, backend = load(path, dtype=torch.bfloat16)
+    options = {"block_size": 16, "dtype": torch.bfloat16}
+    together = paged_logits(model, backend, sequences, num_prompt=num_prompt, chunk=None, **options)
+    torch.set_num_threads(threads)
+    try:
+        for chunk in (1, 5):
+            again = paged_logits(model, backend, sequences, num_prompt=num_prompt, chunk=chunk, **options)
+            assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True))
+        [alone] = paged_logits(model, backend, sequences[-1:], num_prompt=num_prompt[-1:], chunk=None, **options)
+        assert torch.equal(alone, together[-1])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_only_the_rows_that_are_asked_for_come_back(tmp_path_factory):
+    path = cached_model("llama", tmp_path_factory)
+    model, backend = load(path)
+    ids, harness = list(range(3, 23)), None
+    results = []
+    for rows in (None, [4, 19], []):
+        harness = PagedHarness(model, backend, lengths=[20], block_size=16)
+        batch = PagedBatch(
+            cu_q=torch.tensor([0, 20], dtype=torch.int32),
+            num_tokens=torch.tensor([20], dtype=torch.int32),
+            block_table=harness.table,
+            slots=(harness.table[0].repeat_interleave(16)[:20] * 16 + torch.arange(20) % 16).int(),
+            max_new=20,
+            max_total=20,
+            logits_rows=None if rows is None else torch.tensor(rows, dtype=torch.long),
+        )
+        results.append(model.forward(torch.tensor(ids), torch.arange(20), batch, harness.kv_cache))
+    assert torch.equal(results[1], results[0][[4, 19]])
+    assert results[2].shape == (0, model.spec.hidden_size)
+
+
+def test_tied_embedding_is_kept_once(tmp_path_factory):
+    path = cached_model("qwen2", tmp_path_factory)
+    model, _ = load(path)
+    spec = model.spec
+    assert spec.tie_word_embeddings
+    from safetensors.torch import load_file
+
+    assert model.weight_bytes == sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+
+
+def test_odd_sizes_equal_transformers(tmp_path):
+    path = tiny_model("llama", tmp_path, hidden_size=52, intermediate_size=70, vocab_size=321, head_dim=10)
+    sequences, num_prompt = ragged_sequences()
+    model, backend = load(path)
+    actual = paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7)
+    for ours, theirs in zip(actual, transformers_logits(path, sequences), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 15, 16, 1000, 1024, 5000])
+def test_likeliest_token_is_the_first_largest(dtype, size):
+    logits = torch.randint(-50, 50, (7, size), generator=torch.Generator().manual_seed(size)).to(dtype)
+    expected = [row.tolist().index(row.max().item()) for row in logits]
+    assert likeliest_tokens(logits).tolist() == expected
+
+
+def test_likeliest_token_of_a_row_with_nan_is_the_nan_as_in_torch():
+    logits = torch.zeros(3, 3000)
+    logits[0, 2500], logits[1, 7], logits[2, 1] = float("nan"), float("nan"), float("inf")
+    assert likeliest_tokens(logits).tolist() == logits.argmax(-1).tolist() == [2500, 7, 1]
+
+
+def test_callers_on_two_python_threads_do_not_disturb_each_other():
+    functions = bind(load_library().functions)
+    logits = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
+    expected = logits.argmax(-1)
+    wrong = []
+
+    def work():
+        for _ in range(200):
+            out = torch.empty(64, dtype=torch.int64)
+            functions.decoder_argmax(0, logits.data_ptr(), 64, 4096, out.data_ptr(), 3)
+            if not torch.equal(out, expected):
+                wrong.append(out)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_forked_process_computes_without_its_parents_threads():
+    program = """
+import os, torch
+from pagedcli.native import load_library
+from pagedcli.native.structs import bind
+functions = bind(load_library().functions)
+logits = torch.arange(64 * 4096.).view(64, 4096)
+def run():
+    out = torch.empty(64, dtype=torch.int64)
+    functions.decoder_argmax(0, logits.data_ptr(), 64, 4096, out.data_ptr(), 4)
+    return out.tolist() == [4095] * 64
+assert run()
+child = os.fork()
+if child == 0:
+    os._exit(0 if run() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
