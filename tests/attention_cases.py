@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}  # twice what rounding costs
 GARBAGE_BLOCK = 2**31 - 1
 
 

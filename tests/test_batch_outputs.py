@@ -72,9 +72,7 @@ def test_metrics_and_summary_say_what_the_rows_say(prompts, tmp_path):
     metrics = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     summary = json.loads((tmp_path / "run.json").read_text())
     rows = rows_of(tmp_path / "out.jsonl")
-    generated = sum(
-        (row.get("response", {}).get("body", row) or row)["usage"]["completion_tokens"] for row in rows[:3]
-    )
+    generated = sum((row.get("response", {}).get("body", row) or row)["usage"]["completion_tokens"] for row in rows[:3])
     assert metrics['pagedcli_rows_total{status="ok"}'] == "3"
     assert metrics['pagedcli_rows_total{status="failed"}'] == "1"
     assert metrics['pagedcli_row_errors_total{code="invalid_request"}'] == "1"

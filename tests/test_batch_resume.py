@@ -36,13 +36,15 @@ def processes():
 
 
 def lines():
-    """All kinds of rows: plain, OpenAI, n > 1, greedy and sampled, and bad ones."""
+    """All kinds of rows: plain, OpenAI, n > 1, greedy and sampled, guided by a grammar, and bad ones."""
     for i in range(60):
         if i % 10 == 3:
             yield "{broken"
         elif i % 10 == 6:
             body = {"messages": [{"role": "user", "content": f"Tell me about number {i}."}], "max_tokens": 6}
             yield json.dumps({"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        elif i % 10 == 8:
+            yield json.dumps({"prompt": f"Row {i}", "regex": "[a-z]{4,30}", "n": 2, "ignore_eos": False})
         else:
             yield json.dumps({"prompt": f"Story number {i}: Once upon a time", "n": 2 if i % 7 == 0 else 1, "id": i})
 

@@ -134,7 +134,7 @@ def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkey
         bucket, hidden = body[-1]
 
         def again():
-            num_drawn = int(bucket.inputs[6].count_nonzero())
+            num_drawn = int(bucket.inputs.temperature.count_nonzero())
             hidden.copy_(run_body(graphs, bucket, [bucket.max_total] * bucket.num_seqs, num_drawn))
 
         which.again = again

@@ -60,9 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require(-2 <= self.presence_penalty <= 2, "presence_penalty", "-2 to 2")
         require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "-2 to 2")
         smallest = 1 / LARGEST
-        require(
-            smallest <= self.repetition_penalty <= LARGEST, "repetition_penalty", f"{smallest:g} to {LARGEST:g}"
-        )
+        require(smallest <= self.repetition_penalty <= LARGEST, "repetition_penalty", f"{smallest:g} to {LARGEST:g}")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", "0 to 100")
         require(all(self.stop_strings), "stop", "non-empty strings")

@@ -76,7 +76,7 @@ class AttentionBackend(Protocol):
         """Causal attention of the step's new tokens over the paged cache.
 
         Shapes:  q [T, H, D]; k_cache, v_cache of kv_shape, dtype and device of q; returns [T, H, D].
-        Units:   scale has none (1/sqrt(D) for the usual softmax); every length is in tokens, never in blocks.
+        Units:   scale has none and is positive (1/sqrt(D) for the usual softmax); lengths are in tokens.
         Changes: nothing. K and V of the new tokens must already be in the cache (see write).
         Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
         """

@@ -14,6 +14,7 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.select import select_backend
 from pagedcli.errors import BackendError
 from pagedcli.native import load_library
+from pagedcli.native.memory import ask_for_huge_pages
 
 READ_BYTES = 1 << 28  # of the bandwidth measurement: far beyond any cache of a small machine
 GEMM_SIZE = 2048
@@ -123,7 +124,9 @@ def best_seconds(call: Callable[[], object], *, min_calls: int = 5, min_seconds:
 def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: torch.device) -> float:
     batch, num_blocks = _batch(shape, device)
     cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    k_cache, v_cache = (torch.randn(cache_shape, device=device).to(shape.dtype) for _ in range(2))
+    cache = torch.empty((2, *cache_shape), dtype=shape.dtype, device=device)
+    ask_for_huge_pages(cache)  # as the engine does
+    k_cache, v_cache = cache.normal_()
     tokens = shape.num_sequences * shape.new
     q = torch.randn(tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
     backend.prepare(batch)

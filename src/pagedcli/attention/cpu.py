@@ -85,6 +85,8 @@ class CpuAttention:
         if batch.plan is None:
             self.prepare(batch)
         self.check_cache(k_cache, v_cache)
+        if scale <= 0:
+            raise BackendError(f"scale is {scale}, but the kernel takes positive ones only")
         q = _dense_rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
         failed = self._attend(

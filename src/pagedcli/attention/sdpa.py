@@ -14,16 +14,28 @@ from pagedcli.attention.base import AttentionSpec, PagedBatch
 
 # Gathered K of one call in elements: small enough to be read back from cache on a CPU, large enough to fill a GPU.
 GATHER_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+CHUNK = 128  # new tokens of one call: each chunk of a prompt gathers only the keys that it may see
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences with equal numbers of new tokens, attended in one call. n sequences, m new tokens, k padded length."""
+    """Chunks with equal numbers of new tokens, attended in one call: n chunks, m new tokens, k padded length."""
 
     rows: Tensor  # [n * m] int64, rows of q
-    blocks: Tensor  # [n, k / S] int64, valid ids only
+    pages: Tensor  # [n * G * k / S] int64, which [S, D] pieces of the cache, seen as [N * G, S * D], valid ones only
     mask: Tensor  # [n, 1, m, k] bool, True where a query sees a key
-    unowned: Tensor | None  # [n, 1, k, 1] bool, True for slots no token owns; None when there are none
+    shortest: int  # from this key on there may be slots that no token owns
+    unowned: Tensor  # [n, 1, k - shortest, 1] bool, True there
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Consecutive new tokens of one sequence."""
+
+    seq: int
+    first_row: int  # of q
+    num_new: int
+    total: int  # tokens up to the last new one
 
 
 class SdpaAttention:
@@ -35,6 +47,7 @@ class SdpaAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._block_size = spec.block_size
+        self._num_kv_heads = spec.num_kv_heads
         width = spec.num_kv_heads * spec.head_dim
         self._max_gathered = max(1, GATHER_ELEMENTS.get(spec.device.type, 1 << 24) // width)  # tokens in one call
 
@@ -42,7 +55,7 @@ class SdpaAttention:
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
     def prepare(self, batch: PagedBatch) -> None:
-        batch.plan = [self._group(batch, m, members) for m, members in self._members(batch)]
+        batch.plan = [self._group(batch, chunks) for chunks in self._calls(batch)]
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         rows = (slots >= 0).nonzero().flatten()
@@ -60,7 +73,7 @@ class SdpaAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in batch.plan:
             n, k_len = group.mask.shape[0], group.mask.shape[3]
-            keys, values = (self._gather(cache, group) for cache in (k_cache, v_cache))
+            keys, values = (_gather(cache, group) for cache in (k_cache, v_cache))
             # The heads of a group become more queries of one head: K and V are never repeated.
             queries = q[group.rows].view(n, -1, num_kv_heads, group_size, head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
@@ -70,47 +83,55 @@ class SdpaAttention:
             out[group.rows] = result.reshape(-1, num_heads, head_dim)
         return out
 
-    def _gather(self, cache: Tensor, group: _Group) -> Tensor:
-        """[n, G, k, D] of the group's pages, zero where no token lives: a NaN there would survive a zero weight."""
-        pages = cache[group.blocks]  # [n, k / S, G, S, D]
-        n, num_pages, num_kv_heads, block_size, head_dim = pages.shape
-        gathered = pages.transpose(1, 2).reshape(n, num_kv_heads, num_pages * block_size, head_dim)
-        return gathered if group.unowned is None else gathered.masked_fill_(group.unowned, 0)
-
-    def _members(self, batch: PagedBatch) -> list[tuple[int, list[int]]]:
-        """Sequences that share a call: equal numbers of new tokens, similar lengths, a bounded sum of lengths."""
+    def _calls(self, batch: PagedBatch) -> list[list[_Chunk]]:
+        """Chunks that share a call: equal numbers of new tokens, similar lengths, a bounded sum of lengths."""
         starts = batch.cu_q_host or batch.cu_q.tolist()
-        num_new = [end - start for start, end in itertools.pairwise(starts)]
         totals = batch.num_tokens_host or batch.num_tokens.tolist()
-        order = sorted((b for b, m in enumerate(num_new) if m), key=lambda b: (num_new[b], totals[b]))
-        calls: list[tuple[int, list[int]]] = []
-        for b in order:
-            if calls and calls[-1][0] == num_new[b]:
-                members = calls[-1][1]
-                near = totals[b] <= 1.25 * totals[members[0]] + 16
-                if near and (len(members) + 1) * totals[b] <= self._max_gathered:
-                    members.append(b)
+        chunks = [
+            _Chunk(seq, row, min(CHUNK, end - row), total - max(0, end - row - CHUNK))
+            for seq, ((start, end), total) in enumerate(zip(itertools.pairwise(starts), totals, strict=True))
+            for row in range(start, end, CHUNK)
+        ]
+        calls: list[list[_Chunk]] = []
+        for chunk in sorted(chunks, key=lambda chunk: (chunk.num_new, chunk.total)):
+            if calls:
+                call, first = calls[-1], calls[-1][0]
+                similar = first.num_new == chunk.num_new and chunk.total <= 1.25 * first.total + 16
+                if similar and (len(call) + 1) * chunk.total <= self._max_gathered:
+                    call.append(chunk)
                     continue
-            calls.append((num_new[b], [b]))
+            calls.append([chunk])
         return calls
 
-    def _group(self, batch: PagedBatch, m: int, members: list[int]) -> _Group:
-        device = batch.block_table.device
-        index = torch.tensor(members, device=device)
-        num_pages = -(-int(batch.num_tokens[index].max()) // self._block_size)
-        totals = batch.num_tokens[index].long()[:, None]  # [n, 1]
-        keys = torch.arange(num_pages * self._block_size, device=device)
-        unowned = keys >= totals  # [n, k]
-        owned_pages = torch.arange(num_pages, device=device) * self._block_size < totals
-        blocks = batch.block_table[index, :num_pages].long().where(owned_pages, 0)
-        last_seen = totals - m + torch.arange(m, device=device)  # [n, m]
-        rows = batch.cu_q[index].long()[:, None] + torch.arange(m, device=device)
-        return _Group(
-            rows=rows.flatten(),
-            blocks=blocks,
-            mask=(keys <= last_seen[:, :, None])[:, None],
-            unowned=unowned[:, None, :, None] if bool(unowned.any()) else None,
+    def _group(self, batch: PagedBatch, chunks: list[_Chunk]) -> _Group:
+        device, size, m = batch.block_table.device, self._block_size, chunks[0].num_new
+        num_pages, shortest = -(-chunks[-1].total // size), chunks[0].total
+        seqs, first_rows, lengths = (
+            torch.tensor([getattr(chunk, name) for chunk in chunks], device=device)
+            for name in ("seq", "first_row", "total")
         )
+        totals = lengths[:, None]  # [n, 1]
+        keys = torch.arange(num_pages * size, device=device)
+        owned_pages = torch.arange(num_pages, device=device) * size < totals
+        blocks = batch.block_table[seqs, :num_pages].long().where(owned_pages, 0)
+        heads = torch.arange(self._num_kv_heads, device=device)[:, None]
+        last_seen = totals - m + torch.arange(m, device=device)  # [n, m]
+        return _Group(
+            rows=(first_rows[:, None] + torch.arange(m, device=device)).flatten(),
+            pages=(blocks[:, None] * self._num_kv_heads + heads).flatten(),
+            mask=(keys <= last_seen[:, :, None])[:, None],
+            shortest=shortest,
+            unowned=(keys[shortest:] >= totals)[:, None, :, None],
+        )
+
+
+def _gather(cache: Tensor, group: _Group) -> Tensor:
+    """[n, G, k, D] of the group's pages, zero where no token lives: a NaN there would survive a zero weight."""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    pieces = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, group.pages)
+    gathered = pieces.view(group.mask.shape[0], num_kv_heads, -1, head_dim)
+    gathered[:, :, group.shortest :].masked_fill_(group.unowned, 0)
+    return gathered
 
 
 def load(spec: AttentionSpec) -> SdpaAttention:

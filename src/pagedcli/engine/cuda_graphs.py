@@ -7,6 +7,7 @@ run the body of the graph eagerly on padded buckets.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.engine.model_runner import ModelRunner, resolve_ids
 from pagedcli.engine.sampler import SamplingBatch
 from pagedcli.engine.step_input import StepInput, table_width
-from pagedcli.engine.transfer import Array, Upload, packed_size, unpack
+from pagedcli.engine.transfer import Upload, packed_size, unpack
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
 from pagedcli.models.spec import ModelSpec
@@ -77,6 +78,19 @@ def graph_bytes(
     return max(0, free_before - free_after)
 
 
+class Inputs(NamedTuple):
+    """What a graph reads, one entry per row: arrays on the host or tensors in a bucket's buffer."""
+
+    input_ids: Any  # int64
+    source_rows: Any  # int64
+    positions: Any  # int64
+    slots: Any  # int32
+    table_rows: Any  # int64
+    num_tokens: Any  # int32
+    temperature: Any  # float32
+    uniform: Any  # float32
+
+
 @dataclass(slots=True)
 class Bucket:
     """One batch size: the fixed places of its inputs and outputs."""
@@ -84,7 +98,7 @@ class Bucket:
     num_seqs: int
     max_total: int  # tokens of its longest sequence
     buffer: Tensor  # uint8: all inputs, packed
-    inputs: list[Tensor]  # views of it, in the order of _pack
+    inputs: Inputs  # views of it
     cu_q: Tensor  # [b+1] int32, one new token each
     graph: "torch.cuda.CUDAGraph | None" = None
     hidden: Tensor | None = None  # [b, E], where the captured graph leaves it: logits would take far more memory
@@ -130,7 +144,8 @@ class DecodeGraphs:
         inputs = _pad(step, sampling, bucket.num_seqs)
         self._upload(inputs, into=bucket.buffer)
         if bucket.graph is None:
-            return self._body(bucket, inputs[5].tolist(), int(np.count_nonzero(inputs[6])))[:num_seqs]
+            num_drawn = int(np.count_nonzero(inputs.temperature))
+            return self._body(bucket, inputs.num_tokens.tolist(), num_drawn)[:num_seqs]
         bucket.graph.replay()
         assert bucket.hidden is not None, "captured with the graph"
         return bucket.hidden[:num_seqs]
@@ -141,29 +156,30 @@ class DecodeGraphs:
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         max_total = min(self._runner.max_model_len, max(1, GRAPH_TOKENS // num_seqs))
-        bucket = Bucket(num_seqs, max_total, buffer, unpack(buffer, shapes), cu_q)
+        bucket = Bucket(num_seqs, max_total, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
         self._upload(shapes, into=buffer)
         return bucket
 
     def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
         """What a graph holds. Returns hidden states [b, E]; the tokens go to the runner's last_tokens."""
-        runner = self._runner
-        input_ids, source_rows, positions, slots, table_rows, num_tokens, temperature, uniform = bucket.inputs
+        runner, inputs = self._runner, bucket.inputs
         max_total = max(num_tokens_host)
         batch = PagedBatch(
             cu_q=bucket.cu_q,
-            num_tokens=num_tokens,
-            block_table=runner.tables[:, : table_width(max_total, runner.block_size)].index_select(0, table_rows),
-            slots=slots,
+            num_tokens=inputs.num_tokens,
+            block_table=runner.tables[:, : table_width(max_total, runner.block_size)].index_select(
+                0, inputs.table_rows
+            ),
+            slots=inputs.slots,
             max_new=1,
             max_total=max_total,
             cu_q_host=list(range(bucket.num_seqs + 1)),
             num_tokens_host=num_tokens_host,
         )
-        ids = resolve_ids(input_ids, source_rows, runner.last_tokens)
-        hidden = runner.model.forward(ids, positions, batch, runner.kv_cache)
+        ids = resolve_ids(inputs.input_ids, inputs.source_rows, runner.last_tokens)
+        hidden = runner.model.forward(ids, inputs.positions, batch, runner.kv_cache)
         logits = runner.model.compute_logits(hidden)
-        tokens = choose_tokens(logits, temperature, uniform, num_drawn=num_drawn)
+        tokens = choose_tokens(logits, inputs.temperature, inputs.uniform, num_drawn=num_drawn)
         runner.parallel.broadcast(runner.last_tokens[: bucket.num_seqs].copy_(tokens))
         return hidden
 
@@ -183,26 +199,34 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._runner.device)
 
 
-def _padding(num_seqs: int) -> list[Array]:
-    """The inputs of rows that stand for nobody: one token at position 0, not written, its result not read."""
-    return [
-        np.zeros(num_seqs, dtype=np.int64),  # input_ids
-        np.full(num_seqs, -1, dtype=np.int64),  # source_rows
-        np.zeros(num_seqs, dtype=np.int64),  # positions
-        np.full(num_seqs, -1, dtype=np.int32),  # slots
-        np.zeros(num_seqs, dtype=np.int64),  # table_rows: any, their block ids are valid
-        np.ones(num_seqs, dtype=np.int32),  # num_tokens
-        np.zeros(num_seqs, dtype=np.float32),  # temperature: greedy
-        np.zeros(num_seqs, dtype=np.float32),  # uniform
-    ]
+def _padding(num_seqs: int) -> Inputs:
+    """Rows that stand for nobody: one token at position 0, not written, its result not read."""
+    return Inputs(
+        input_ids=np.zeros(num_seqs, dtype=np.int64),
+        source_rows=np.full(num_seqs, -1, dtype=np.int64),
+        positions=np.zeros(num_seqs, dtype=np.int64),
+        slots=np.full(num_seqs, -1, dtype=np.int32),
+        table_rows=np.zeros(num_seqs, dtype=np.int64),  # any: the block ids of every row are valid
+        num_tokens=np.ones(num_seqs, dtype=np.int32),
+        temperature=np.zeros(num_seqs, dtype=np.float32),  # greedy
+        uniform=np.zeros(num_seqs, dtype=np.float32),
+    )
 
 
-def _pad(step: StepInput, sampling: SamplingBatch | None, num_seqs: int) -> list[Array]:
+def _pad(step: StepInput, sampling: SamplingBatch | None, num_seqs: int) -> Inputs:
     """The inputs of a step, padded to the bucket."""
+    given = Inputs(
+        input_ids=step.input_ids,
+        source_rows=step.source_rows,
+        positions=step.positions,
+        slots=step.slots,
+        table_rows=step.table_rows,
+        num_tokens=step.num_tokens,
+        temperature=None if sampling is None else sampling.temperature,
+        uniform=None if sampling is None else sampling.uniform,
+    )
     padded = _padding(num_seqs)
-    choice = (None, None) if sampling is None else (sampling.temperature, sampling.uniform)
-    given = [step.input_ids, step.source_rows, step.positions, step.slots, step.table_rows, step.num_tokens]
-    for array, values in zip(padded, [*given, *choice], strict=True):
+    for array, values in zip(padded, given, strict=True):
         if values is not None:
             array[: step.num_seqs] = values
     return padded
