@@ -6,9 +6,10 @@ copied), trains a byte-level BPE tokenizer, trains the model on a CPU and measur
     python scripts/train_demo_model.py --train DIR --steps 4000 --seed 0 --threads 2
     python scripts/train_demo_model.py --evaluate DIR
 
-The weights in the package were made while the recipe was still changing, in three runs of about 9M tokens in
-all: 500 steps of an earlier curriculum, about 1,700 steps through the stages below, about 400 more with `--init`.
-Training from scratch gives other weights, not the same file.
+The weights in the package were made while the recipe was still changing, in four runs of about 14M tokens in all:
+500 steps of an earlier curriculum, about 1,700 steps through the stages below, about 400 more with `--init`, and
+last `--init DIR --steps 1400 --lr 0.008 --seed 11 --threads 1` (24 minutes on one core). Training from scratch gives
+other weights, not the same file.
 
 Looked-up names and codes are split by a checksum: a tenth of each never reaches the model in training (`held_out`;
 the tokenizer's merges do see all names), and the evaluation draws only from that tenth.  A wrong or misplaced KV
@@ -48,8 +49,12 @@ CHAT_TEMPLATE = (
 SPLIT = r" ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 VOCAB_SIZE = 1024
 STAGES = (  # row lengths in tokens, share of easy rows, first-digit accuracy that ends the stage
-    ((48, 64), 1.0, 0.9), ((64, 96), 0.6, 0.9), ((64, 96, 160), 0.2, 0.9), ((96, 160, 288), 0.1, 0.93),
-    ((96, 160, 288, 544), 0.0, 0.96), ((96, 160, 288, 544, 544, 1056), 0.0, 2.0),
+    ((48, 64), 1.0, 0.9),
+    ((64, 96), 0.6, 0.9),
+    ((64, 96, 160), 0.2, 0.9),
+    ((96, 160, 288), 0.1, 0.93),
+    ((96, 160, 288, 544), 0.0, 0.96),
+    ((96, 160, 288, 544, 544, 1056), 0.0, 2.0),
 )
 CONTEXT = 0.02  # loss weight of the text that an answer is looked up in
 FIRST = 3.0  # loss weight of the first digit of an answer, the one that needs the look-up
@@ -91,28 +96,62 @@ JOBS = {  # job: (place, work, tool)
     "tailor": ("in a small shop", "makes coats and shirts", "a needle"),
 }
 SCENES = (  # wish, trouble, help, result
-    ("fly a red kite", "the kite was stuck in a tall tree", "climbed up and pulled it free",
-     "the kite flew high over the hill"),
+    (
+        "fly a red kite",
+        "the kite was stuck in a tall tree",
+        "climbed up and pulled it free",
+        "the kite flew high over the hill",
+    ),
     ("bake a warm pie", "there was no flour in the kitchen", "brought a bag of flour", "the whole house smelled sweet"),
     ("cross the river", "the water was deep and cold", "built a small bridge", "they walked across together"),
     ("plant a garden", "the ground was hard and dry", "carried water from the well", "green leaves grew in the sun"),
     ("sing at the fair", "{his} voice was too quiet", "taught {him} an old song", "everyone clapped"),
     ("find the lost key", "it was too dark to see", "lit a small lamp", "the key was under the bed"),
-    ("build a snow house", "the walls fell down again and again", "showed {him} how to make strong walls",
-     "the house stood all winter"),
-    ("catch a big fish", "the boat had a hole in it", "closed the hole with a piece of wood",
-     "they came home with a full basket"),
-    ("learn to swim", "{he} was afraid of the deep water", "held {his} hand and stayed close",
-     "{he} swam across the pond"),
-    ("paint the old door", "the rain washed the paint away", "found a dry place under the roof",
-     "the door shone bright and blue"),
-    ("see the stars", "the sky was full of clouds", "led {him} to the top of the mountain",
-     "they saw a thousand stars"),
-    ("send a letter", "the road was closed by the snow", "took the letter over the hill",
-     "an answer came the next day"),
+    (
+        "build a snow house",
+        "the walls fell down again and again",
+        "showed {him} how to make strong walls",
+        "the house stood all winter",
+    ),
+    (
+        "catch a big fish",
+        "the boat had a hole in it",
+        "closed the hole with a piece of wood",
+        "they came home with a full basket",
+    ),
+    (
+        "learn to swim",
+        "{he} was afraid of the deep water",
+        "held {his} hand and stayed close",
+        "{he} swam across the pond",
+    ),
+    (
+        "paint the old door",
+        "the rain washed the paint away",
+        "found a dry place under the roof",
+        "the door shone bright and blue",
+    ),
+    (
+        "see the stars",
+        "the sky was full of clouds",
+        "led {him} to the top of the mountain",
+        "they saw a thousand stars",
+    ),
+    (
+        "send a letter",
+        "the road was closed by the snow",
+        "took the letter over the hill",
+        "an answer came the next day",
+    ),
 )
-DAYS = ["One sunny morning", "One cold evening", "One rainy day", "Early one morning", "On a windy day",
-        "Late one night"]
+DAYS = [
+    "One sunny morning",
+    "One cold evening",
+    "One rainy day",
+    "Early one morning",
+    "On a windy day",
+    "Late one night",
+]
 ENDINGS = (
     "{name} thanked {friend} and smiled.",
     "From that day on, {name} and {friend} were good friends.",
@@ -149,24 +188,42 @@ def story(rng: random.Random, animal: str = "") -> str:
     he, his, him = FORMS[hero[1]]
     adj, home, (wish, trouble, help_, result) = rng.choice(ADJECTIVES), ANIMALS[kind][0], rng.choice(SCENES)
     article = "an" if kind2[0] in "aeiou" else "a"
-    opening = rng.choice((
-        "Once upon a time there was a {adj} {kind} named {name}. {He} lived {home}.",
-        "{name} was a {adj} {kind} who lived {home}.",
-        "There was once a {adj} {kind} {home}. {His} name was {name}.",
-    ))
-    want = rng.choice(("{name} wanted to {wish}.", "More than anything, {name} wanted to {wish}.",
-                       "{day}, {name} wanted to {wish}."))
+    opening = rng.choice(
+        (
+            "Once upon a time there was a {adj} {kind} named {name}. {He} lived {home}.",
+            "{name} was a {adj} {kind} who lived {home}.",
+            "There was once a {adj} {kind} {home}. {His} name was {name}.",
+        )
+    )
+    want = rng.choice(
+        ("{name} wanted to {wish}.", "More than anything, {name} wanted to {wish}.", "{day}, {name} wanted to {wish}.")
+    )
     bad = rng.choice(("But {trouble}.", "{He} tried, but {trouble}.", "{name} was sad because {trouble}."))
-    aid = rng.choice(("Then {friend} the {kind2} came by and {help}.",
-                      "{article} {kind2} named {friend} saw this and {help}.",
-                      "{name} asked {friend} the {kind2}, and {friend} {help}."))
+    aid = rng.choice(
+        (
+            "Then {friend} the {kind2} came by and {help}.",
+            "{article} {kind2} named {friend} saw this and {help}.",
+            "{name} asked {friend} the {kind2}, and {friend} {help}.",
+        )
+    )
     good = rng.choice(("Soon {result}.", "In the end {result}."))
     text = " ".join((opening, want, bad, aid, good, *rng.sample(ENDINGS, rng.choice((1, 1, 2)))))
     fill = {"he": he, "his": his, "him": him}
     return text.format(
-        name=hero[0], friend=helper[0], kind=kind, kind2=kind2, adj=adj, home=home, wish=wish, day=rng.choice(DAYS),
-        trouble=trouble.format(**fill), help=help_.format(**fill), result=result.format(**fill), He=he.capitalize(),
-        His=his.capitalize(), article=article.capitalize(),
+        name=hero[0],
+        friend=helper[0],
+        kind=kind,
+        kind2=kind2,
+        adj=adj,
+        home=home,
+        wish=wish,
+        day=rng.choice(DAYS),
+        trouble=trouble.format(**fill),
+        help=help_.format(**fill),
+        result=result.format(**fill),
+        He=he.capitalize(),
+        His=his.capitalize(),
+        article=article.capitalize(),
     )
 
 
@@ -178,14 +235,18 @@ def prose(rng: random.Random) -> Text:
     if roll < 0.75:
         return [(facts(rng) + END, 1.0)]
     home, food, _ = ANIMALS[animal]
-    ask, answer = rng.choice((
-        (f"Tell me a story about a {animal}.".replace(" a owl", " an owl"), story(rng, animal)),
-        (f"What do you know about the {animal}?", facts(rng, animal)),
-        (f"Where does the {animal} live?", f"The {animal} lives {home}."),
-        (f"What does the {animal} eat?", f"The {animal} eats {food}."),
-        (rng.choice(("Hello!", "Hi!", "Who are you?", "What can you do?")),
-         "Hello! I can look up codes in a list and tell small stories."),
-    ))
+    ask, answer = rng.choice(
+        (
+            (f"Tell me a story about a {animal}.".replace(" a owl", " an owl"), story(rng, animal)),
+            (f"What do you know about the {animal}?", facts(rng, animal)),
+            (f"Where does the {animal} live?", f"The {animal} lives {home}."),
+            (f"What does the {animal} eat?", f"The {animal} eats {food}."),
+            (
+                rng.choice(("Hello!", "Hi!", "Who are you?", "What can you do?")),
+                "Hello! I can look up codes in a list and tell small stories.",
+            ),
+        )
+    )
     if rng.random() < 0.3:
         return [(f"Q: {ask}\nA:", 0.1), (f" {answer}{END}", 1.0)]
     system = f"{IM_START}system\n{rng.choice(PREAMBLES)}{IM_END}\n" if rng.random() < 0.4 else ""
@@ -205,8 +266,15 @@ PREAMBLES = (
 LIST_FACTS = ("{n}: {c}", "{n} = {c}", "- {n}: {c}", "{n} - {c}", "| {n} | {c} |", "{n} -> {c}")
 EASY_FACTS = ("{n}{c}", "{n}{c}", "{n}:{c}", "{n} {c}")
 PROSE_FACTS = ("The {k} of {n} is {c}.", "{n} has the {k} {c}.", "{n}'s {k} is {c}.", "The {k} for {n} is {c}.")
-ASKS = ("What is the {k} of {n}?", "What is the {k} of {n}?", "What is {n}'s {k}?", "Which {k} does {n} have?",
-        "What is the {k} for {n}?", "Give me the {k} of {n}.", "{n}?")
+ASKS = (
+    "What is the {k} of {n}?",
+    "What is the {k} of {n}?",
+    "What is {n}'s {k}?",
+    "Which {k} does {n} have?",
+    "What is the {k} for {n}?",
+    "Give me the {k} of {n}.",
+    "{n}?",
+)
 FRAMES = ("Q: {q}\nA:", "Q: {q}\nA:", "Question: {q}\nAnswer:", "{q}\nAnswer:", "{q}")
 
 
@@ -227,6 +295,7 @@ def draw(make: Callable[[], str], count: int, test: bool) -> list[str]:
 
 def name_maker(rng: random.Random, easy: bool = False) -> Callable[[], str]:
     """A source of made-up names; half of the sources use few syllables, so that names look alike."""
+
     def syllable() -> str:
         return rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
 
@@ -257,7 +326,12 @@ def turn(role: str, content: str) -> str:
 
 
 def lookup(
-    rng: random.Random, budget: int, count: Callable[[str], int], questions: int, *, test: bool = False,
+    rng: random.Random,
+    budget: int,
+    count: Callable[[str], int],
+    questions: int,
+    *,
+    test: bool = False,
     easy: bool = False,
 ) -> Text:
     """A prompt of about `budget` tokens that lists names with codes, followed by questions and their answers.
@@ -324,10 +398,12 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE: any text round-trips, every digit is one token, names split into a few pieces."""
     rng = random.Random(seed)
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
 
     def texts() -> Iterator[str]:
@@ -339,13 +415,19 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
                 yield form.format(n=make(), c="", q="", k=rng.choice(("code", "number", "key")))
 
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END, IM_START, IM_END], show_progress=False,
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END, IM_START, IM_END],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     bpe.train_from_iterator(texts(), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token=END, additional_special_tokens=[IM_START, IM_END],
-        model_max_length=2048, clean_up_tokenization_spaces=False,
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[IM_START, IM_END],
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -410,11 +492,24 @@ class Corpus:
 
 def new_model() -> Qwen3ForCausalLM:
     """The untrained network."""
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, max_position_embeddings=2048,
-        rope_theta=10000.0, bos_token_id=None, eos_token_id=0, pad_token_id=0, attn_implementation="sdpa",
-    ))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=160,
+            intermediate_size=448,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            tie_word_embeddings=True,
+            max_position_embeddings=2048,
+            rope_theta=10000.0,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=0,
+            attn_implementation="sdpa",
+        )
+    )
 
 
 def weighted_loss(model: Qwen3ForCausalLM, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, float]:
@@ -492,8 +587,10 @@ def train(args: argparse.Namespace) -> None:
         recent[kind] = 0.9 * recent.get(kind, loss.item()) + 0.1 * loss.item()
         if step % 50 == 49:
             shown = "  ".join(f"{k}:{v:.3f}" for k, v in sorted(recent.items(), key=str))
-            print(f"step {step + 1}  {elapsed:.1f} min  {seen / 1e6:.1f}M tokens  first digit {right:.3f}  {shown}",
-                  flush=True)
+            print(
+                f"step {step + 1}  {elapsed:.1f} min  {seen / 1e6:.1f}M tokens  first digit {right:.3f}  {shown}",
+                flush=True,
+            )
         timed_out = args.minutes and elapsed > args.minutes
         if step % 500 == 499 or step + 1 == args.steps or timed_out:
             save(model, tokenizer, args.train)
@@ -513,12 +610,12 @@ def exact_matches(model: Qwen3ForCausalLM, rows: list[tuple[list[int], int]]) ->
     """
     hits = []
     for start in range(0, len(rows), 16):
-        part = rows[start:start + 16]
+        part = rows[start : start + 16]
         width = max(len(ids) for ids, _ in part)
         inputs = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in part])
         states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
         for (ids, cut), state in zip(part, states, strict=True):
-            hits.append(model.lm_head(state[cut - 1:len(ids) - 1]).argmax(-1).tolist() == ids[cut:])
+            hits.append(model.lm_head(state[cut - 1 : len(ids) - 1]).argmax(-1).tolist() == ids[cut:])
     return hits
 
 
@@ -550,16 +647,21 @@ def evaluate(args: argparse.Namespace) -> None:
             print(f"{str(dtype)[6:]:<10}{f'{low}-{high}':<16}{len(hits):>6}{shares}", flush=True)
         with torch.no_grad():
             ids, labels, weights = stories
-            losses = F.cross_entropy(model(input_ids=ids).logits.float().flatten(0, 1), labels.flatten(),
-                                     reduction="none")
+            losses = F.cross_entropy(
+                model(input_ids=ids).logits.float().flatten(0, 1), labels.flatten(), reduction="none"
+            )
             mask = weights.flatten() == 1.0
             perplexity = math.exp(losses[mask].mean())
             print(f"{str(dtype)[6:]:<10}prose perplexity {perplexity:.3f} ({int(mask.sum())} tokens)")
     model = AutoModelForCausalLM.from_pretrained(args.evaluate, dtype=torch.float32)
-    for prompt in ("Once upon a time", "The owl", "Lily was a brave",
-                   "Mira: 4821\nTobel: 9304\nJuno: 5077\nQ: What is the code of Tobel?\nA:"):
+    for prompt in (
+        "Once upon a time",
+        "The owl",
+        "Lily was a brave",
+        "Mira: 4821\nTobel: 9304\nJuno: 5077\nQ: What is the code of Tobel?\nA:",
+    ):
         inputs = tokenizer(prompt, return_tensors="pt")
-        out = model.generate(**inputs, max_new_tokens=160)[0, inputs["input_ids"].shape[1]:]
+        out = model.generate(**inputs, max_new_tokens=160)[0, inputs["input_ids"].shape[1] :]
         print(f"{prompt!r} -> {tokenizer.decode(out)!r}")
 
 

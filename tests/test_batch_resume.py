@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedcli.batch.sinks import journal_path
+from pagedcli.batch.sinks import is_complete, journal_path
 from pagedcli.cli.session import Job, run_job
 from pagedcli.config import load_config
 from pagedcli.errors import PagedcliError
@@ -87,7 +87,7 @@ def killed_and_resumed(folder, processes, rng, num_kills, size):
     """Run, kill when the journal has grown to a random size or at a random time, resume, until it is done."""
     out = folder / "out.jsonl"
     kills = 0
-    while not out.exists():
+    while not is_complete(out):  # a kill between the rename and the end of the journal leaves both: resumed, too
         process = processes.Process(target=run_in_child, args=(folder, kills > 0))
         process.start()
         if kills < num_kills:

@@ -166,11 +166,30 @@ def test_draws_depend_on_seed_sample_and_position_alone(logits):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": float("nan")}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 2},
-     {"n": 0}, {"max_tokens": 0}, {"min_tokens": 20}, {"presence_penalty": 3}, {"repetition_penalty": 0},
-     {"stop": [""]}, {"logit_bias": {1: float("inf")}}, {"logprobs": -1}, {"temperature": 1e300},
-     {"logit_bias": {1: 1e99}}, {"top_k": 2**70}, {"n": 10**9}, {"repetition_penalty": 1e300}, {"repetition_penalty": 1e-300}, {"seed": 2**63}],
-)  # fmt: skip
+    [
+        {"temperature": float("nan")},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 2},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 20},
+        {"presence_penalty": 3},
+        {"repetition_penalty": 0},
+        {"stop": [""]},
+        {"logit_bias": {1: float("inf")}},
+        {"logprobs": -1},
+        {"temperature": 1e300},
+        {"logit_bias": {1: 1e99}},
+        {"top_k": 2**70},
+        {"n": 10**9},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"seed": 2**63},
+    ],
+)
 def test_parameters_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ParameterError, match=next(iter(wrong))):
         SamplingParams(**wrong)

@@ -100,8 +100,9 @@ template <class T> struct Buffers {
     }
 };
 
-// Where the tiles of one softmax tile lie. The kernels fetch the next one's into the second-level cache as they go: pages
-// are scattered, so the processor does not foresee them.
+// Where the tiles of one softmax tile lie. The kernels fetch the next one's as they go: pages are scattered, so the
+// processor does not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
+// in such an order and doing nothing else gives 25 to 28.
 template <class T> struct Tiles {
     int64_t count = 0;
     const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
@@ -116,7 +117,7 @@ template <class T> struct Tiles {
 #define ROLLED _Pragma("GCC unroll 1")
 #endif
 
-static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
 template <class T, int R, int N>
@@ -187,6 +188,14 @@ template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tile
 template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
     const auto* const* next = tiles.count <= ahead.count ? ahead.values : tiles.values;
+    // few rows leave registers for whole lines of a tile, so that it is read in one stream
+    if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
+        for (int64_t c = 0; c < width; c += 8 * VL)
+            with_constant<3>(rows, [&](auto R) {
+                value_kernel<T, R(), 8>(w.weights, tiles.values, next, tiles.count, c, width, w.split.out);
+            });
+        return;
+    }
     for (int64_t c = 0; c < width; c += VALUE_COLS * VL)
         with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
             for (int64_t r = 0; r < rows; r += VALUE_ROWS)

@@ -1,5 +1,7 @@
 #include "parallel.h"
 
+#include <pthread.h>
+
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -75,8 +77,16 @@ struct Pool {
     }
 };
 
+// Never destroyed: helpers may outlive static objects. A forked process has no helpers, and may have inherited a lock that
+// nobody will open, so it starts with a pool of its own.
+Pool* only = nullptr;
+
 Pool& pool() {
-    static Pool* only = new Pool;  // never destroyed: helpers may outlive the static objects
+    static const bool made = [] {
+        only = new Pool;
+        return pthread_atfork(nullptr, nullptr, [] { only = new Pool; }) == 0;
+    }();
+    (void)made;
     return *only;
 }
 
