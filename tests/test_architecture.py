@@ -1,9 +1,9 @@
 """The one-way import order of the packages, and a command line that starts without torch."""
 
 import ast
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -82,9 +82,14 @@ def test_light_parts_never_import_torch(part):
         assert not heavy, f"{path.relative_to(SRC)} imports {heavy}"
 
 
+def processor_seconds_of_children():
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def test_help_starts_fast_and_loads_no_torch():
     program = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "sys.argv = ['pagedcli', '--help']\n"
         "from pagedcli.cli.main import run\n"
         "try: run()\n"
@@ -92,11 +97,11 @@ def test_help_starts_fast_and_loads_no_torch():
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    times = []
+    times = []  # of the processor, as other tests run beside this one
     for _ in range(3):
-        start = time.perf_counter()
+        start = processor_seconds_of_children()
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - start)
+        times.append(processor_seconds_of_children() - start)
         assert result.returncode == 0, result.stderr
     assert "generate" in result.stdout
     assert min(times) < 0.4, f"pagedcli --help took {min(times):.2f} s"

@@ -83,6 +83,14 @@ def uninterrupted(tmp_path_factory):
     return folder, rows_of(folder / "out.jsonl"), time.monotonic() - start_s
 
 
+def size_of(path):
+    """Bytes; -1 for a file that is not there (any more)."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
 def killed_and_resumed(folder, processes, rng, num_kills, size):
     """Run, kill when the journal has grown to a random size or at a random time, resume, until it is done."""
     out = folder / "out.jsonl"
@@ -93,14 +101,14 @@ def killed_and_resumed(folder, processes, rng, num_kills, size):
         if kills < num_kills:
             partial = journal_path(out)
             target = rng.uniform(0, size)
-            while process.is_alive() and not (partial.exists() and partial.stat().st_size >= target):
+            while process.is_alive() and size_of(partial) < target:
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.03))
             os.kill(process.pid, signal.SIGKILL)
             process.join()
             kills += 1
             if partial.exists() and rng.random() < 0.5:  # and as if the disk had lost its last sector
-                os.truncate(partial, rng.randint(0, partial.stat().st_size))
+                os.truncate(partial, rng.randint(0, size_of(partial)))
         else:
             process.join()
             assert process.exitcode == 3, (folder / "stderr.txt").read_text()

@@ -279,6 +279,26 @@ def test_resume_with_other_settings_names_the_difference(tmp_path, out):
     assert "model:" not in result.stderr.partition("other settings")[2]
 
 
+def test_other_weights_of_the_same_shapes_are_another_model(tmp_path):
+    """A later checkpoint: no name, size or header differs."""
+    from pagedcli.batch.fingerprint import _model_digest
+
+    model = tmp_path / "model"
+    shutil.copytree(model_folder(EngineConfig()), model)
+    before = _model_digest(model)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1000] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    assert _model_digest(model) != before
+    with (model / "large.safetensors").open("wb") as file:
+        file.truncate(2**30)
+    before = _model_digest(model)
+    with (model / "large.safetensors").open("r+b") as file:
+        file.seek(2**29)
+        file.write(b"x" * 2**25)
+    assert _model_digest(model) != before
+
+
 def test_stdin_resumes_if_it_brings_the_same_lines(out):
     pagedcli("generate", "-", "-o", out, *FAST, "--max-errors", 1, stdin="no\n" + PROMPTS, expect=1)
     changed = pagedcli("generate", "-", "-o", out, *FAST, "--resume", stdin="yes\n" + PROMPTS, expect=2)

@@ -13,7 +13,7 @@ from pagedcli.batch.lines import InputScan
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config
 
-_HEADER_BYTES = 2**16  # of each weights file: its tensor names and shapes
+_PIECE_BYTES, _NUM_PIECES = 2**16, 64  # read of each weights file; one of up to 4 MiB is read whole
 
 
 def run_fingerprint(
@@ -47,15 +47,19 @@ def run_key(fingerprint: dict[str, str]) -> str:
 
 
 def _model_digest(folder: Path) -> str:
-    """Of the configuration and of each weights file its name, size and header: reading all weights takes too long."""
+    """Of the configuration, and of each weights file its name, its size and pieces from all over it: reading all of a
+    large one takes too long, and other weights of the same shapes (a later checkpoint) differ everywhere."""
     digest = xxhash.xxh3_64()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes} ".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_HEADER_BYTES))
+            for place in range(0, num_bytes, max(_PIECE_BYTES, num_bytes // _NUM_PIECES)):
+                file.seek(place)
+                digest.update(file.read(_PIECE_BYTES))
     return digest.hexdigest()
 
 
