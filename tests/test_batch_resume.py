@@ -104,8 +104,10 @@ def killed_and_resumed(folder, processes, rng, num_kills, size):
             while process.is_alive() and size_of(partial) < target:
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.03))
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
+            if process.exitcode != -signal.SIGKILL:  # it was done before
+                break
             kills += 1
             if partial.exists() and rng.random() < 0.5:  # and as if the disk had lost its last sector
                 os.truncate(partial, rng.randint(0, size_of(partial)))
