@@ -22,10 +22,12 @@ else:
 
 _CHUNK_BYTES = 1 << 18
 _ZSTD_LEVEL = 3
+_COMPRESS_EVERY_NS = 50_000_000  # compressing step by step took 5 % of the throughput of a small model
 
 
 class TraceWriter:
-    """Writes each event it is called with; what a step wrote is on disk when the step is over.
+    """Writes each event it is called with. What a step wrote is on disk when the step is over; in a compressed file,
+    when a step ends 50 ms or more after the last time.
 
     Raises: UsageError for a name that is not a trace's or a file that cannot be written.
     """
@@ -37,6 +39,7 @@ class TraceWriter:
         self._compressor = zstd.ZstdCompressor(level=_ZSTD_LEVEL) if is_compressed(path) else None
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
+        self._flushed_ns = 0
         try:
             self._file: BinaryIO = path.open("wb")
         except OSError as error:
@@ -48,7 +51,8 @@ class TraceWriter:
         self._encoder.encode_into(event, buffer, len(buffer))
         buffer += b"\n"
         self.num_events += 1
-        if type(event) is StepFinished:
+        due_ns = 0 if self._compressor is None else self._flushed_ns + _COMPRESS_EVERY_NS
+        if type(event) is StepFinished and start_ns >= due_ns:
             self.flush()
         self.observer_ns += time.perf_counter_ns() - start_ns
 
@@ -60,6 +64,7 @@ class TraceWriter:
         self._file.write(data)
         self._file.flush()
         self._buffer.clear()
+        self._flushed_ns = time.perf_counter_ns()
 
     def close(self) -> None:
         if self._file.closed:
