@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedcli.attention.bench import AttentionShape, attention_rows
+from pagedcli.bench.attention import AttentionShape, attention_rows
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.machine import best_seconds
 from pagedcli.errors import BackendError

@@ -1,31 +1,17 @@
-"""How fast attention runs here, beside what the machine can do at best. Pure functions that return rows.
+"""How fast attention runs here. Pure functions that return rows.
 
 Used by `pagedcli bench kernels`. Every timing is the best of several calls: other work on the machine only ever adds.
 """
 
-import functools
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.select import select_backend
-from pagedcli.errors import BackendError
-from pagedcli.native import load_library
+from pagedcli.bench.machine import best_seconds
 from pagedcli.native.memory import ask_for_huge_pages
-
-READ_BYTES = 1 << 28  # of the bandwidth measurement: far beyond any cache of a small machine
-GEMM_SIZE = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class MachineLimits:
-    """What memory and arithmetic can do at best with torch's number of threads."""
-
-    read_gb_per_s: float  # 10^9 bytes
-    gemm_gflop_per_s: dict[torch.dtype, float]  # a large square product, 2 FLOP per multiply-add
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +51,6 @@ class AttentionRow:
     gflop_per_s: float
 
 
-def measure_limits(dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16)) -> MachineLimits:
-    """The machine's read bandwidth and its rate in a large matrix product. Takes about a second."""
-    threads = torch.get_num_threads()
-    data = torch.ones(READ_BYTES // 4)
-    try:
-        read = load_library().functions.native_read_all
-    except BackendError:
-        seconds = best_seconds(data.sum)
-    else:
-        seconds = best_seconds(lambda: read(data.data_ptr(), data.numel(), threads))
-    rates = {}
-    for dtype in dtypes:
-        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
-        rates[dtype] = 2 * GEMM_SIZE**3 / best_seconds(functools.partial(torch.matmul, a, b)) / 1e9
-    return MachineLimits(READ_BYTES / seconds / 1e9, rates)
-
-
 def attention_rows(
     shapes: Iterable[AttentionShape], backend: str = "auto", device: str = "cpu"
 ) -> Iterator[AttentionRow]:
@@ -107,18 +76,6 @@ def attention_rows(
             gb_per_s=shape.kv_bytes / seconds / 1e9,
             gflop_per_s=shape.flops / seconds / 1e9,
         )
-
-
-def best_seconds(call: Callable[[], object], *, min_calls: int = 5, min_seconds: float = 0.3) -> float:
-    """The shortest of several timed calls, after one that is not counted."""
-    call()
-    best, calls, started = float("inf"), 0, time.perf_counter()
-    while calls < min_calls or time.perf_counter() - started < min_seconds:
-        before = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - before)
-        calls += 1
-    return best
 
 
 def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: torch.device) -> float:
