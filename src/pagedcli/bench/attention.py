@@ -13,6 +13,8 @@ from pagedcli.attention.select import select_backend
 from pagedcli.bench.machine import best_seconds
 from pagedcli.native.memory import ask_for_huge_pages
 
+STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: so that none of them is still in a cache
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -81,19 +83,21 @@ def attention_rows(
 def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: torch.device) -> float:
     batch, num_blocks = _batch(shape, device)
     cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    cache = torch.empty((2, *cache_shape), dtype=shape.dtype, device=device)
+    num_layers = max(1, -(-STREAM_BYTES // shape.kv_bytes))
+    cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.dtype, device=device)
     ask_for_huge_pages(cache)  # as the engine does
-    k_cache, v_cache = cache.normal_()
+    layers = [tuple(layer) for layer in cache.normal_()]
     tokens = shape.num_sequences * shape.new
     q = torch.randn(tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
     backend.prepare(batch)
 
     def step() -> None:
-        backend.attend(q, k_cache, v_cache, batch, shape.head_dim**-0.5)
+        for k_cache, v_cache in layers:
+            backend.attend(q, k_cache, v_cache, batch, shape.head_dim**-0.5)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return best_seconds(step)
+    return best_seconds(step) / num_layers
 
 
 def _batch(shape: AttentionShape, device: torch.device) -> tuple[PagedBatch, int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedcli.bench.attention import AttentionShape, attention_rows
+from pagedcli.bench.attention import STREAM_BYTES, AttentionShape, attention_rows
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.machine import best_seconds
 from pagedcli.errors import BackendError
@@ -14,8 +14,6 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.norm import rms_norm
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native import load_library
-
-STREAM_BYTES = 1 << 27  # weights of several layers, so that none of them is still in a cache
 
 
 @dataclass(frozen=True, slots=True)
