@@ -81,23 +81,11 @@ class Intake:
                 return None
             check_head(document, head)
             request = self.parser.parse(document, head)
-            prompt_token_ids = self._encode(request)
+            prompt_token_ids = encode_request(self._tokenizer, request, self._options.system_prompt)
         except RequestError as error:
             return None if done else Refused(head, error)
         params = self._final_params(request, len(prompt_token_ids), line.index)
         return Prepared(head, prompt_token_ids, params, request.cache_salt)
-
-    def _encode(self, request: BatchRequest) -> list[int]:
-        system_prompt, messages = self._options.system_prompt, request.messages
-        if messages is None and system_prompt is not None and isinstance(request.prompt, str):
-            messages = [{"role": "user", "content": request.prompt}]
-        if messages is not None:
-            messages = with_system_prompt(messages, system_prompt)
-            return self._tokenizer.encode_chat(messages, request.chat_template_kwargs)
-        if isinstance(request.prompt, str):
-            return self._tokenizer.encode(request.prompt)
-        assert request.prompt is not None, "a request has a prompt or messages"
-        return request.prompt
 
     def _final_params(self, request: BatchRequest, num_prompt: int, index: int) -> SamplingParams:
         """The request's parameters with a seed of its own, and the default max_tokens lowered to what fits."""
@@ -113,3 +101,16 @@ class Intake:
             if max(params.min_tokens, 1) <= room < params.max_tokens:
                 changes["max_tokens"] = room
         return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def encode_request(tokenizer: Tokenizer, request: BatchRequest, system_prompt: str | None) -> list[int]:
+    """Prompt token ids of a request; a system prompt makes text prompts chats. Raises: RequestError."""
+    messages = request.messages
+    if messages is None and system_prompt is not None and isinstance(request.prompt, str):
+        messages = [{"role": "user", "content": request.prompt}]
+    if messages is not None:
+        return tokenizer.encode_chat(with_system_prompt(messages, system_prompt), request.chat_template_kwargs)
+    if isinstance(request.prompt, str):
+        return tokenizer.encode(request.prompt)
+    assert request.prompt is not None, "a request has a prompt or messages"
+    return request.prompt

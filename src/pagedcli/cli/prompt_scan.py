@@ -13,8 +13,6 @@ from pagedcli.errors import RequestError
 from pagedcli.inspection.prompt_plan import PromptPlan
 
 if TYPE_CHECKING:
-    from pagedcli.batch.requests import BatchRequest
-    from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = ("sampling.max_tokens", "run.system_prompt", "run.chat_template", "run.limit", "run.strict")
@@ -51,6 +49,7 @@ def scan_prompts(
     loaded: LoadedConfig, input_name: str, *, field: str | None = None, tokenizer: Path | None = None
 ) -> PromptScan:
     """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError."""
+    from pagedcli.batch.intake import encode_request
     from pagedcli.batch.lines import LineSource
     from pagedcli.batch.requests import RequestParser, RowHead, check_head, decode_line, read_head
     from pagedcli.batch.stats import SeenIds
@@ -78,7 +77,7 @@ def scan_prompts(
                 raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
             check_head(document, head)
             request = parser.parse(document if field is None else _take_field(document, field), head)
-            token_ids = _encode(encoder, request, config.run.system_prompt)
+            token_ids = encode_request(encoder, request, config.run.system_prompt)
             max_tokens = _max_tokens(
                 request.params.max_tokens,
                 given=request.max_tokens_given or max_tokens_given,
@@ -103,20 +102,6 @@ def _take_field(document: dict[str, Any], field: str) -> dict[str, Any]:
         value = value[0]
     key = "messages" if isinstance(value, list) and value and isinstance(value[0], dict) else "prompt"
     return {key: value}
-
-
-def _encode(tokenizer: "Tokenizer", request: "BatchRequest", system_prompt: str | None) -> list[int]:
-    from pagedcli.batch.chat import with_system_prompt
-
-    messages = request.messages
-    if messages is None and system_prompt is not None and isinstance(request.prompt, str):
-        messages = [{"role": "user", "content": request.prompt}]
-    if messages is not None:
-        return tokenizer.encode_chat(with_system_prompt(messages, system_prompt), request.chat_template_kwargs)
-    if isinstance(request.prompt, str):
-        return tokenizer.encode(request.prompt)
-    assert request.prompt is not None, "a request has a prompt or messages"
-    return request.prompt
 
 
 def _max_tokens(max_tokens: int | None, *, given: bool, num_prompt: int, max_model_len: int | None) -> int:
