@@ -43,6 +43,8 @@ class SamplingBatch:
         temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
         limited, adjusted, with_logprobs = [], [], []
         for row, seq in enumerate(seqs):
+            if seq.takes_likeliest:
+                continue
             params = seq.params
             if not params.greedy:
                 temperature[row] = params.temperature
@@ -130,7 +132,7 @@ def sample_tokens(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Sa
 
 def depends_on_tokens(seq: Sequence) -> bool:
     """Whether the next logits cannot be sampled before all earlier tokens are known on the host."""
-    return seq.params.penalized or seq.guide is not None
+    return seq.penalized or seq.guide is not None
 
 
 def _floors(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Tensor:
@@ -157,7 +159,7 @@ def _floors(logits: Tensor, sampling: SamplingBatch, upload: Upload) -> Tensor:
 def _adjusted(seq: Sequence) -> bool:
     """Whether the sequence's logits are changed before the choice."""
     params = seq.params
-    return params.penalized or bool(params.logit_bias) or _below_min_tokens(seq) or seq.guide is not None
+    return seq.penalized or bool(params.logit_bias) or _below_min_tokens(seq) or seq.guide is not None
 
 
 def _below_min_tokens(seq: Sequence) -> bool:

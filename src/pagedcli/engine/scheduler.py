@@ -117,9 +117,10 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
             index += 1
-            if seq.ends_when_read:
+            num_pending = seq.num_pending_tokens
+            if num_pending and seq.ends_when_read:
                 continue
-            num_new = seq.num_tokens - seq.num_computed_tokens
+            num_new = len(seq.token_ids) + num_pending - seq.num_computed_tokens
             if num_new == 1 and manager.has_room(seq):  # most decodes
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)

@@ -56,6 +56,7 @@ class Sequence:
         "num_recomputed_tokens",
         "output_counts",
         "params",
+        "penalized",
         "prefixes",
         "request_id",
         "row",
@@ -67,6 +68,7 @@ class Sequence:
         "stop_reason",
         "stop_token_ids",
         "synced_blocks",
+        "takes_likeliest",
         "token_ids",
     )
 
@@ -97,6 +99,10 @@ class Sequence:
         self.guide = guide
         self.eos_token_ids = eos_token_ids  # those that end this sequence: empty with ignore_eos
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        # asked for at each step, so worked out once
+        self.penalized = params.penalized
+        changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
+        self.takes_likeliest = params.greedy and params.logprobs is None and not changed  # and nothing else is asked
 
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -144,9 +150,9 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Add a sampled token and decide whether the sequence ends with it (finish_reason)."""
         self.token_ids.append(token_id)
-        if self.params.penalized:
+        if self.penalized:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
-        num_output = self.num_output_tokens
+        num_output = len(self.token_ids) - self.num_prompt_tokens
         if num_output > self.params.min_tokens:
             if token_id in self.eos_token_ids:
                 self.finish_reason = "stop"

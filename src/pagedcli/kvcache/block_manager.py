@@ -132,7 +132,8 @@ class BlockManager:
     def has_room(self, seq: CacheUser) -> bool:
         """Whether the next token goes into an open block of the sequence's own and does not fill it: then may_append
         of one token would change nothing."""
-        index, num_filled = divmod(seq.num_computed_tokens, self.block_size)
+        index = seq.num_computed_tokens // self.block_size
+        num_filled = seq.num_computed_tokens - index * self.block_size
         return 0 < num_filled < self.block_size - 1 and self.blocks[seq.block_table[index]].ref_count == 1
 
     def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
