@@ -20,7 +20,7 @@ STAGES = Path(__file__).with_name("gpu_stages.py")
 LIMITS = {
     "environment": 20,
     "ceilings": 25,
-    "kernels": 110,
+    "kernels": 120,
     "transformers": 50,
     "graphs": 70,
     "attention": 50,

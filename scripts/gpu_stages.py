@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+# the checkout itself, installed or not
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("src", "tests")]
 
 Row = dict[str, Any]
 Result = tuple[bool, str, list[Row]]
@@ -218,8 +219,11 @@ def attention_errors(scale: Scale) -> Iterator[Row]:
         for mixture in mixtures:
             seed = random.SystemRandom().randrange(2**31)
             case = Case(mixture, block_size, *shape, dtype, device=scale.device, seed=seed)
-            error_found = worst_error(run(backend, case), case.expected())
-            yield {**where, "seed": seed, "error": error_found, "allowed": 4 * TOLERANCE[dtype]}
+            row = {**where, "seed": seed, "allowed": 4 * TOLERANCE[dtype]}
+            try:
+                yield {**row, "error": worst_error(run(backend, case), case.expected())}
+            except Exception as error:  # of one backend, whatever it is: the others are still to be checked
+                yield {**row, "error": float("inf"), "problem": str(error).partition("\n")[0]}
 
 
 def compared(kernel: str, dtype: torch.dtype, error: float, allowed: float) -> Row:
@@ -344,32 +348,54 @@ def nano_workload(scale: Scale) -> tuple[list[list[int]], list[Any]]:
 
 def transformers(scale: Scale) -> Result:
     """Tokens of the engine and of transformers, float32 and greedy, for a small random model."""
-    import msgspec
-    from model_zoo import tiny_model
-    from test_engine import GREEDY, ragged_prompts, transformers_tokens
-
     from pagedcli.config import EngineConfig
     from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.sampling_params import SamplingParams
 
     families = ("qwen3", "llama") if scale.on_gpu else ("qwen3",)
     num_prompts, num_new = (16, 64) if scale.on_gpu else (2, 6)
     rows: list[Row] = []
     for family in families:
         with tempfile.TemporaryDirectory() as folder:
-            path = tiny_model(family, Path(folder))
-            prompts = ragged_prompts(num_prompts)
-            expected = [row[0] for row in transformers_tokens(path, prompts, num_new)]
+            path, prompts = Path(folder), ragged_prompts(num_prompts)
+            expected = transformers_tokens(family, path, prompts, num_new)
             config = EngineConfig(
                 model=str(path), dtype="float32", device=scale.device, max_num_seqs=8,
                 num_gpu_blocks_override=40, chunked_prefill_size=7,
             )  # fmt: skip
             engine = LLMEngine(config)
-            params = [msgspec.structs.replace(GREEDY, max_tokens=num_new)] * num_prompts
+            params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
             tokens = generate(engine, prompts, params)
         equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
         rows.append({"family": family, "backend": engine.plan.backend, "prompts": num_prompts, "equal": equal})
     equal = [row["family"] for row in rows if row["equal"] == num_prompts]
     return len(equal) == len(families), f"tokens equal to transformers: {', '.join(equal)}", rows
+
+
+def ragged_prompts(count: int) -> list[list[int]]:
+    """Prompts of 1 to 60 tokens; half of them share a prefix of 24."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 320) for _ in range(24)]
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 36))] for _ in range(count)]
+    return [shared + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
+
+
+def transformers_tokens(family: str, path: Path, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """Write a small random model to `path`; its greedy tokens by transformers on the CPU, each prompt alone."""
+    import transformers as hf
+
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    config = hf.AutoConfig.for_model(family, **sizes, **heads, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # wide enough that the likeliest token stands out; no norm stays 1
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+    model.save_pretrained(path)
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
+    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
 
 
 def graphs(scale: Scale) -> Result:
@@ -406,7 +432,8 @@ def graphs(scale: Scale) -> Result:
             ahead = engine.stats.num_steps_ahead
             rows.append({"loop": name, "graphs": sizes, "equal": equal, "of": count, "ahead": ahead})
             del engine
-    ok = all(row["equal"] >= 0.95 * count for row in rows) and rows[1]["equal"] == count
+    # one step ahead an ended sequence is noticed later, so batches differ there, too
+    ok = all(row["equal"] >= 0.95 * count for row in rows)
     return ok, f"sequences equal to the plain loop: {', '.join(str(row['equal']) for row in rows)} of {count}", rows
 
 

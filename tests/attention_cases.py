@@ -1,6 +1,7 @@
 """Small paged batches with an exact answer, for every attention backend's tests.
 
-Everything a backend must not read is poison: unowned cache slots are NaN, unused table entries a huge block id.
+Everything a backend must not read is poison: unowned cache slots are NaN (with a scale of NaN in an int8 cache), unused
+table entries a huge block id.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}  # twice what rounding costs
+# over whole_steps in an int8 cache, where q and the softmax weights are rounded to 16 bits
+INT8_TOLERANCE = TOLERANCE | {torch.float32: 1e-3}
 GARBAGE_BLOCK = 2**31 - 1
 
 
@@ -26,6 +29,7 @@ class Case:
     dtype: torch.dtype
     device: str = "cpu"
     seed: int = 0
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
 
     def __post_init__(self) -> None:
         total = sum(n for n, _ in self.lengths)
@@ -53,6 +57,14 @@ class Case:
         return torch.cat(results)
 
 
+def whole_steps(x: Tensor, seed: int = 0) -> Tensor:
+    """x [tokens, G, D] nearly, in steps that an int8 cache holds exactly: a power of 2 per head, up to 127 times."""
+    generator = torch.Generator().manual_seed(seed)
+    step = 2.0 ** -torch.randint(4, 7, x.shape[:2], generator=generator)[..., None]
+    largest = torch.randint(0, x.shape[2], x.shape[:2], generator=generator)[..., None]
+    return ((x.float() / step).round().clamp(-127, 127).scatter(2, largest, 127.0) * step).to(x.dtype)
+
+
 def fill_cache(
     backend: AttentionBackend, case: Case, only: list[int] | None = None
 ) -> tuple[Tensor, Tensor, PagedBatch]:
@@ -64,7 +76,9 @@ def fill_cache(
     needed = [-(-total // size) for total, _ in lengths]
     num_blocks = sum(needed) + 3
     shape = backend.kv_shape(num_blocks, size, case.num_kv_heads, case.head_dim)
-    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=case.dtype, device=case.device) for _ in range(2))
+    dtype = case.kv_dtype or case.dtype
+    poison = -1 if dtype == torch.int8 else float("nan")  # bytes 0xff are NaN as a float32
+    k_cache, v_cache = (torch.full(shape, poison, dtype=dtype, device=case.device) for _ in range(2))
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed + 1 + len(members))).tolist()
     table = torch.full((len(members), max(needed) + 2), GARBAGE_BLOCK, dtype=torch.int32)
     early: list[int] = []

@@ -57,8 +57,8 @@ def sizes_of(spec):
 
 
 def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
-    per_block = block_bytes(num_layers=28, block_size=256, num_kv_heads=8, head_dim=128, itemsize=2)
-    assert per_block == 28 * 2**20 == QWEN3_06B.block_bytes(256, 2)
+    per_block = block_bytes(num_layers=28, block_size=256, num_kv_heads=8, head_dim=128, kv_dtype="bfloat16")
+    assert per_block == 28 * 2**20 == QWEN3_06B.block_bytes(256, "bfloat16")
     budget = MemoryBudget(
         total=int(23.48 * GIB),
         utilization=0.9,
@@ -67,8 +67,11 @@ def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
         current=int(1.14 * GIB),
     )
     assert budget.num_blocks(per_block) == 621
-    assert block_formula(QWEN3_06B, 256, 2) == (
+    assert block_formula(QWEN3_06B, 256, "bfloat16") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
+    )
+    assert block_formula(QWEN3_06B, 256, "int8") == (
+        "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x (128 head_dim x 1 bytes + 4 of scale) = 15,138,816"
     )
     assert QWEN3_06B.num_parameters == 596_049_920  # the number on its model card: 0.6B
 
@@ -106,7 +109,7 @@ def test_predicted_weights_are_those_of_the_loaded_model(family, tmp_path):
     plain, packed = LLMEngine(config).plan, LLMEngine(replace(config, attention_backend="auto")).plan
     assert sizes.num_parameters * 4 == plain.weight_bytes
     assert sizes.num_parameters * 4 == pytest.approx(packed.weight_bytes, rel=0.05)  # kernels may pad their rows
-    assert sizes.block_bytes(16, 4) == plain.block_bytes == packed.block_bytes
+    assert sizes.block_bytes(16, "float32") == plain.block_bytes == packed.block_bytes
 
 
 def tensor_peak(run):
@@ -214,12 +217,12 @@ def test_target_rows_invert_the_terms():
 
 def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
     rows = size_rows(QWEN3_06B, 10 * GIB, 40960)
-    assert len(rows) == 18
+    assert len(rows) == 24
     for row in rows:
         assert row["num_kvcache_blocks"] == 10 * GIB // row["block_bytes"]
         assert row["max_concurrency"] == pytest.approx(row["num_kvcache_tokens"] / 40960, rel=0.01)
     by_dtype = {row["kv_dtype"]: row["block_bytes"] for row in rows if row["block_size"] == 16}
-    assert by_dtype == {"float32": 3_670_016, "bfloat16": 1_835_008, "float8_e4m3": 917_504}
+    assert by_dtype == {"float32": 3_670_016, "bfloat16": 1_835_008, "float8_e4m3fn": 917_504, "int8": 946_176}
 
 
 def test_concurrency_rows_show_sharing_only_if_it_is_known():

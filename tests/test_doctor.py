@@ -97,3 +97,55 @@ def test_a_device_that_is_not_there_is_a_usage_error():
     result = CliRunner().invoke(app, ["doctor", "--device", "cuda:77"])
     assert result.exit_code == 2
     assert "cuda:77" in result.stderr
+
+
+def engine_rows(result):
+    return [(row["what"], row["value"]) for row in json.loads(result.stdout)["engine"]]
+
+
+def test_what_an_engine_does_here_is_told():
+    rows = dict(engine_rows(doctor("--format", "json")))
+    assert rows["dtype"] == rows["KV cache"] == "bfloat16"
+    assert rows["CUDA graphs"] == "none: cpu has none"
+    assert rows["attention"] in select.BACKEND_NAMES
+
+
+def test_graphs_scales_and_notes_of_a_plan_are_told():
+    from pagedcli.cli.engine_table import EngineFacts, engine_table
+
+    facts = EngineFacts(
+        backend="triton",
+        refused=("cpu: no compiler",),
+        dtype="bfloat16",
+        kv_dtype="float8_e4m3fn",
+        kv_scales=(0.25, 0.5),
+        graph_sizes=(1, 2, 4),
+        no_graphs=None,
+        notes=("slow",),
+    )
+    assert [tuple(row.values()) for row in engine_table("here", facts).rows] == [
+        ("attention", "triton"),
+        ("not used", "cpu: no compiler"),
+        ("dtype", "bfloat16"),
+        ("KV cache", "float8_e4m3fn"),
+        ("KV scales", "K 0.25, V 0.5"),
+        ("CUDA graphs", "batch sizes 1, 2, 4"),
+        ("note", "slow"),
+    ]
+
+
+def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
+    from model_zoo import tiny_model
+
+    from pagedcli.cli.engine_table import EngineFacts, expect_engine
+    from pagedcli.config import EngineConfig
+    from pagedcli.engine.llm_engine import LLMEngine
+
+    config = EngineConfig(
+        model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",
+        attention_backend="sdpa", num_gpu_blocks_override=4,
+    )  # fmt: skip
+    engine = LLMEngine(config)
+    expected = expect_engine(config, engine.spec)
+    assert expected.notes == ("linear layers are slow here: oneDNN packs no float16 weights",)
+    assert expected == EngineFacts.of(engine.plan, engine.model.notes)

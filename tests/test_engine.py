@@ -1,7 +1,9 @@
 """Every token is the reference model's: equal to transformers in float32 whatever the pool, chunk, cache, backend."""
 
+import gc
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
@@ -233,3 +235,15 @@ def test_impossible_configurations_name_the_limit(family_model, config, words):
     path, _ = family_model("llama")
     with pytest.raises(ConfigError, match=words):
         make_engine(path, **config) if "device" not in config else LLMEngine(EngineConfig(model=str(path), **config))
+
+
+@pytest.mark.parametrize("emit", [None, lambda event: None], ids=["unobserved", "observed"])
+def test_an_engine_that_is_dropped_gives_its_cache_back_at_once(emit):
+    engine = LLMEngine(EngineConfig(num_gpu_blocks_override=8), emit=emit)
+    cache = weakref.ref(engine.runner.kv_cache)
+    gc.disable()  # no cycle may hold the memory until the collector comes by
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()

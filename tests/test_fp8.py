@@ -168,7 +168,8 @@ def test_kernels_compile_for_an_fp8_cache(tmp_path):
 
     decode, prefill, types, constants = kernel_constants(torch.bfloat16, 128, 2, 16, 90)
     types |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
-    lists = {"item_split_ptr": "*i32", "num_items_ptr": "*i32", "partial_ptr": "*fp32", "partial_stat_ptr": "*fp32"}
+    lists = dict.fromkeys(("item_split_ptr", "num_items_ptr", "first_part_ptr"), "*i32")
+    lists |= {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32"}
     rows = {"ROWS": paged.MIN_ROWS, "SPLIT": paged.SPLIT, "PAGES": paged.pages_per_split(16)}
     tile = {"BLOCK_M": prefill.block_m, "TOKENS": prefill.block_m // 2}
     cases = [

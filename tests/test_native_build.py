@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, Case, run, worst_error
+from attention_cases import INT8_TOLERANCE, TOLERANCE, Case, run, whole_steps, worst_error
 
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
@@ -141,6 +141,17 @@ def test_every_processor_computes_exact_attention(library, block_size, group, he
     case = Case([(1, 1), (300, 1), (20, 20), (130, 5), (600, 40)], block_size, 2 * group, 2, head_dim, dtype)
     spec = AttentionSpec(torch.device("cpu"), dtype, block_size, 2 * group, 2, head_dim)
     assert worst_error(run(cpu.CpuAttention(spec, library), case), case.expected()) < TOLERANCE[dtype]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("block_size", "group", "head_dim"), [(16, 2, 64), (4, 5, 96), (3, 1, 7), (256, 16, 512)])
+def test_every_processor_computes_exact_attention_over_an_int8_cache(library, block_size, group, head_dim, dtype):
+    lengths = [(1, 1), (300, 1), (20, 20), (130, 5), (600, 40)]
+    case = Case(lengths, block_size, 2 * group, 2, head_dim, dtype, kv_dtype=torch.int8)
+    case.k, case.v = whole_steps(case.k), whole_steps(case.v)
+    spec = AttentionSpec(torch.device("cpu"), dtype, block_size, 2 * group, 2, head_dim, kv_dtype=torch.int8)
+    assert worst_error(run(cpu.CpuAttention(spec, library), case), case.expected()) < INT8_TOLERANCE[dtype]
 
 
 @needs_compiler

@@ -8,6 +8,9 @@ from conftest import shared_data
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.errors import BackendError
 from pagedcli.inspection.prompt_plan import PrefixIndex, PromptPlan, percentile, prefix_digests
 from pagedcli.kvcache.block_manager import BlockManager
 
@@ -197,6 +200,19 @@ def test_a_missing_field_is_a_bad_row():
     assert (found["num_valid_rows"], found["bad_rows"][0]["message"]) == (1, "no field 'question'")
 
 
+def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
+    line = json.dumps({"prompt": [5] * 40})
+    found = as_json("-", "--device", "cpu", "--kv-cache-dtype", "int8", "--num-gpu-blocks-override", 9, stdin=line)
+    config = EngineConfig(device="cpu", attention_backend="cpu", kv_cache_dtype="int8", num_gpu_blocks_override=9)
+    try:
+        engine = LLMEngine(config)
+    except BackendError as error:
+        pytest.skip(f"no native kernels here: {error.message}")
+    assert found["block_bytes"] == engine.plan.block_bytes
+    refusal = plan("-", "--device", "cpu", "--kv-cache-dtype", "fp8", stdin=line, expect=2).stderr
+    assert "needs a CUDA GPU" in refusal
+
+
 def test_a_pool_that_is_too_small_is_told():
     found = as_json("-", "--num-gpu-blocks-override", 3, stdin=json.dumps({"prompt": [5] * 40, "max_tokens": 60}))
     assert found["num_kvcache_blocks"] == 3
@@ -212,5 +228,16 @@ def test_the_screen_and_a_hostile_prompt_file():
         assert f"{title}\n" in result.stdout
     assert max(map(len, result.stdout.splitlines())) < 120
     markdown = plan("-", "--format", "md", stdin=lines, expect=3).stdout
-    assert sum(line.startswith("### ") for line in markdown.splitlines()) == 7
+    assert sum(line.startswith("### ") for line in markdown.splitlines()) == 8
     assert "block_size,hit_rate,hit_tokens" in plan("-", "--format", "csv", stdin=lines, expect=3).stdout
+
+
+def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):
+    line = json.dumps({"prompt": [5] * 40})
+    rows = {row["what"]: row["value"] for row in as_json("-", "--dtype", "float32", stdin=line)["engine"]}
+    assert (rows["KV cache"], rows["CUDA graphs"]) == ("float32", "none: cpu has none")
+    path = tmp_path / "run.yaml"
+    path.write_text("engine: {attention_backend: varlen, device: cpu}")
+    found = as_json("-", "--config", path, stdin=line)
+    assert found["num_valid_rows"] == 1
+    assert "varlen" in found["engine"][0]["value"]

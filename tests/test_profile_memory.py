@@ -111,6 +111,17 @@ def test_a_pool_given_by_flag_wins_over_the_described_machine(qwen3):
     assert as_json("-m", qwen3, "--gpu", "t4", "--kv-cache-memory", "1GiB")["num_kvcache_blocks"] == 2**30 // 1_835_008
 
 
+def test_the_kv_dtype_changes_blocks_and_nothing_else(qwen3):
+    plain, fp8 = (as_json("-m", qwen3, "--gpu", "h200", "--kv-cache-dtype", name) for name in ("auto", "fp8"))
+    assert (plain["kv_dtype"], fp8["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert (fp8["dtype"], fp8["weights_bytes"]) == (plain["dtype"], plain["weights_bytes"])
+    assert fp8["block_bytes"] * 2 == plain["block_bytes"]
+    assert fp8["num_kvcache_blocks"] == fp8["kv_cache_bytes"] // fp8["block_bytes"] >= 2 * plain["num_kvcache_blocks"]
+    refusal = profile_memory("-m", qwen3, "--gpu", "h200", "--kv-cache-dtype", "int8", expect=2).stderr
+    assert "int8 is for a CPU" in refusal
+    assert "--kv-cache-dtype fp8" in refusal
+
+
 def test_tensor_parallel_ranks_share_weights_and_blocks(qwen3):
     alone, shared = (as_json("-m", qwen3, "--gpu", "h200", "--tensor-parallel-size", size) for size in (1, 4))
     assert shared["block_bytes"] == alone["block_bytes"] // 4
@@ -143,6 +154,17 @@ def test_this_machine_is_measured_beside_the_prediction(tmp_path):
     assert predicted["others"] is None
 
 
+def test_an_int8_cache_is_counted_with_its_scales(tmp_path):
+    path = tiny_model("qwen3", tmp_path / "m")
+    arguments = ("-m", path, "--device", "cpu", "--kv-cache-memory", "1MiB", "--kv-cache-dtype", "int8", *SMALL)
+    found = as_json(*arguments)
+    assert (found["dtype"], found["kv_dtype"]) == ("float32", "int8")
+    assert found["block_bytes"] == 2 * 2 * 16 * 2 * (32 + 4)
+    assert found["num_kvcache_blocks"] == 2**20 // found["block_bytes"]
+    formula = "2 (K and V) x 2 layers x 16 tokens x 2 kv_heads x (32 head_dim x 1 bytes + 4 of scale) = 4,608"
+    assert formula in profile_memory(*arguments, "--format", "md").stdout
+
+
 def test_a_prompt_file_gives_lengths_and_sharing(tmp_path):
     shared = list(range(3, 35))  # 32 tokens: two blocks
     prompts = tmp_path / "prompts.jsonl"
@@ -166,6 +188,6 @@ def test_csv_and_markdown_have_plain_keys_and_headers(qwen3):
     text = profile_memory("-m", qwen3, *KNOWN, "--format", "csv").stdout
     sizes = text.split("# The same")[1].split("\n", 1)[1]
     rows = list(csv.DictReader(io.StringIO(sizes)))
-    assert len(rows) == 18
+    assert len(rows) == 24
     assert int(rows[0]["block_bytes"]) == 2 * 28 * 8 * 8 * 128 * 4
     assert "| KV dtype | block size |" in profile_memory("-m", qwen3, *KNOWN, "--format", "md").stdout

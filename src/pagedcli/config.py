@@ -35,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_backend: str = "auto"
     block_size: int = 16  # tokens per KV block
     num_gpu_blocks_override: int | None = None  # blocks in the pool, on any device
-    kv_cache_dtype: KvCacheDtype = "auto"  # auto: that of the activations; fp8: e4m3, on GPUs that have it
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: as the activations; fp8: e4m3, on GPUs that have it; int8: on CPUs
     kv_cache_memory: int | None = None  # bytes for the KV cache, on any device
     gpu_memory_utilization: float = 0.9  # share of the card's memory that this process may use
     max_model_len: int | None = None  # tokens, prompt and output; None: the model's own

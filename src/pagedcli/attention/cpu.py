@@ -1,6 +1,7 @@
 """Paged attention on the CPU by the project's own C++ kernel: reads pages where they lie, near memory bandwidth.
 
-A token's result does not depend, in any bit, on the rest of the batch, on chunking or on the number of threads.
+A token's result does not depend, in any bit, on the rest of the batch, on chunking or on the number of threads. That
+holds for an int8 cache, too: the tokens of a step read their own K and V back from it, as they read all others.
 """
 
 import ctypes
@@ -14,6 +15,8 @@ from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary, load_library
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SCALE_BYTES = 4  # of an int8 cache, per token and head: one float32
+MAX_INT8_HEAD_DIM = 512  # a longer product of whole numbers does not fit into 32 bits
 _int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
@@ -30,11 +33,15 @@ class _Plan:
 
 
 class CpuAttention:
-    """The native kernel. K and V cache: [N, G, S, D], the inside of a head in an order that is the kernel's own."""
+    """The native kernel. K and V cache: [N, G, S, D], the inside of a head in an order that is the kernel's own.
+
+    With kv_dtype int8 the cache is bytes [N, G, S, D + 4]: beside the elements a float32 scale per token and head.
+    """
 
     name = "cpu"
     block_size_multiple = 1
     dtypes = frozenset(DTYPE_CODES)
+    kv_dtypes = frozenset({torch.int8})  # of a cache, beside that of q, k and v
     batch_invariant = True
 
     def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:
@@ -43,11 +50,14 @@ class CpuAttention:
         self._attend, self._write = _bind(library.functions)
         self._spec = spec
         self._dtype_code = DTYPE_CODES[spec.dtype]
-        self._geometry = (_int64 * 5)(0, spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._kv_dtype = spec.kv_dtype or spec.dtype
+        self._scale_bytes = SCALE_BYTES if self._kv_dtype == torch.int8 else 0
+        sizes = (spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._geometry = (_int64 * 6)(0, *sizes, self._kv_dtype == torch.int8)
         self.geometry_address = ctypes.addressof(self._geometry)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+        return (num_blocks, num_kv_heads, block_size, head_dim + self._scale_bytes)
 
     def prepare(self, batch: PagedBatch) -> None:
         cu_q, num_tokens = batch.cu_q.contiguous(), batch.num_tokens.contiguous()
@@ -107,11 +117,11 @@ class CpuAttention:
 
     def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
         """The library trusts its pointers, so this is where a wrong shape is caught."""
-        spec = self._spec
-        inside = (spec.num_kv_heads, spec.block_size, spec.head_dim)
+        spec, dtype = self._spec, self._kv_dtype
+        inside = self.kv_shape(0, spec.block_size, spec.num_kv_heads, spec.head_dim)[1:]
         for cache in (k_cache, v_cache):
-            if cache.shape[1:] != inside or cache.dtype != spec.dtype or not cache.is_contiguous():
-                raise BackendError(f"the cache is {cache.dtype} {tuple(cache.shape)}, not {spec.dtype} [N, *{inside}]")
+            if cache.shape[1:] != inside or cache.dtype != dtype or not cache.is_contiguous():
+                raise BackendError(f"the cache is {cache.dtype} {tuple(cache.shape)}, not {dtype} [N, *{inside}]")
         self._geometry[0] = k_cache.shape[0]
 
 
@@ -142,9 +152,15 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
 
 
 def load(spec: AttentionSpec) -> CpuAttention:
-    """The native backend. Raises BackendError where there is no compiler, off the CPU, and for other dtypes."""
+    """The native backend. Raises BackendError where there is no compiler, off the CPU, for other dtypes, and for an
+    int8 cache of longer heads than it can sum exactly."""
     if spec.device.type != "cpu":
         raise BackendError(f"runs on a CPU, not on {spec.device}")
     if spec.dtype not in DTYPE_CODES:
         raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of bfloat16, float16, float32")
+    if spec.kv_dtype == torch.int8 and spec.head_dim > MAX_INT8_HEAD_DIM:
+        raise BackendError(
+            f"has an int8 KV cache for head_dim up to {MAX_INT8_HEAD_DIM}, not {spec.head_dim}",
+            hint="use --kv-cache-dtype auto",
+        )
     return CpuAttention(spec, load_library())

@@ -96,7 +96,11 @@ def _first_that_runs(spec: AttentionSpec) -> Selection:
         if backend is not None:
             return Selection(backend, tuple(refused))
         refused.append(f"{entry.name}: {reason}")
-    raise BackendError(f"no attention backend runs on {spec.device}: {'; '.join(refused)}", hint="use device: cpu")
+    own_kv_dtype = spec.kv_dtype not in (None, spec.dtype)
+    raise BackendError(
+        f"no attention backend runs on {spec.device}: {'; '.join(refused)}",
+        hint="use --kv-cache-dtype auto" if own_kv_dtype else "use device: cpu",
+    )
 
 
 def _try_all(
@@ -121,7 +125,10 @@ def check_spec(backend: AttentionBackend, spec: AttentionSpec) -> None:
         known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in backend.dtypes))
         raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of {known}")
     if spec.kv_dtype not in (None, spec.dtype, *getattr(backend, "kv_dtypes", ())):
-        raise BackendError(f"has no KV cache of {str(spec.kv_dtype).removeprefix('torch.')}")
+        kv_dtype = str(spec.kv_dtype).removeprefix("torch.")
+        raise BackendError(
+            f"has no KV cache of {kv_dtype}", hint="use --kv-cache-dtype auto, or --attention-backend auto"
+        )
     if spec.block_size % backend.block_size_multiple:
         multiple = backend.block_size_multiple
         raise BackendError(

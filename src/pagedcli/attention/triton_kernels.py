@@ -1,7 +1,8 @@
 """The Triton kernels of paged attention. Used by triton_paged.py only; imported only where triton is installed.
 
 K and V cache: [N, G, S, D]. All softmax arithmetic is float32 in units of log2, with scale * log2(e) folded into one
-factor. UPCAST makes tl.dot work in float32: triton's interpreter computes bfloat16 wrongly.
+factor. UPCAST makes tl.dot work in float32: triton's interpreter computes bfloat16 wrongly. Arguments whose alignment
+changes from step to step are not specialized on: each variant of a kernel would be compiled in the middle of a run.
 """
 
 import triton
@@ -66,14 +67,15 @@ def _dot(a, b, UPCAST: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_part_ptr", "item_seq_ptr", "item_split_ptr", "table_stride"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
-    partial_ptr,  # [items, H, D] float32: sums of weighted values of one split
-    partial_stat_ptr,  # [items, 2, H] float32: maxima, sums of weights
+    partial_ptr,  # [parts * H, D] float32: sums of weighted values; a part is one split of one new token
+    partial_stat_ptr,  # [parts * H, 2] float32: maximum, sum of weights
+    first_part_ptr,  # [B]
     item_seq_ptr,
     item_split_ptr,
     num_items_ptr,  # read here, so that one captured graph serves any lengths
@@ -107,7 +109,8 @@ def decode_kernel(
     while work < num_work:
         item, head = work // G, work % G
         seq = tl.load(item_seq_ptr + item)
-        split_start = tl.load(item_split_ptr + item) * SPLIT
+        split = tl.load(item_split_ptr + item)
+        split_start = split * SPLIT
         first_row = tl.load(cu_q_ptr + seq)
         num_new = tl.load(cu_q_ptr + seq + 1) - first_row
         total = tl.load(num_tokens_ptr + seq)
@@ -150,19 +153,19 @@ def decode_kernel(
             result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_rows[:, None] + dims[None, :], result, mask=live)
         else:
-            part = item.to(tl.int64) * ROWS * G + head * ROWS + row
+            part = tl.load(first_part_ptr + seq).to(tl.int64) * H + (split * G + head) * num_new * GROUP + row
             tl.store(partial_ptr + part[:, None] * D + dims[None, :], acc, mask=live)
             tl.store(partial_stat_ptr + part * 2, top, mask=row // GROUP < num_new)
             tl.store(partial_stat_ptr + part * 2 + 1, weight_sum, mask=row // GROUP < num_new)
         work += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_part_ptr"])
 def combine_kernel(
     partial_ptr,
     partial_stat_ptr,
     out_ptr,
-    first_item_ptr,  # [B], -1 for a sequence that the decode kernel does not serve
+    first_part_ptr,  # [B], -1 for a sequence that the decode kernel does not serve
     cu_q_ptr,
     num_tokens_ptr,
     H: tl.constexpr,
@@ -175,9 +178,9 @@ def combine_kernel(
     """One program per (sequence, head): adds up the sequence's splits in their order."""
     GROUP: tl.constexpr = H // G
     seq, head = tl.program_id(0), tl.program_id(1)
-    first_item = tl.load(first_item_ptr + seq).to(tl.int64)
+    first_part = tl.load(first_part_ptr + seq).to(tl.int64)
     total = tl.load(num_tokens_ptr + seq)
-    if (first_item >= 0) & (total > SPLIT):
+    if (first_part >= 0) & (total > SPLIT):
         row = tl.arange(0, ROWS)
         dims = tl.arange(0, BLOCK_D)
         first_row = tl.load(cu_q_ptr + seq)
@@ -188,7 +191,7 @@ def combine_kernel(
         weight_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for split in tl.range(0, (total + SPLIT - 1) // SPLIT):
-            part = (first_item + split) * ROWS * G + head * ROWS + row
+            part = first_part * H + (split * G + head) * num_new * GROUP + row
             part_top = tl.load(partial_stat_ptr + part * 2, mask=live_row, other=0.0)
             part_sum = tl.load(partial_stat_ptr + part * 2 + 1, mask=live_row, other=1.0)
             values = tl.load(partial_ptr + part[:, None] * D + dims[None, :], mask=live, other=0.0)
@@ -257,7 +260,7 @@ def _prefill_tile(
     return top, weight_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["item_token_ptr", "table_stride"])
 def prefill_kernel(
     q_ptr,
     k_cache_ptr,

@@ -4,6 +4,8 @@ Runs on any torch from 2.11 and any block size that is a multiple of 16. A seque
 of the batch: splits and tiles are counted from its own start. Imported only where triton is installed.
 """
 
+import os
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ except ImportError as error:
     ) from error
 
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
-DEVICE_LIST_ITEMS = 2**14  # a longer work list is counted on the host: room for its partial results is dear
+DEVICE_LIST_ITEMS = 2**13 + 2**9  # all that a CUDA graph can ask for; a longer work list is counted on the host
 PROGRAMS_PER_SM = 3
 MIN_ROWS = 16  # rows of the smallest tl.dot
 
@@ -68,8 +70,9 @@ class _Plan:
     """One step's work lists, in one buffer on the device."""
 
     capacity: int  # decode items
-    buffer: Tensor  # int32: number of decode items | first item of each sequence | items' sequences | items' splits
+    buffer: Tensor  # int32: number of decode items | first part of each sequence | items' sequences | items' splits
     num_sequences: int
+    num_parts: int  # partial results of H rows: for each new token one per split, where there are several
     has_decode: bool = False
     prefill_items: Tensor | None = None  # [2, P] int32: sequence, first new token
 
@@ -78,7 +81,7 @@ class _Plan:
         return self.buffer[:1]
 
     @property
-    def first_item(self) -> Tensor:
+    def first_part(self) -> Tensor:
         return self.buffer[1 : 1 + self.num_sequences]
 
     @property
@@ -110,7 +113,7 @@ class TritonAttention:
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
         self.kv_scales = 1.0, 1.0  # what one unit of K and of V in an fp8 cache stands for
-        self._partials = torch.empty(0), torch.empty(0)
+        self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
         if spec.device.type == "cuda":
             self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -132,15 +135,17 @@ class TritonAttention:
         decodes = (num_new > 0) & (num_new * self._group <= self._rows)
         splits = np.where(decodes, -(-totals // SPLIT), 0)
         num_items = int(splits.sum())
-        first_item = np.cumsum(splits) - splits
         item_seq = np.repeat(np.arange(num_seqs), splits)
-        item_split = np.arange(num_items) - first_item[item_seq]
-        lists = np.concatenate(([num_items], np.where(decodes, first_item, -1), item_seq, item_split))
+        item_split = np.arange(num_items) - (np.cumsum(splits) - splits)[item_seq]
+        parts = np.where(splits > 1, splits * num_new, 0)
+        first_part = np.where(decodes, np.cumsum(parts) - parts, -1)
+        lists = np.concatenate(([num_items], first_part, item_seq, item_split))
         device = batch.cu_q.device
         batch.plan = _Plan(
             capacity=num_items,
             buffer=_send(torch.from_numpy(lists.astype(np.int32)), device),
             num_sequences=num_seqs,
+            num_parts=int(parts.sum()),
             has_decode=num_items > 0,
             prefill_items=self._prefill_items(num_new, decodes, device),
         )
@@ -193,7 +198,7 @@ class TritonAttention:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float, v_scale: float
     ) -> None:
         spec, plan = self._spec, batch.plan
-        partial, partial_stat = self._partial_buffers(plan.capacity)
+        partial, partial_stat = self._partial_buffers(plan.num_parts)
         shape = {"H": spec.num_heads, "G": spec.num_kv_heads, "D": spec.head_dim, "BLOCK_D": self._block_d}
         kernels.decode_kernel[(self._programs,)](
             q,
@@ -202,6 +207,7 @@ class TritonAttention:
             out,
             partial,
             partial_stat,
+            plan.first_part,
             plan.item_seq,
             plan.item_split,
             plan.num_items,
@@ -227,7 +233,7 @@ class TritonAttention:
                 partial,
                 partial_stat,
                 out,
-                plan.first_item,
+                plan.first_part,
                 batch.cu_q,
                 batch.num_tokens,
                 **shape,
@@ -267,9 +273,14 @@ class TritonAttention:
             num_warps=self._prefill.num_warps,
         )
 
-    def _partial_buffers(self, num_items: int) -> tuple[Tensor, Tensor]:
-        """Room for the partial results of so many items, shared by all layers and kept between steps."""
-        rows = num_items * self._spec.num_kv_heads * self._rows
+    def reserve(self, num_seqs: int, max_total: int) -> None:
+        """Take the memory that steps of so many sequences of up to max_total tokens need, before memory is counted."""
+        if max_total > SPLIT:
+            self._partial_buffers(min(DEVICE_LIST_ITEMS, num_seqs * -(-max_total // SPLIT)))
+
+    def _partial_buffers(self, num_parts: int) -> tuple[Tensor, Tensor]:
+        """Room for so many partial results, shared by all layers and kept between steps."""
+        rows = num_parts * self._spec.num_heads
         if self._partials[1].shape[0] < rows:
             device = self._spec.device
             rows = max(rows, 2 * self._partials[1].shape[0])
@@ -291,11 +302,11 @@ def decode_plan(num_tokens: Tensor, max_total: int) -> _Plan:
     capacity = num_seqs * -(-max_total // SPLIT)
     splits = (num_tokens + (SPLIT - 1)) // SPLIT
     ends = splits.cumsum(0, dtype=torch.int32)
-    first_item = ends - splits
+    first_item = ends - splits  # and its first part
     item = torch.arange(capacity, dtype=torch.int32, device=num_tokens.device)
     item_seq = torch.searchsorted(ends, item, right=True, out_int32=True).clamp_(max=num_seqs - 1)
     buffer = torch.cat((ends[-1:], first_item, item_seq, item - first_item[item_seq]))
-    return _Plan(capacity, buffer, num_seqs, has_decode=True)
+    return _Plan(capacity, buffer, num_seqs, num_parts=capacity if max_total > SPLIT else 0, has_decode=True)
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:
@@ -328,6 +339,13 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def missing_compiler() -> str | None:
+    """Why triton cannot launch a kernel here, None if it can: it builds its launcher with the machine's C compiler."""
+    if interpreted() or triton.knobs.build.impl or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return None
+    return "triton needs a C compiler, and there is neither gcc nor clang"
+
+
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
@@ -348,6 +366,8 @@ def load(spec: AttentionSpec) -> TritonAttention:
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
     if spec.device.type == "cuda" and _capability(spec.device) < (8, 0):
         raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
+    if problem := missing_compiler():
+        raise BackendError(problem, hint="install gcc, or name a compiler in the environment variable CC")
     if spec.head_dim > 256:
         raise BackendError(f"head_dim is {spec.head_dim}, more than 256")
     if spec.num_heads // spec.num_kv_heads > 64:

@@ -11,6 +11,7 @@ import torch
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.select import select_backend
 from pagedcli.bench.machine import best_seconds
+from pagedcli.kvcache.budget import block_bytes
 from pagedcli.native.memory import ask_for_huge_pages
 
 STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: so that none of them is still in a cache
@@ -28,12 +29,18 @@ class AttentionShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one call must read."""
-        tokens = self.num_sequences * self.context
-        return 2 * tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_sequences * block_bytes(
+            num_layers=1,
+            block_size=self.context,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            kv_dtype=str(self.kv_dtype or self.dtype).removeprefix("torch."),
+        )
 
     @property
     def flops(self) -> int:
@@ -69,6 +76,7 @@ def attention_rows(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            kv_dtype=shape.kv_dtype,
         ).backend
         seconds = _attend_seconds(chosen, shape, torch.device(device))
         yield AttentionRow(
@@ -84,9 +92,14 @@ def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: to
     batch, num_blocks = _batch(shape, device)
     cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     num_layers = max(1, -(-STREAM_BYTES // shape.kv_bytes))
-    cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.dtype, device=device)
+    cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.kv_dtype or shape.dtype, device=device)
     ask_for_huge_pages(cache)  # as the engine does
-    layers = [tuple(layer) for layer in cache.normal_()]
+    layers = [tuple(layer) for layer in cache]
+    num_slots = num_blocks * shape.block_size
+    filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim, device=device).to(shape.dtype)
+    slots = torch.arange(num_slots, dtype=torch.int32, device=device)
+    for k_cache, v_cache in layers:
+        backend.write(filling, filling, k_cache, v_cache, slots)
     tokens = shape.num_sequences * shape.new
     q = torch.randn(tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
     backend.prepare(batch)

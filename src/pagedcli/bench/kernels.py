@@ -30,9 +30,18 @@ class KernelRow:
 
 
 def kernel_rows(
-    spec: ModelSpec, limits: MachineLimits, tokens: Iterable[int], *, dtype: torch.dtype, quantize: bool = False
+    spec: ModelSpec,
+    limits: MachineLimits,
+    tokens: Iterable[int],
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    quantize: bool = False,
 ) -> list[KernelRow]:
-    """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU."""
+    """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU.
+
+    `kv_dtype`: of the KV cache; where it is not `dtype`, attention is measured over both in turn.
+    """
     width, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
     sizes = {"qkv": (qkv, width), "out": (width, spec.num_heads * head_dim), "gate_up": (2 * inner, width)}
@@ -44,12 +53,15 @@ def kernel_rows(
                 rows.append(_linear_row(name, out_features, in_features, count, limits, dtype, quantize))
         rows.append(_norm_row(width, count, limits, dtype))
     shapes = [
-        AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype)
+        AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype)
         for n, context, new in ((1, 2048, 1), (32, 128, 1), (32, 512, 1), (1, 512, 512), (1, 2048, 2048))
+        for cache_dtype in dict.fromkeys((dtype, kv_dtype or dtype))
     ]
     for row in attention_rows(shapes):
-        size = f"{row.shape.num_sequences} x {row.shape.new} after {row.shape.context - row.shape.new}"
-        rows.append(_row("attention", size, row.backend, row.ms / 1e3, row.shape.kv_bytes, row.shape.flops, limits))
+        shape = row.shape
+        size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
+        cache = "" if shape.kv_dtype == dtype else f", {str(shape.kv_dtype).removeprefix('torch.')} KV"
+        rows.append(_row("attention", size, row.backend + cache, row.ms / 1e3, shape.kv_bytes, shape.flops, limits))
     return rows
 
 

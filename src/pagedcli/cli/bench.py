@@ -12,6 +12,7 @@ from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, deci
 from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
+from pagedcli.kvcache.budget import head_bytes
 
 if TYPE_CHECKING:
     from pagedcli.bench.machine import Machine
@@ -135,14 +136,17 @@ def kernels(
     Examples:
       pagedcli bench kernels
       pagedcli bench kernels --tokens 1 --tokens 64 --dtype float32
+      pagedcli bench kernels --kv-cache-dtype int8
       pagedcli bench kernels -m ./Qwen3-0.6B --format csv
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    import torch
+
     from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.machine import measure_machine
     from pagedcli.bench.throughput import workload_config
-    from pagedcli.engine.plan import model_folder, resolve_dtype
+    from pagedcli.engine.plan import model_folder, resolve_dtype, resolve_kv_dtype
     from pagedcli.models.spec import read_spec
 
     engine_config = load_config(config, flags).config.engine
@@ -152,7 +156,8 @@ def kernels(
     spec = read_spec(model_folder(engine_config))
     dtype = resolve_dtype(engine_config.dtype, spec)
     machine = measure_machine(dtype)
-    rows = kernel_rows(spec, machine.limits, tokens or [1, 8, 32, 512], dtype=dtype)
+    kv_dtype = resolve_kv_dtype(engine_config.kv_cache_dtype, dtype, torch.device("cpu"))
+    rows = kernel_rows(spec, machine.limits, tokens or [1, 8, 32, 512], dtype=dtype, kv_dtype=kv_dtype)
     columns = [
         Column("kernel", "kernel"),
         Column("size", "size"),
@@ -279,7 +284,9 @@ def _throughput_row(result: "Throughput", workload: Workload, machine: "Machine 
     if machine is not None:
         itemsize = DTYPES[result.engine.plan.dtype].itemsize
         weight_size = 1 if result.engine.config.quantization == "int8" else itemsize
-        floor = workload_floor(result.engine.spec, workload, machine.limits, itemsize=weight_size, kv_itemsize=itemsize)
+        spec, plan = result.engine.spec, result.engine.plan
+        kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
+        floor = workload_floor(spec, workload, machine.limits, itemsize=weight_size, kv_itemsize=kv_size)
         row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds}
     return row
 

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from pagedcli import __version__
+from pagedcli.cli.engine_table import EngineFacts, engine_table
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, decimal, print_tables, size
 from pagedcli.cli.terminal import say
 from pagedcli.errors import BackendError
@@ -55,7 +56,8 @@ def doctor(
     chosen = resolve_device(device)
     backends = _backend_rows(chosen)
     results = _self_test(str(chosen), [row["backend"] for row in backends if row["available"]])
-    tables = [_versions_table(), _devices_table(), _backends_table(backends, str(chosen)), _self_test_table(results)]
+    tables = [_versions_table(), _devices_table(), _backends_table(backends, str(chosen)), _engine_table(str(chosen))]
+    tables.append(_self_test_table(results))
     failed = [result.check for result in results if not result.passed]
     print_tables(tables, format_, facts={"device": str(chosen), "passed": not failed})
     if failed:
@@ -164,6 +166,19 @@ def _backend_rows(device: "torch.device") -> list[dict[str, Any]]:
 def _backends_table(rows: list[dict[str, Any]], device: str) -> Table:
     columns = [Column("backend", "backend"), Column("available", "runs here"), Column("reason", "why not")]
     return Table("backends", f"Attention backends on {device}, in order of preference", columns, rows)
+
+
+def _engine_table(device: str) -> Table:
+    """What the engine does with the built-in model."""
+    from pagedcli.config import EngineConfig
+    from pagedcli.engine.llm_engine import LLMEngine
+
+    try:
+        engine = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8))
+        found: EngineFacts | str = EngineFacts.of(engine.plan, engine.model.notes)
+    except Exception as error:  # a diagnosis goes on, and says what broke: a driver raises anything
+        found = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return engine_table(f"What an engine does on {device}, with the built-in model", found)
 
 
 # ---------------------------------------------------------------------- the self-test

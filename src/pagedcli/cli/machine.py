@@ -24,6 +24,7 @@ MACHINE_KEYS = tuple(
         "trust_remote_code",
         "device",
         "block_size",
+        "kv_cache_dtype",
         "num_gpu_blocks_override",
         "kv_cache_memory",
         "gpu_memory_utilization",
@@ -84,12 +85,25 @@ def model_sizes(engine: EngineConfig, spec: "ModelSpec") -> ModelSizes:
     return ModelSizes(**{**sizes, "vocab_size": -(-spec.vocab_size // num_ranks)})
 
 
-def kv_dtype(engine: EngineConfig, spec: "ModelSpec") -> str:
-    """Dtype of weights and KV cache by name."""
+def model_dtype(engine: EngineConfig, spec: "ModelSpec") -> str:
+    """Dtype of weights and activations by name."""
     dtype = spec.dtype if engine.dtype == "auto" else engine.dtype
     if dtype not in ITEMSIZE:
         raise ConfigError(f"dtype {dtype!r} of the model is not supported", hint="use --dtype bfloat16")
     return dtype
+
+
+def kv_dtype(engine: EngineConfig, dtype: str, device: str) -> str:
+    """Dtype of the KV cache by name, for a model that computes in `dtype` on a device of the type `device`.
+
+    Raises: ConfigError as the engine would there.
+    """
+    import torch
+
+    from pagedcli.engine.plan import DTYPES, resolve_kv_dtype
+
+    chosen = resolve_kv_dtype(engine.kv_cache_dtype, DTYPES[dtype], torch.device(device))
+    return str(chosen).removeprefix("torch.")
 
 
 def largest_step(engine: EngineConfig, length: int) -> StepShape:
@@ -106,7 +120,8 @@ def expect_machine(engine: EngineConfig, spec: "ModelSpec") -> Machine | None:
     from pagedcli.engine.memory import host_memory
     from pagedcli.engine.plan import resolve_device
 
-    device, sizes, itemsize = resolve_device(engine.device), model_sizes(engine, spec), ITEMSIZE[kv_dtype(engine, spec)]
+    device, sizes, dtype = resolve_device(engine.device), model_sizes(engine, spec), model_dtype(engine, spec)
+    itemsize = ITEMSIZE[dtype]
     length = max_model_len(engine, spec)
     on_gpu = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if on_gpu else reversed(host_memory())
@@ -118,7 +133,7 @@ def expect_machine(engine: EngineConfig, spec: "ModelSpec") -> Machine | None:
         activations=sizes.activation_bytes(largest_step(engine, length), itemsize, native=not on_gpu),
     )
     budget = budget_of(terms, engine.gpu_memory_utilization)
-    block_bytes = sizes.block_bytes(engine.block_size, itemsize)
+    block_bytes = sizes.block_bytes(engine.block_size, kv_dtype(engine, dtype, device.type))
     num_blocks, reason = fit_blocks(engine, block_bytes, length, budget if on_gpu else None)
     return Machine(str(device), terms, engine.block_size, block_bytes, num_blocks, reason)
 

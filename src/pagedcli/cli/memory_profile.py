@@ -15,6 +15,7 @@ from pagedcli.cli.machine import (
     kv_dtype,
     largest_step,
     max_model_len,
+    model_dtype,
     model_folder,
     model_sizes,
 )
@@ -38,7 +39,8 @@ class Profile:
     engine: EngineConfig
     spec: "ModelSpec"
     device: str
-    dtype: str
+    dtype: str  # of weights and activations
+    kv_dtype: str
     measured: MemoryTerms | None
     predicted: MemoryTerms | None  # None: a model whose code is not ours
     block_bytes: int
@@ -91,7 +93,8 @@ def profile_described(engine: EngineConfig, given: Described) -> Profile:
     from pagedcli.models.spec import read_spec
 
     spec = read_spec(model_folder(engine), trust_remote_code=engine.trust_remote_code)
-    length, dtype = max_model_len(engine, spec), kv_dtype(engine, spec)
+    length, dtype = max_model_len(engine, spec), model_dtype(engine, spec)
+    cache_dtype = _described_kv_dtype(engine, dtype)
     step, sizes, itemsize = largest_step(engine, length), model_sizes(engine, spec), ITEMSIZE[dtype]
     if not spec.native and given.current is None:
         raise UsageError(
@@ -113,13 +116,14 @@ def profile_described(engine: EngineConfig, given: Described) -> Profile:
         weights=weights,
         activations=activations,
     )
-    block_bytes = sizes.block_bytes(engine.block_size, itemsize)
+    block_bytes = sizes.block_bytes(engine.block_size, cache_dtype)
     num_blocks, reason = fit_blocks(engine, block_bytes, length, budget_of(terms, engine.gpu_memory_utilization))
     return Profile(
         engine=engine,
         spec=spec,
         device="described by flags",
         dtype=dtype,
+        kv_dtype=cache_dtype,
         measured=None,
         predicted=terms,
         block_bytes=block_bytes,
@@ -129,6 +133,11 @@ def profile_described(engine: EngineConfig, given: Described) -> Profile:
         max_model_len=length,
         notes=notes,
     )
+
+
+def _described_kv_dtype(engine: EngineConfig, dtype: str) -> str:
+    """The KV dtype of a card that need not be here and so cannot be asked: fp8 is taken as served."""
+    return "float8_e4m3fn" if engine.kv_cache_dtype == "fp8" else kv_dtype(engine, dtype, "cuda")
 
 
 # ---------------------------------------------------------------------- this machine
@@ -158,6 +167,7 @@ def profile_here(engine: EngineConfig) -> Profile:
         spec=spec,
         device=plan.device,
         dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
         measured=measured,
         predicted=MemoryTerms(**given | expected) if spec.native else None,
         block_bytes=plan.block_bytes,

@@ -55,7 +55,11 @@ FLAGS: dict[str, Any] = {
         "engine",
         block_size=(int, "N", "Tokens per KV block. Default: 16."),
         num_gpu_blocks_override=(int, "N", "Blocks in the pool, on any device."),
-        kv_cache_dtype=(KvCacheDtype, None, "Type of the KV cache. fp8 on GPUs that have it. Default: as dtype."),
+        kv_cache_dtype=(
+            KvCacheDtype,
+            None,
+            "Type of the KV cache. fp8 on newer GPUs, int8 on CPUs. Default: as dtype.",
+        ),
         kv_cache_memory=(str, "BYTES", "Memory for the KV cache, e.g. 4GiB."),
         gpu_memory_utilization=(float, "X", "Share of the card's memory to use. Default: 0.9."),
         enable_prefix_caching=(bool, None, "Share blocks of equal prefixes. Default: yes."),

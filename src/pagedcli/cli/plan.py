@@ -5,12 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from pagedcli.cli.engine_table import EngineFacts, engine_table, expect_engine
 from pagedcli.cli.machine import MACHINE_KEYS, Machine, expect_machine
 from pagedcli.cli.options import ConfigFile, Flags, config_flags
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, scan_prompts
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
+from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.inspection.prompt_plan import UNIT, PromptPlan
 from pagedcli.kvcache.budget import blocks_for
@@ -37,7 +39,8 @@ def plan(
     """Say what a prompt file would do to the KV cache. Nothing is generated and no weights are loaded.
 
     Which rows are bad and why, how long the prompts are, which prefixes they share, the hit rate of an ideal cache and
-    the waste at block sizes from 8 to 256, which block size and pool to use, and what this machine can hold.
+    the waste at block sizes from 8 to 256, which block size and pool to use, what this machine can hold and which
+    kernels it would run.
 
     \b
     Examples:
@@ -61,10 +64,19 @@ def run_plan(
 ) -> int:
     """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
     scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer)
-    machine = None if scan.spec is None else expect_machine(loaded.config.engine, scan.spec)
+    config = loaded.config
+    machine = None if scan.spec is None else expect_machine(config.engine, scan.spec)
+    expected: EngineFacts | str | None = None
+    try:
+        expected = None if scan.spec is None else expect_engine(config.engine, scan.spec)
+    except BackendError as error:  # an engine would refuse to start; what the file holds is worth knowing anyway
+        expected = error.message
     if scan.plan.num_prompts == 0:
         say("no row of this file is good, so there is nothing to plan (see --field if prompts have another name)")
-    print_tables(_tables(scan, loaded.config, machine), format_, facts=_facts(scan, loaded.config.engine, machine))
+    tables = _tables(scan, config, machine)
+    if expected is not None:
+        tables.append(engine_table("What an engine would do here", expected))
+    print_tables(tables, format_, facts=_facts(scan, config.engine, machine))
     return EXIT_BAD_ROWS if scan.num_bad else 0
 
 

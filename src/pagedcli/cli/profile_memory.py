@@ -23,7 +23,7 @@ from pagedcli.inspection.memory_report import (
     waterfall_rows,
 )
 from pagedcli.inspection.prompt_plan import percentile
-from pagedcli.kvcache.budget import ITEMSIZE, MemoryTerms
+from pagedcli.kvcache.budget import MemoryTerms
 from pagedcli.kvcache.cards import CARDS
 
 _OTHER_MACHINE, _REQUESTS = "A machine described by numbers (no GPU, no weights)", "Requests"
@@ -148,11 +148,10 @@ def _waterfall_table(profile: Profile) -> Table:
     if profile.measured is not None and profile.predicted is not None:
         columns.append(Column("difference", "off by", percent))
     columns.append(Column("note", "what it is"))
-    itemsize = ITEMSIZE[profile.dtype]
     num_slots = profile.num_blocks * profile.engine.block_size
     notes = [
         "bytes/block = "
-        + block_formula(model_sizes(profile.engine, profile.spec), profile.engine.block_size, itemsize),
+        + block_formula(model_sizes(profile.engine, profile.spec), profile.engine.block_size, profile.kv_dtype),
         f"{profile.num_blocks:,} blocks of {size(profile.block_bytes)} = {num_slots:,} tokens",
     ]
     num_ranks = profile.engine.tensor_parallel_size
@@ -210,7 +209,9 @@ def _size_table(profile: Profile) -> Table:
         Column("num_kvcache_tokens", "tokens", count),
         Column("max_concurrency", "at model length", decimal),
     ]
-    notes = ["float16 is as bfloat16, int8 as float8; arithmetic: the cache has the dtype of the model"]
+    notes = [
+        "float16 is as bfloat16; arithmetic: --kv-cache-dtype takes the model's own dtype, fp8 on a GPU, int8 on a CPU"
+    ]
     return Table("sizes", f"The same {size(pool_bytes)} at other block sizes and KV dtypes", columns, rows, notes)
 
 
@@ -220,6 +221,7 @@ def _facts(profile: Profile, shared: int | None) -> dict[str, Any]:
         "model": profile.engine.model,
         "device": profile.device,
         "dtype": profile.dtype,
+        "kv_dtype": profile.kv_dtype,
         "measured": profile.measured is not None,
         "block_size": block_size,
         "block_bytes": profile.block_bytes,

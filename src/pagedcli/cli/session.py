@@ -175,6 +175,8 @@ def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool) -> "LLMEngi
     config = job.loaded.config.engine
     engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens)
     say_plan(engine.plan, enable_prefix_caching=config.enable_prefix_caching)
+    for note in engine.model.notes:
+        say(f"note: {note}")
     return engine
 
 

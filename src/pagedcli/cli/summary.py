@@ -30,11 +30,17 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
     say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {plan.max_model_len:,} tokens per request")
     for reason in plan.refused:
         say(f"  not used: {reason}")
+    if plan.graph_sizes:
+        say(f"CUDA graphs: decode steps of up to {plan.graph_sizes[-1]:,} sequences")
+    elif plan.device != "cpu":
+        say(f"no CUDA graphs: {plan.no_graphs}")
     pool_bytes = plan.num_blocks * plan.block_bytes
     say(
         f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens, {byte_text(pool_bytes)}"
         f" ({plan.num_blocks_reason})"
     )
+    if plan.kv_scales is not None:
+        say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:
         say(f"minimum cacheable prefix: {plan.block_size} tokens (one block)")
     else:

@@ -5,6 +5,7 @@ and its batch is padded to the next captured size (bucket). Everything but the c
 run the body of the graph eagerly on padded buckets.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, runner: ModelRunner, *, capture: bool, sizes: Iterable[int] | None = None) -> None:
-        self._runner = runner
+        # the runner owns its graphs: a cycle would keep the KV cache until Python's collector happens to run
+        self._runner: ModelRunner = weakref.proxy(runner)
         self._capture = capture
         self._upload = Upload(runner.device)
         sizes = sorted(sizes if sizes is not None else bucket_sizes(runner.max_num_seqs))

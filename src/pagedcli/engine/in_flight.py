@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pagedcli.engine.sampler import SampledTokens, SamplingBatch
 from pagedcli.engine.step_input import StepInput
+from pagedcli.events import Emit, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,22 @@ class Executor(Protocol):
     def wait(self, tokens: SampledTokens) -> None:
         """Return when the tokens can be read."""
         ...
+
+
+class TimedEmit:
+    """An emit that adds up the time spent in observers. Knows nothing of the engine: a cycle would keep its KV cache
+    until the garbage collector comes by."""
+
+    __slots__ = ("_emit", "num_ns")
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self.num_ns = 0
+
+    def __call__(self, event: Event) -> None:
+        start_ns = time.perf_counter_ns()
+        self._emit(event)
+        self.num_ns += time.perf_counter_ns() - start_ns
 
 
 class StepClock:

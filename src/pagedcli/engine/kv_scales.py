@@ -28,10 +28,11 @@ def kv_scales(
     device: torch.device,
     dtype: torch.dtype,
     block_size: int,
+    max_model_len: int,
     parallel: ParallelContext,
 ) -> tuple[float, float]:
     """Scales of K and V from a run over fixed random tokens, the same on all ranks. Changes: backend.kv_scales."""
-    num_tokens = min(NUM_TOKENS, model.spec.max_position_embeddings)
+    num_tokens = min(NUM_TOKENS, max_model_len)  # the model has positions for no more
     num_blocks = blocks_for(num_tokens, block_size)
     runner = ModelRunner(
         model,

@@ -12,7 +12,7 @@ import xxhash
 
 from pagedcli import __version__
 from pagedcli.config import EngineConfig
-from pagedcli.engine.in_flight import Executor, StepClock, StepInFlight
+from pagedcli.engine.in_flight import Executor, StepClock, StepInFlight, TimedEmit
 from pagedcli.engine.loading import load_engine
 from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
 from pagedcli.engine.plan import runs_ahead
@@ -22,7 +22,7 @@ from pagedcli.engine.sequence import Guide, Sequence, StopChecker
 from pagedcli.engine.step_input import StepBuilder
 from pagedcli.engine.tensor_parallel import WorkerGroup
 from pagedcli.errors import RequestError
-from pagedcli.events import SCHEMA_VERSION, Emit, EngineStarted, Event, RequestRefused, StepFinished, StepStarted
+from pagedcli.events import SCHEMA_VERSION, Emit, EngineStarted, RequestRefused, StepFinished, StepStarted
 from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.kvcache.budget import blocks_for
 from pagedcli.sampling_params import SamplingParams
@@ -37,8 +37,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, *, emit: Emit | None = None, trace_tokens: bool = False) -> None:
         self.config = config
-        self._observer_ns = 0
-        self._emit = None if emit is None else self._timed(emit)
+        self._emit = None if emit is None else TimedEmit(emit)
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
         loaded = self._group.load() if self._group is not None else load_engine(config)
         self.spec, self.model, self.model_path = loaded.spec, loaded.model, loaded.model_path
@@ -140,7 +139,7 @@ class LLMEngine:
         before, so that the device never waits for the host; where the next tokens depend on the last ones by more
         than their number, that one is read first.
         """
-        step, observed, clock = self.stats.num_steps, self._observer_ns, StepClock(lambda: self._observer_ns)
+        step, observed, clock = self.stats.num_steps, self._observer_ns(), StepClock(self._observer_ns)
         if self._emit is not None:
             self._emit(StepStarted(step, time.monotonic_ns()))
         work = self.scheduler.schedule(step, report=False)
@@ -168,7 +167,7 @@ class LLMEngine:
         self._in_flight = launched
         self._count(work, clock)
         if self._emit is not None:
-            times = (clock.schedule_ns, clock.forward_ns, clock.sample_ns, self._observer_ns - observed)
+            times = (clock.schedule_ns, clock.forward_ns, clock.sample_ns, self._observer_ns() - observed)
             self._emit(StepFinished(step, time.monotonic_ns(), *times))
         return finished
 
@@ -336,15 +335,8 @@ class LLMEngine:
         stats.forward_ns += clock.forward_ns
         stats.sample_ns += clock.sample_ns
 
-    def _timed(self, emit: Emit) -> Emit:
-        """An emit that adds up the time spent in observers."""
-
-        def timed(event: Event) -> None:
-            start_ns = time.perf_counter_ns()
-            emit(event)
-            self._observer_ns += time.perf_counter_ns() - start_ns
-
-        return timed
+    def _observer_ns(self) -> int:
+        return 0 if self._emit is None else self._emit.num_ns
 
     def _started(self) -> EngineStarted:
         plan = self.plan

@@ -68,6 +68,11 @@ def load_engine(
         torch.cuda.set_device(device)  # Triton launches on the current device
     dtype = resolve_dtype(config.dtype, spec)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
+    if kv_dtype == torch.int8 and not spec.native:
+        raise ConfigError(
+            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
+            hint="use --kv-cache-dtype auto",
+        )
     max_model_len = resolve_max_model_len(config, spec)
     selection = select_backend(
         config.attention_backend,
@@ -98,12 +103,19 @@ def load_engine(
         block_size=config.block_size,
         num_kv_heads=own_spec.num_kv_heads,
         head_dim=own_spec.head_dim,
-        itemsize=kv_dtype.itemsize,
+        kv_dtype=dtype_name(kv_dtype),
     )
     scales = None
-    if kv_dtype != dtype:
-        size = config.block_size
-        scales = kv_scales(model, selection.backend, device=device, dtype=dtype, block_size=size, parallel=parallel)
+    if kv_dtype == torch.float8_e4m3fn:  # other caches hold numbers as they are, or a scale for each token and head
+        scales = kv_scales(
+            model,
+            selection.backend,
+            device=device,
+            dtype=dtype,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            parallel=parallel,
+        )
     no_graphs = why_no_graphs(config, spec, device, selection.backend)
     budget = _measure(config, model, selection.backend, device, kv_dtype, max_model_len, with_graphs=no_graphs is None)
     num_blocks, reason = choose_num_blocks(
@@ -113,7 +125,7 @@ def load_engine(
     plan = Plan(
         model=config.model,
         device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         backend=selection.backend.name,
         refused=selection.refused,
         block_size=config.block_size,
@@ -127,7 +139,7 @@ def load_engine(
         budget=budget,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
         no_graphs=no_graphs,
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_dtype=dtype_name(kv_dtype),
         kv_scales=scales,
     )
     runner = ModelRunner(
@@ -144,6 +156,11 @@ def load_engine(
     if no_graphs is None:
         runner.graphs = DecodeGraphs(runner, capture=True)
     return LoadedEngine(path, spec, model, plan, runner)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def rank_device(config: EngineConfig, parallel: ParallelContext) -> torch.device:

@@ -52,9 +52,9 @@ def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a --device value. Raises: ConfigError if it is not there."""
+    """The device of a --device value, of a GPU with its number. Raises: ConfigError if it is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -65,6 +65,8 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(message, hint="use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} GPUs")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # torch.cuda.set_device takes no other
     return device
 
 
@@ -82,13 +84,25 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     if name == "auto" or DTYPES.get(name) == dtype:
         return dtype
     computes_in = str(dtype).removeprefix("torch.")
+    if name == "int8":
+        if device.type != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype int8 is for a CPU, not {device}",
+                hint="use --kv-cache-dtype fp8 where the GPU has it, or auto"
+                if device.type == "cuda"
+                else "use --kv-cache-dtype auto",
+            )
+        return torch.int8
     if name != "fp8":
         raise ConfigError(
             f"kv_cache_dtype is {name}, but the model computes in {computes_in}",
             hint=f"use --kv-cache-dtype auto, or --dtype {name}" if name in DTYPES else "use --kv-cache-dtype auto",
         )
     if device.type != "cuda":
-        raise ConfigError(f"kv_cache_dtype fp8 needs a CUDA GPU, not {device}", hint="use --kv-cache-dtype auto")
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs a CUDA GPU, not {device}",
+            hint="use --kv-cache-dtype int8 or auto" if device.type == "cpu" else "use --kv-cache-dtype auto",
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         raise ConfigError(

@@ -72,7 +72,8 @@ class StepBuilder:
             positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
             token_rows, cached = np.repeat(rows, new), np.repeat(cached, new)
         slots = self._tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size
-        sampled = [row for row, (seq, end) in enumerate(zip(seqs, total.tolist(), strict=True)) if end == seq.num_tokens]
+        ends = zip(seqs, total.tolist(), strict=True)
+        sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens]
         step = StepInput(
             input_ids=_input_ids(work, num_tokens),
             source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows or {}),

@@ -20,12 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.loading import LoadedEngine, load_engine, rank_device
 from pagedcli.engine.model_runner import ModelRunner
+from pagedcli.engine.plan import resolve_device
 from pagedcli.engine.sampler import SampledTokens, SamplingBatch
 from pagedcli.engine.step_input import StepInput
 from pagedcli.errors import ConfigError, PagedcliError
@@ -57,6 +59,8 @@ class WorkerGroup:
                 "tensor_parallel_size is above 1, but this process is in a torch.distributed group already",
                 hint="close() the other engine first",
             )
+        # every process counts its GPUs from the same one, whichever is current there
+        config = msgspec.structs.replace(config, device=str(resolve_device(config.device)))
         rank_device(config, ParallelContext(size - 1, size))  # refuses too few GPUs before anything starts
         self._config = config
         self._parallel = ParallelContext(0, size)
@@ -105,7 +109,7 @@ class WorkerGroup:
             return
         # NCCL would wait for dead peers; its communicators then end with this process
         if dist.get_backend() == "gloo" or all(worker.process.returncode == 0 for worker in self._workers):
-            dist.destroy_process_group()
+            _leave_group(self._runner)
 
     def close_after(self, error: RuntimeError) -> None:
         """End the workers; raises WorkerFailure if one of them is the cause of an error of rank 0."""
@@ -235,6 +239,13 @@ def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> N
     )
 
 
+def _leave_group(runner: ModelRunner | None) -> None:
+    """End the process group; graphs first, as NCCL asks: they hold its communicators."""
+    if runner is not None:
+        runner.graphs = None
+    dist.destroy_process_group()
+
+
 def run_worker(pipe: "Connection[Any, Any]") -> None:
     """A worker's life: join, load its part, follow rank 0 step by step until the pipe closes."""
     config, rank, size, store, parent_pid = pipe.recv()
@@ -242,6 +253,7 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
     parallel = ParallelContext(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    runner: ModelRunner | None = None
     try:
         join_group(config, parallel, store)
 
@@ -250,11 +262,12 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
             return int(pickle.loads(pipe.recv_bytes()))
 
         loaded = load_engine(config, parallel=parallel, on_weights=lambda: pipe.send(("loaded", None)), agree=agree)
+        runner = loaded.runner
         while True:
             step, num_sampled, plain = pickle.loads(pipe.recv_bytes())
-            loaded.runner.follow(step, num_sampled=num_sampled, plain=plain)
+            runner.follow(step, num_sampled=num_sampled, plain=plain)
     except EOFError:
-        dist.destroy_process_group()
+        _leave_group(runner)
     except Exception as error:  # whatever it is, rank 0 is to tell the user
         reason = error.message if isinstance(error, PagedcliError) else f"{type(error).__name__}: {error}"
         with suppress(OSError):

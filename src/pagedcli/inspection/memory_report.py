@@ -8,10 +8,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from pagedcli.kvcache.budget import ITEMSIZE, MemoryTerms, ModelSizes, blocks_for, blocks_for_requests, concurrency
+from pagedcli.kvcache.budget import (
+    ITEMSIZE,
+    SCALE_BYTES,
+    MemoryTerms,
+    ModelSizes,
+    blocks_for,
+    blocks_for_requests,
+    concurrency,
+)
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
-KV_DTYPES = ("float32", "bfloat16", "float8_e4m3")  # one of each item size
+KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 is as bfloat16
 Row = dict[str, Any]
 _PREDICTED = ("weights", "activations", "kv_cache")  # the other terms cannot be known from a model's sizes
 
@@ -44,11 +52,14 @@ def waterfall_rows(
     return rows
 
 
-def block_formula(sizes: ModelSizes, block_size: int, itemsize: int) -> str:
+def block_formula(sizes: ModelSizes, block_size: int, kv_dtype: str) -> str:
     """Bytes per block with the numbers filled in."""
+    head = f"{sizes.head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
+    if kv_dtype in SCALE_BYTES:
+        head = f"({head} + {SCALE_BYTES[kv_dtype]} of scale)"
     return (
-        f"2 (K and V) x {sizes.num_layers} layers x {block_size} tokens x {sizes.num_kv_heads} kv_heads x "
-        f"{sizes.head_dim} head_dim x {itemsize} bytes = {sizes.block_bytes(block_size, itemsize):,}"
+        f"2 (K and V) x {sizes.num_layers} layers x {block_size} tokens x {sizes.num_kv_heads} kv_heads x {head} = "
+        f"{sizes.block_bytes(block_size, kv_dtype):,}"
     )
 
 
@@ -57,7 +68,7 @@ def size_rows(sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, dtypes: Iter
     rows = []
     for dtype in dtypes:
         for block_size in BLOCK_SIZES:
-            block_bytes = sizes.block_bytes(block_size, ITEMSIZE[dtype])
+            block_bytes = sizes.block_bytes(block_size, dtype)
             num_blocks = max(0, kv_bytes) // block_bytes
             rows.append(
                 {

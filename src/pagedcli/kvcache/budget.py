@@ -5,12 +5,18 @@ Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; knows 
 
 from dataclasses import dataclass
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}  # bytes per element
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}  # bytes per element
+SCALE_BYTES = {"int8": 4}  # of K and of V, per token and head: a float32 scale
 
 
-def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of one block over all layers: 2 (K and V) x layers x block x kv_heads x head_dim x itemsize."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * itemsize
+def head_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Bytes of one token's K, or V, of one head: its elements and, where the dtype has one, its scale."""
+    return head_dim * ITEMSIZE[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
+
+
+def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, kv_dtype: str) -> int:
+    """Bytes of one block over all layers: 2 (K and V) x layers x block x kv_heads x bytes of a token and head."""
+    return 2 * num_layers * block_size * num_kv_heads * head_bytes(head_dim, kv_dtype)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -132,14 +138,14 @@ class ModelSizes:
         tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * width
         return tables + width + self.num_layers * (attention + 3 * width * inner + biases + norms)
 
-    def block_bytes(self, block_size: int, itemsize: int) -> int:
+    def block_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Bytes of one block over all layers."""
         return block_bytes(
             num_layers=self.num_layers,
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            itemsize=itemsize,
+            kv_dtype=kv_dtype,
         )
 
     def activation_bytes(self, step: StepShape, itemsize: int, *, native: bool = False) -> int:

@@ -4,16 +4,18 @@ import functools
 from typing import Any
 
 from pagedcli.attention.base import AttentionBackend
+from pagedcli.errors import BackendError
 
 
 @functools.cache
 def fused_layers() -> Any:
-    """The module triton_layers, or None where triton is not installed (which the choice of backends reports)."""
+    """The module triton_layers, or None where triton cannot run (which the choice of backends reports)."""
     try:
+        from pagedcli.attention.triton_paged import missing_compiler
         from pagedcli.layers import triton_layers
-    except ImportError:
+    except (BackendError, ImportError):  # not installed
         return None
-    return triton_layers
+    return None if missing_compiler() else triton_layers
 
 
 def stores_in_one_pass(backend: AttentionBackend) -> bool:

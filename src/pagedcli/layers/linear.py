@@ -42,6 +42,12 @@ def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"oneDNN packs no {str(dtype).removeprefix('torch.')} weights"
 
 
+def unpacked_note(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """That reason as a note for a person, if there is one."""
+    reason = unpacked_reason(device, dtype)
+    return () if reason is None else (f"linear layers are slow here: {reason}",)
+
+
 def _pack(weight: Tensor) -> Tensor | None:
     if weight.device.type != "cpu" or not weight.numel() or unpacked_reason(weight.device, weight.dtype) is not None:
         return None

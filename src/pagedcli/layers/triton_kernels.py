@@ -127,7 +127,7 @@ def _weights(logits_ptr, column, inside, floor, inverse, FLOOR: tl.constexpr):
     return x * inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["mass_ptr"])  # that depends on the number of rows
 def sample_chunks_kernel(
     logits_ptr,
     temperature_ptr,
@@ -156,6 +156,14 @@ def sample_chunks_kernel(
 
 
 @triton.jit
+def _likely_from(first, index, weight, N: tl.constexpr):
+    """The first index from `first` on with a weight, else the last one with a weight. Rounding may lift the target past
+    every weight, and sums that a scan adds up in a tree may fall: a token of probability 0 is never to be chosen."""
+    after = tl.min(tl.where((index >= first) & (weight > 0.0), index, N), 0)
+    return tl.where(after < N, after, tl.max(tl.where(weight > 0.0, index, 0), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["mass_ptr"])
 def sample_rows_kernel(
     logits_ptr,
     temperature_ptr,
@@ -183,19 +191,18 @@ def sample_rows_kernel(
         mass = tl.load(mass_ptr + row * C + chunk, mask=chunk < C, other=0.0) * tl.exp2(tops - top)
         cumulative = tl.cumsum(mass, 0)
         target = tl.load(uniform_ptr + row) * tl.max(cumulative, 0)
-        last_chunk = tl.max(tl.where(mass > 0.0, chunk, 0), 0)
-        # rounding may lift the target to the total, past every token with a probability
-        found = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), last_chunk)
+        passed = tl.sum((cumulative <= target).to(tl.int32), 0)
+        found = _likely_from(passed, chunk, mass, BLOCK_C)
         target -= tl.max(tl.where(chunk < found, cumulative, 0.0), 0)
         place = tl.arange(0, CHUNK)
         column = found * CHUNK + place
         floor = tl.load(floor_ptr + row) if FLOOR else 0.0
         x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse, FLOOR)
         weight = tl.exp2(x - top)
-        last_place = tl.max(tl.where(weight > 0.0, place, 0), 0)
         passed = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
-        token = found * CHUNK + tl.minimum(passed, last_place)
+        token = found * CHUNK + _likely_from(passed, place, weight, CHUNK)
     else:
         tokens = tl.load(token_ptr + row * C + chunk, mask=chunk < C, other=V)
         token = tl.min(tl.where(tops == top, tokens, V), 0)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    # logits that are NaN have no largest: whatever comes out must be in the embedding table
+    tl.store(out_ptr + row, tl.minimum(token, V - 1).to(tl.int64))

@@ -78,7 +78,7 @@ def load_model(
         from pagedcli.models.weights import CheckpointWeights, DummyWeights
 
         source = DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
-        if _runs_in_one_call(backend, spec) and parallel is SINGLE:
+        if runs_in_one_call(backend, spec) and parallel is SINGLE:
             from pagedcli.models.cpu_decoder import CpuDecoder
 
             quantize = quantization == "int8"
@@ -105,7 +105,7 @@ def load_model(
     )
 
 
-def _runs_in_one_call(backend: AttentionBackend, spec: ModelSpec) -> TypeGuard[CpuAttention]:
+def runs_in_one_call(backend: AttentionBackend, spec: ModelSpec) -> TypeGuard[CpuAttention]:
     """Whether the native library that serves attention can run the whole decoder."""
     return isinstance(backend, CpuAttention) and spec.hidden_size % 2 == spec.intermediate_size % 2 == 0
 

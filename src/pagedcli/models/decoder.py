@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.layers.fused import fused_layers, stores_in_one_pass
-from pagedcli.layers.linear import Linear
+from pagedcli.layers.linear import Linear, unpacked_note
 from pagedcli.layers.mlp import silu_and_mul
 from pagedcli.layers.norm import add_rms_norm, rms_norm
 from pagedcli.layers.parallel import SINGLE, ParallelContext, SummedLinear, VocabularyEmbedding, VocabularyHead
@@ -61,7 +61,7 @@ class Decoder:
         parallel: ParallelContext = SINGLE,
     ) -> None:
         self.spec = spec  # of this rank
-        self.notes: tuple[str, ...] = ()
+        self.notes = unpacked_note(rope_table.device, rope_table.dtype)
         self._weight_bytes = sum(tensor.nbytes for tensor in tensors.values())  # a tied lm_head is not in there
         self._backend = backend
         self._stores_in_one_pass = stores_in_one_pass(backend)

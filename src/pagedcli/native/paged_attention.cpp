@@ -4,6 +4,10 @@
 // [VL / PAIR][D][PAIR]: both are the right-hand side that a matrix kernel wants, so a page is read as it lies. Where S or
 // D is not a multiple of VL the cache is plain [N, G, S, D] and a tile is packed before use ("packed" below).
 //
+// An int8 cache is [N, G, S, D + 4] bytes: float scales of the VL tokens before each tile (of all S tokens before a plain
+// head), then the elements, each token of a head in steps of its largest / 127. A query row is rounded to 16 bits, and so
+// are the weights of a row and softmax tile, times the scales of V: the sums of products are then whole and exact.
+//
 // A query row's result depends on that row and its keys alone, bit for bit: keys are summed in tiles of KEYS and splits
 // of SPLIT tokens counted from position 0, whatever the batch, the chunk and the number of threads.
 
@@ -22,10 +26,11 @@ namespace {
 constexpr int KEYS = 128;   // tokens of one softmax tile: its K, V and scores stay in the L2 cache
 constexpr int SPLIT = 512;  // tokens of one split, a multiple of KEYS
 constexpr int ROWS = 48;    // query rows (new tokens x heads of a group) that share one reading of K and V
+constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 128 still fits into 32 bits
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Geometry {
-    int64_t num_blocks, block_size, num_heads, num_kv_heads, head_dim;
+    int64_t num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache;
     int64_t group() const { return num_heads / num_kv_heads; }
     bool packed() const { return block_size % VL || head_dim % VL; }
     int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it
@@ -70,6 +75,10 @@ struct Arena {
     }
 };
 
+// Bytes of scale per token and head, and elements before those of a tile.
+template <class C> constexpr int64_t SCALE = C::SCALED ? sizeof(float) : 0;
+template <class C> constexpr int64_t HEADER = VL * SCALE<C>;
+
 // Running softmax of some rows: maximum (in units of log2), sum of weights, weighted sum of values [rows][width].
 struct State {
     float *max, *sum, *out;
@@ -78,29 +87,32 @@ struct State {
 template <class T> struct Buffers {
     typename T::Op *q, *weights;
     float* scores;
+    float *q_steps, *weight_steps;  // what one unit of a row's q and weights stands for, if they are whole numbers
     State split, total;
     typename T::Elem *key_pack, *value_pack;
     int64_t q_stride, rows;
 
     static size_t bytes(const Geometry& g, int64_t rows) {
-        return 4096 + rows * (4 * (g.width() + 2) + 8 * KEYS + 4 * (2 * g.width() + 8)) +
-               2 * (g.width() + 2) * KEYS * sizeof(typename T::Elem);
+        return 4096 + rows * (4 * (g.width() + 2) + 8 * KEYS + 4 * (2 * g.width() + 10)) +
+               2 * (g.width() + 2 + SCALE<T>) * KEYS * sizeof(typename T::Elem);
     }
     Buffers(Arena& arena, const Geometry& g, int64_t max_rows) : rows(max_rows) {
         arena.reserve(bytes(g, rows));
         int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        q_stride = steps * T::OPS;
+        q_stride = T::SCALED ? g.width() : steps * T::OPS;
         q = arena.take<typename T::Op>(rows * q_stride);
         scores = arena.take<float>(rows * KEYS);
         weights = arena.take<typename T::Op>(rows * KEYS / T::PAIR * T::OPS);
+        q_steps = arena.take<float>(rows);
+        weight_steps = arena.take<float>(rows);
         for (State* s : {&split, &total})
             *s = {arena.take<float>(rows), arena.take<float>(rows), arena.take<float>(rows * g.width())};
-        key_pack = arena.take<typename T::Elem>(KEYS * (g.head_dim + 1));
-        value_pack = arena.take<typename T::Elem>(KEYS * g.width());
+        key_pack = arena.take<typename T::Elem>(KEYS * (g.head_dim + 1 + SCALE<T>));
+        value_pack = arena.take<typename T::Elem>(KEYS * (g.width() + SCALE<T>));
     }
 };
 
-// Where the tiles of one softmax tile lie. The kernels fetch the next one's as they go: pages are scattered, so the
+// Where the tiles of one softmax tile lie. The kernels fetch as many others as they go, those of a softmax tile later: pages are scattered, so the
 // processor does not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
 // in such an order and doing nothing else gives 25 to 28.
 template <class T> struct Tiles {
@@ -108,46 +120,65 @@ template <class T> struct Tiles {
     const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
 };
 
-// gcc alone keeps one pointer per row, more than there are registers, and unrolls whole tiles; clang does neither.
+// gcc alone keeps one pointer per row, more than there are registers, unrolls whole tiles, and keeps sums in memory where
+// it does not unroll what reads them; clang does none of it.
 #if defined(__clang__)
 #define HIDE(x) (void)x
 #define ROLLED
+#define UNROLLED
 #else
 #define HIDE(x) __asm__("" : "+r"(x))
 #define ROLLED _Pragma("GCC unroll 1")
+#define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
 static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
 template <class T, int R, int N>
-inline void score_kernel(const typename T::Op* q, int64_t q_stride, const typename T::Elem* const* tiles,
-                         const typename T::Elem* const* ahead, int64_t steps, float* scores) {
-    vf acc[R][N] = {};
+inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float* q_steps,
+                         const typename T::Elem* const* tiles, const typename T::Elem* const* ahead, int64_t steps,
+                         float* scores) {
+    typename T::Acc acc[R][N] = {};
     for (int64_t i = 0; i < steps; i++) {
         typename T::Block b[N];
         for (int n = 0; n < N; n++) {
-            b[n] = T::load(tiles[n] + i * VL * T::PAIR);
-            fetch(ahead[n] + i * VL * T::PAIR);
+            b[n] = T::load(tiles[n] + HEADER<T> + i * VL * T::PAIR);
+            fetch(ahead[n] + HEADER<T> + i * VL * T::PAIR);
         }
         HIDE(q_stride);
         for (int r = 0; r < R; r++)
             for (int n = 0; n < N; n++) T::madd(acc[r][n], q + r * q_stride + i * T::OPS, b[n]);
     }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) storef(scores + r * KEYS + n * VL, acc[r][n]);
+    if constexpr (T::SCALED) {
+        for (int n = 0; n < N; n++) {
+            const vf scales = load_any<vf>(tiles[n]);
+            fetch(ahead[n]);
+            for (int r = 0; r < R; r++)
+                storef(scores + r * KEYS + n * VL, __builtin_convertvector(acc[r][n], vf) * q_steps[r] * scales);
+        }
+    } else {
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) storef(scores + r * KEYS + n * VL, acc[r][n]);
+    }
 }
 
 // out[R][N * VL] += weights[R][num_tiles * VL] . N columns of the tiles.
 template <class T, int R, int N>
-inline void value_kernel(const typename T::Op* weights, const typename T::Elem* const* tiles,
+inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const typename T::Elem* const* tiles,
                          const typename T::Elem* const* ahead, int64_t num_tiles, int64_t column, int64_t width, float* out) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
-    vf acc[R][N];
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) acc[r][n] = loadf(out + r * width + column + n * VL);
+    typename T::Acc acc[R][N];
+    UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int n = 0; n < N; n++)
+            if constexpr (T::SCALED)
+                acc[r][n] = vi{};
+            else
+                acc[r][n] = loadf(out + r * width + column + n * VL);
     for (int64_t t = 0; t < num_tiles; t++) {
-        const typename T::Elem *tile = tiles[t] + column * T::PAIR, *next = ahead[t] + column * T::PAIR;
+        const typename T::Elem *tile = tiles[t] + HEADER<T> + column * T::PAIR;
+        const typename T::Elem *next = ahead[t] + HEADER<T> + column * T::PAIR;
+        if (T::SCALED) fetch(ahead[t]);
         ROLLED for (int i = 0; i < VL / T::PAIR; i++) {
             typename T::Block b[N];
             for (int n = 0; n < N; n++) {
@@ -159,8 +190,16 @@ inline void value_kernel(const typename T::Op* weights, const typename T::Elem* 
                     T::madd(acc[r][n], weights + r * STRIDE + (t * (VL / T::PAIR) + i) * T::OPS, b[n]);
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) storef(out + r * width + column + n * VL, acc[r][n]);
+    if constexpr (T::SCALED) {
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) {
+                float* to = out + r * width + column + n * VL;
+                storef(to, loadf(to) + __builtin_convertvector(acc[r][n], vf) * weight_steps[r]);
+            }
+    } else {
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) storef(out + r * width + column + n * VL, acc[r][n]);
+    }
 }
 
 // Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
@@ -172,27 +211,27 @@ template <int MAX, class F> inline void with_constant(int64_t r, const F& f) {
 
 template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
     for (int64_t t = 0; t < tiles.count; t += SCORE_TILES) {
-        const auto* const* next = t + SCORE_TILES <= ahead.count ? ahead.keys + t : tiles.keys + t;
+        const auto* const* next = ahead.keys + t;
         for (int64_t r = 0; r < rows; r += SCORE_ROWS)
             with_constant<SCORE_ROWS>(rows - r, [&](auto R) {
                 const auto* q = w.q + r * w.q_stride;
                 float* out = w.scores + r * KEYS + t * VL;
                 if (t + SCORE_TILES <= tiles.count)
-                    score_kernel<T, R(), SCORE_TILES>(q, w.q_stride, tiles.keys + t, next, steps, out);
+                    score_kernel<T, R(), SCORE_TILES>(q, w.q_stride, w.q_steps + r, tiles.keys + t, next, steps, out);
                 else
-                    score_kernel<T, R(), 1>(q, w.q_stride, tiles.keys + t, next, steps, out);
+                    score_kernel<T, R(), 1>(q, w.q_stride, w.q_steps + r, tiles.keys + t, next, steps, out);
             });
     }
 }
 
 template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
-    const auto* const* next = tiles.count <= ahead.count ? ahead.values : tiles.values;
+    const auto* const* next = ahead.values;
     // few rows leave registers for whole lines of a tile, so that it is read in one stream
     if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
         for (int64_t c = 0; c < width; c += 8 * VL)
             with_constant<3>(rows, [&](auto R) {
-                value_kernel<T, R(), 8>(w.weights, tiles.values, next, tiles.count, c, width, w.split.out);
+                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles.values, next, tiles.count, c, width, w.split.out);
             });
         return;
     }
@@ -200,24 +239,72 @@ template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tile
         with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
             for (int64_t r = 0; r < rows; r += VALUE_ROWS)
                 with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
-                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, tiles.values, next, tiles.count, c, width,
-                                              w.split.out + r * width);
+                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles.values, next,
+                                              tiles.count, c, width, w.split.out + r * width);
                 });
         });
+}
+
+// The largest magnitude among what was put in; NaN or infinite if one is, as their bits are the largest.
+struct Largest {
+    vi bits = {};
+    void put(vf x) {
+        const vi magnitude = (vi)x & 0x7fffffff, larger = magnitude > bits;
+        bits = (larger & magnitude) | (~larger & bits);
+    }
+    float get() const {
+#if defined(__AVX512F__)
+        const int32_t top = _mm512_reduce_max_epi32((__m512i)bits);
+        return load_any<float>(&top);
+#endif
+        int32_t of[VL];
+        store_any(of, bits);
+        for (int width = VL / 2; width; width /= 2)
+            for (int i = 0; i < width; i++) of[i] = std::max(of[i], of[i + width]);
+        return load_any<float>(of);
+    }
+};
+
+// Rounds to whole numbers of E's width: adding 1.5 * 2^23 leaves them in the low bits.
+template <class E> static inline void store_whole(E* to, vf x) {
+    typedef E vw __attribute__((vector_size(VL * sizeof(E))));
+    store_any(to, __builtin_convertvector((vi)(x + splat(12582912.f)), vw));
+}
+
+// How many whole numbers up to `limit` a unit is, so that the largest becomes `limit`. Below 1e-30 all are 0.
+static inline float steps_per_unit(float largest, float limit) { return largest > 1e-30f ? limit / largest : 0; }
+
+// The weights p of one row's tile, times the scales of V, as whole numbers. `used` tiles have tokens that the row sees,
+// the last of them `seen_last`: the others' scales may be anything.
+inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t used, vi seen_last) {
+    float* p = w.scores + r * KEYS;
+    Largest largest;
+    for (int64_t t = 0; t < used; t++) {
+        vf scales = load_any<vf>(tiles.values[t]);
+        if (t == used - 1) scales = select_of(seen_last, scales, vf{});
+        const vf scaled = loadf(p + t * VL) * scales;
+        largest.put(scaled);
+        storef(p + t * VL, scaled);
+    }
+    const float top = largest.get(), inverse = steps_per_unit(top, 32767.f);
+    for (int64_t t = 0; t < used; t++) store_whole(w.weights + r * KEYS + t * VL, loadf(p + t * VL) * inverse);
+    w.weight_steps[r] = top / 32767.f;
 }
 
 // One row: scores -> weights of the tile's tokens, the first `visible` of which the row sees; updates the running state.
 // factor is positive, so the largest score has the largest weight.
 template <class T>
-inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, int64_t num_tiles, float factor, int64_t width) {
+inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor, int64_t width) {
+    const int64_t num_tiles = tiles.count;
     float* scores = w.scores + r * KEYS;
     auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
     const vf low = splat(-INFINITY);
     vf top = low;
     const int64_t used = visible <= 0 ? 0 : std::min<int64_t>(num_tiles, (visible + VL - 1) / VL);
+    vi seen = ~vi{};  // of the last used tile
     if (used * VL > visible && used) {
         float* last = scores + (used - 1) * VL;
-        vi seen = iota() < (vi{} + (int32_t)(visible - (used - 1) * VL));
+        seen = iota() < (vi{} + (int32_t)(visible - (used - 1) * VL));
         storef(last, select_of(seen, loadf(last), low));
     }
     for (int64_t t = 0; t < used; t++) top = max_of(top, loadf(scores + t * VL));
@@ -227,9 +314,17 @@ inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, int64_t
     for (int64_t t = 0; t < used; t++) {
         vf p = exp2_of(loadf(scores + t * VL) * factor - base);
         sum += p;
-        T::put_ops(weights, (int)(t * VL), p);
+        if constexpr (T::SCALED)
+            storef(scores + t * VL, p);
+        else
+            T::put_ops(weights, (int)(t * VL), p);
     }
-    for (int64_t t = used; t < num_tiles; t++) T::put_ops(weights, (int)(t * VL), vf{});
+    if constexpr (T::SCALED) {
+        whole_weights(w, r, tiles, used, seen);
+        memset(weights + used * VL, 0, (num_tiles - used) * VL * sizeof *weights);
+    } else {
+        for (int64_t t = used; t < num_tiles; t++) T::put_ops(weights, (int)(t * VL), vf{});
+    }
     if (new_max > old_max) {
         float shrink = exp2_of(old_max - new_max);
         w.split.sum[r] *= shrink;
@@ -258,13 +353,16 @@ void clear(const State& s, int64_t rows, int64_t width) {
     memset(s.out, 0, rows * width * sizeof(float));
 }
 
-template <class T> struct Attention {
+// Queries and results of type A over a cache of type T.
+template <class A, class T> struct Attention {
     using Elem = typename T::Elem;
+    using Row = typename A::Elem;
     Geometry g;
     const Plan& plan;
-    const Elem *q, *k, *v;
+    const Row* q;
+    const Elem *k, *v;
     int64_t q_token_stride, q_head_stride;
-    Elem* out;
+    Row* out;
     float factor;  // scale * log2(e)
     float* partials = nullptr;
     std::atomic<int32_t>* unfinished = nullptr;
@@ -281,9 +379,16 @@ template <class T> struct Attention {
         int64_t group = g.group(), row = 0;
         for (int64_t t = it.q_begin; t < it.q_end; t++)
             for (int64_t j = 0; j < group; j++, row++) {
-                const Elem* from = q + (plan.cu_q[it.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
+                const Row* from = q + (plan.cu_q[it.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
                 typename T::Op* to = w.q + row * w.q_stride;
-                if constexpr (T::OPS * sizeof(typename T::Op) == T::PAIR * sizeof(Elem)) {  // an operand is the element itself
+                if constexpr (T::SCALED) {
+                    Largest largest;
+                    for (int64_t d = 0; d < g.head_dim; d += VL) largest.put(load_some<A>(from + d, g.head_dim - d));
+                    const float top = largest.get(), inverse = steps_per_unit(top, 32767.f);
+                    for (int64_t d = 0; d < g.head_dim; d += VL)
+                        store_whole(to + d, load_some<A>(from + d, g.head_dim - d) * inverse);
+                    w.q_steps[row] = top / 32767.f;
+                } else if constexpr (T::OPS * sizeof(typename T::Op) == T::PAIR * sizeof(Elem)) {  // an operand is the element itself
                     if (g.head_dim % T::PAIR) memset(to + w.q_stride - 1, 0, sizeof *to);
                     memcpy(to, from, g.head_dim * sizeof(Elem));
                 } else {
@@ -293,51 +398,77 @@ template <class T> struct Attention {
             }
     }
 
-    // The tiles of tokens begin ... end-1 of sequence b. Packed tiles are made here, the others are where they are.
-    bool find_tiles(const Buffers<T>& w, int64_t b, int64_t head, int64_t begin, int64_t end, Tiles<T>& tiles) const {
-        const int32_t* table = plan.table + b * plan.table_stride;
-        const int64_t S = g.block_size, D = g.head_dim;
-        tiles.count = 0;
-        for (int64_t t = begin; t < end; t += VL, tiles.count++) {
-            if (g.packed()) {
-                int64_t valid = std::min<int64_t>(VL, plan.num_tokens[b] - t);
-                if (!pack(w, table, head, t, valid, tiles)) return false;
-                continue;
-            }
-            int64_t block = table[t / S];
-            if (block < 0 || block >= g.num_blocks) return false;
-            int64_t offset = ((block * g.num_kv_heads + head) * S + t % S) * D;
-            tiles.keys[tiles.count] = k + offset;
-            tiles.values[tiles.count] = v + offset;
+    // The tiles of an item as they lie in the cache, head after head, each found KEYS tokens before it is read.
+    struct Upcoming {
+        int64_t head, t;  // of the next one to find
+        int64_t place = 0;
+        const Elem *keys[KEYS / VL] = {}, *values[KEYS / VL] = {};
+    };
+
+    // Finds the next tile of an item into its place, past the last one nothing. False if its block does not exist.
+    bool find_next(const Item& it, int64_t begin, int64_t end, Upcoming& next, int64_t place) const {
+        next.keys[place] = nullptr;
+        if (next.head >= it.head_end) return true;
+        const uint32_t S = (uint32_t)g.block_size, token = (uint32_t)next.t;
+        const int64_t block = plan.table[it.b * plan.table_stride + token / S];
+        if (block < 0 || block >= g.num_blocks) return false;
+        const int64_t offset = ((block * g.num_kv_heads + next.head) * S + token % S) * (g.head_dim + SCALE<T>);
+        next.keys[place] = k + offset;
+        next.values[place] = v + offset;
+        if ((next.t += VL) >= end) next.t = begin, next.head++;
+        return true;
+    }
+
+    // The next `count` tiles, and as many to fetch while those are read.
+    bool take_tiles(const Item& it, int64_t begin, int64_t end, int64_t count, Upcoming& next, Tiles<T>& tiles,
+                    Tiles<T>& ahead) const {
+        tiles.count = count;
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t place = next.place++ % (KEYS / VL);
+            tiles.keys[n] = next.keys[place], tiles.values[n] = next.values[place];
+            if (!find_next(it, begin, end, next, place)) return false;
+            const bool more = next.keys[place];
+            ahead.keys[n] = more ? next.keys[place] : tiles.keys[n];
+            ahead.values[n] = more ? next.values[place] : tiles.values[n];
         }
         return true;
     }
 
     // A copy of a V tile with zeros where no token lives: 0 x NaN would be NaN.
     const Elem* zero_tail(const Buffers<T>& w, const Elem* tile, int64_t valid) const {
-        for (int64_t i = 0; i < VL / T::PAIR; i++)
-            for (int64_t d = 0; d < g.head_dim; d++)
-                for (int64_t j = 0; j < T::PAIR; j++) {
-                    int64_t at = (i * g.head_dim + d) * T::PAIR + j;
-                    w.value_pack[at] = i * T::PAIR + j < valid ? tile[at] : Elem(0);
-                }
+        const int64_t row = g.head_dim * T::PAIR, whole = valid / T::PAIR * row;
+        memcpy(w.value_pack, tile, whole * sizeof(Elem));
+        memset(w.value_pack + whole, 0, (VL * g.head_dim - whole) * sizeof(Elem));
+        if (valid % T::PAIR)
+            for (int64_t at = whole; at < whole + row; at += T::PAIR) w.value_pack[at] = tile[at];
         return w.value_pack;
+    }
+
+    // Tiles of tokens t ... end-1 where they cannot be read as they lie.
+    bool pack_tiles(const Buffers<T>& w, const Item& it, int64_t head, int64_t t, int64_t end, Tiles<T>& tiles) const {
+        const int32_t* table = plan.table + it.b * plan.table_stride;
+        for (tiles.count = 0; t < end; t += VL, tiles.count++)
+            if (!pack(w, table, head, t, std::min<int64_t>(VL, plan.num_tokens[it.b] - t), tiles)) return false;
+        return true;
     }
 
     bool pack(const Buffers<T>& w, const int32_t* table, int64_t head, int64_t t, int64_t valid, Tiles<T>& tiles) const {
         const int64_t n = tiles.count;
         const int64_t S = g.block_size, D = g.head_dim, width = g.width();
         const int64_t steps = (D + T::PAIR - 1) / T::PAIR;
-        Elem *key = w.key_pack + n * VL * steps * T::PAIR, *value = w.value_pack + n * VL * width;
-        memset(key, 0, VL * steps * T::PAIR * sizeof(Elem));
-        memset(value, 0, VL * width * sizeof(Elem));
+        const int64_t key_elements = HEADER<T> + VL * steps * T::PAIR, value_elements = HEADER<T> + VL * width;
+        Elem *key = w.key_pack + n * key_elements, *value = w.value_pack + n * value_elements;
+        memset(key, 0, key_elements * sizeof(Elem));
+        memset(value, 0, value_elements * sizeof(Elem));
         for (int64_t i = 0; i < valid; i++) {
-            int64_t block = table[(t + i) / S];
+            int64_t block = table[(t + i) / S], s = (t + i) % S;
             if (block < 0 || block >= g.num_blocks) return false;
-            int64_t offset = ((block * g.num_kv_heads + head) * S + (t + i) % S) * D;
+            const int64_t plain = (block * g.num_kv_heads + head) * S * (D + SCALE<T>), offset = plain + S * SCALE<T> + s * D;
+            memcpy(key + i * SCALE<T>, k + plain + s * SCALE<T>, SCALE<T>);
+            memcpy(value + i * SCALE<T>, v + plain + s * SCALE<T>, SCALE<T>);
             for (int64_t d = 0; d < D; d++) {
-                key[(d / T::PAIR * VL + i) * T::PAIR + d % T::PAIR] = k[offset + d];
-                value[(i / T::PAIR * width + d) * T::PAIR + i % T::PAIR] = v[offset + d];
+                key[HEADER<T> + (d / T::PAIR * VL + i) * T::PAIR + d % T::PAIR] = k[offset + d];
+                value[HEADER<T> + (i / T::PAIR * width + d) * T::PAIR + i % T::PAIR] = v[offset + d];
             }
         }
         tiles.keys[n] = key;
@@ -349,14 +480,9 @@ template <class T> struct Attention {
         const int64_t group = g.group(), width = g.width(), rows = (it.q_end - it.q_begin) * group;
         for (int64_t r = 0; r < rows; r++) {
             int64_t token = plan.cu_q[it.b] + it.q_begin + r / group;
-            Elem* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
+            Row* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
             const float *from = s.out + r * width, inverse = 1.f / s.sum[r];
-            int64_t d = 0;
-            for (; d + VL <= g.head_dim; d += VL) Rows<T>::store(to + d, loadf(from + d) * inverse);
-            if (d == g.head_dim) continue;
-            Elem rest[VL];
-            Rows<T>::store(rest, loadf(from + d) * inverse);
-            memcpy(to + d, rest, (g.head_dim - d) * sizeof(Elem));
+            for (int64_t d = 0; d < g.head_dim; d += VL) store_some<A>(to + d, loadf(from + d) * inverse, g.head_dim - d);
         }
     }
 
@@ -391,28 +517,26 @@ template <class T> struct Attention {
         const int64_t begin = it.split < 0 ? 0 : it.split * SPLIT;
         const int64_t end = it.split < 0 ? last : std::min<int64_t>(last, begin + SPLIT);
         Tiles<T> tiles, ahead;
-        if (!find_tiles(w, it.b, it.head_begin, begin, std::min(end, begin + KEYS), tiles)) return false;
+        Upcoming next{it.head_begin, begin};
+        for (int64_t place = 0; place < KEYS / VL && !g.packed(); place++)
+            if (!find_next(it, begin, end, next, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
             load_queries(w, it, head);
             for (int64_t t = begin; t < end; t += KEYS) {
-                const bool last_tile = t + KEYS >= end;
-                const int64_t next = last_tile ? begin : t + KEYS, next_head = head + last_tile;
-                const bool more = next_head < it.head_end;
-                ahead.count = 0;
-                if (more && !g.packed())
-                    if (!find_tiles(w, it.b, next_head, next, std::min(end, next + KEYS), ahead)) return false;
+                const int64_t tokens = std::min<int64_t>(KEYS, end - t);
+                const bool found = g.packed() ? pack_tiles(w, it, head, t, t + tokens, tiles)
+                                              : take_tiles(it, begin, end, (tokens + VL - 1) / VL, next, tiles, ahead);
+                if (!found) return false;
+                if (g.packed()) ahead = tiles;
                 if (t % SPLIT == 0) clear(w.split, rows, width);
                 all_scores<T>(w, rows, tiles, ahead, steps);
                 for (int64_t r = 0; r < rows; r++)
-                    softmax_row<T>(w, r, first_position + r / group + 1 - t, tiles.count, factor, width);
+                    softmax_row<T>(w, r, first_position + r / group + 1 - t, tiles, factor, width);
                 const int64_t valid = total - t - (tiles.count - 1) * VL;  // of the last tile
-                if (valid < VL && !g.packed())
+                if (valid < VL && !g.packed() && !T::SCALED)  // 0 x a whole number is always 0
                     tiles.values[tiles.count - 1] = zero_tail(w, tiles.values[tiles.count - 1], valid);
                 add_values<T>(w, rows, tiles, ahead, width);
-                if (last_tile || (t + KEYS) % SPLIT == 0) finish_split(w, it, head, t / SPLIT);
-                if (more && g.packed())
-                    if (!find_tiles(w, it.b, next_head, next, std::min(end, next + KEYS), ahead)) return false;
-                tiles = ahead;
+                if (t + KEYS >= end || (t + KEYS) % SPLIT == 0) finish_split(w, it, head, t / SPLIT);
             }
         }
         return true;
@@ -435,45 +559,76 @@ template <class T> struct Attention {
     }
 };
 
+// K or V [D] of one token and head of type A as elements and scale of the cache type T. A scale is infinite where an
+// element is or is no number: the result is then none, either.
+template <class A, class T> inline float whole_row(const typename A::Elem* from, int64_t head_dim, typename T::Elem* to) {
+    Largest largest;
+    for (int64_t d = 0; d < head_dim; d += VL) largest.put(load_some<A>(from + d, head_dim - d));
+    const float top = largest.get(), inverse = steps_per_unit(top, 127.f);
+    for (int64_t d = 0; d < head_dim; d += VL) store_whole(to + d, load_some<A>(from + d, head_dim - d) * inverse);
+    return top < INFINITY ? top / 127.f : INFINITY;
+}
+
+// One token and head of a cache: its elements and, if SCALED, its scale. `head`: where the head's slots begin.
 template <class T>
+inline void write_row(const Geometry& g, const typename T::Elem* x, float scale, typename T::Elem* head, int64_t offset, bool is_key) {
+    using Elem = typename T::Elem;
+    constexpr int P = T::PAIR;
+    const int64_t S = g.block_size, D = g.head_dim, lane = offset % VL;
+    if (g.packed()) {
+        memcpy(head + offset * SCALE<T>, &scale, SCALE<T>);
+        memcpy(head + S * SCALE<T> + offset * D, x, D * sizeof(Elem));
+        return;
+    }
+    Elem* tile = head + (offset - lane) * (D + SCALE<T>);
+    memcpy(tile + lane * SCALE<T>, &scale, SCALE<T>);
+    tile += HEADER<T>;
+    if (is_key)
+        for (int64_t d = 0; d < D; d += P) memcpy(tile + (d / P * VL + lane) * P, x + d, P * sizeof(Elem));
+    else
+        for (int64_t d = 0; d < D; d++) tile[(lane / P * D + d) * P + lane % P] = x[d];
+}
+
+template <class A, class T>
 void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void* k_, const void* v_,
                  const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots) {
     using Elem = typename T::Elem;
-    const int64_t S = g.block_size, D = g.head_dim, P = T::PAIR;
+    using Row = typename A::Elem;
+    const int64_t S = g.block_size;
     constexpr int64_t CHUNK = 16;  // tokens per piece of work
     parallel_for(num_tokens <= CHUNK ? 1 : threads, (num_tokens + CHUNK - 1) / CHUNK, [&](int64_t chunk) {
+        alignas(64) Elem whole[T::SCALED ? MAX_INT8_HEAD : 1];
         for (int64_t i = chunk * CHUNK; i < std::min(num_tokens, (chunk + 1) * CHUNK); i++) {
             if (slots[i] < 0) continue;
-            const int64_t block = slots[i] / S, offset = slots[i] % S, lane = offset % VL;
+            const int64_t block = slots[i] / S, offset = slots[i] % S;
             for (int64_t h = 0; h < g.num_kv_heads; h++) {
-                const Elem* k = (const Elem*)k_ + i * strides[0] + h * strides[1];
-                const Elem* v = (const Elem*)v_ + i * strides[2] + h * strides[3];
-                const int64_t head = (block * g.num_kv_heads + h) * S * D;
-                if (g.packed()) {
-                    memcpy((Elem*)k_cache + head + offset * D, k, D * sizeof(Elem));
-                    memcpy((Elem*)v_cache + head + offset * D, v, D * sizeof(Elem));
-                    continue;
+                const int64_t head = (block * g.num_kv_heads + h) * S * (g.head_dim + SCALE<T>);
+                for (int is_key = 0; is_key < 2; is_key++) {
+                    const Row* from = is_key ? (const Row*)k_ + i * strides[0] + h * strides[1]
+                                             : (const Row*)v_ + i * strides[2] + h * strides[3];
+                    Elem* to = (Elem*)(is_key ? k_cache : v_cache) + head;
+                    if constexpr (T::SCALED) {
+                        const float scale = whole_row<A, T>(from, g.head_dim, whole);
+                        write_row<T>(g, whole, scale, to, offset, is_key);
+                    } else {
+                        write_row<T>(g, from, 0, to, offset, is_key);
+                    }
                 }
-                Elem* k_tile = (Elem*)k_cache + head + (offset - lane) * D;
-                Elem* v_tile = (Elem*)v_cache + head + (offset - lane) * D;
-                for (int64_t d = 0; d < D; d += P) memcpy(k_tile + (d / P * VL + lane) * P, k + d, P * sizeof(Elem));
-                for (int64_t d = 0; d < D; d++) v_tile[(lane / P * D + d) * P + lane % P] = v[d];
             }
         }
     });
 }
 
-template <class F> int with_type(int dtype, const F& f) {
-    if (dtype == 0) return f(F32{});
-    if (dtype == 1) return f(BF16{});
-    return f(F16{});
+// Calls f with the type of activations and that of the cache.
+template <class F> int with_types(int dtype, const Geometry& g, const F& f) {
+    return with_activations(dtype, [&](auto type) { return g.int8_cache ? f(type, I8{}) : f(type, type); });
 }
 
 }  // namespace
 
 extern "C" {
 
-// The items of one step. geometry: five int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim).
+// The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
 Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
                      const int32_t* table, int64_t table_stride, int threads) {
     auto plan = std::make_unique<Plan>();
@@ -507,14 +662,17 @@ Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int3
 
 void paged_plan_free(Plan* plan) { delete plan; }
 
-// 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16.
+// 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16, of q and out
+// and, unless geometry says int8, of the cache.
 int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const void* q, int64_t q_token_stride,
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale) {
-    return with_type(dtype, [&](auto type) {
-        using T = decltype(type);
+    return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
+        using A = decltype(type);
+        using T = decltype(cache_type);
         using E = typename T::Elem;
-        Attention<T> attention{*geometry, *plan,         (const E*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
-                               q_head_stride, (E*)out, scale * LOG2E};
+        using Row = typename A::Elem;
+        Attention<A, T> attention{*geometry,  *plan, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
+                                  q_head_stride, (Row*)out, scale * LOG2E};
         return attention.run_all();
     });
 }
@@ -522,8 +680,9 @@ int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const vo
 // strides: four int64, k and v, token and head, in elements.
 void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int threads, const void* k, const void* v,
                  const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots) {
-    with_type(dtype, [&](auto type) {
-        write_cache<decltype(type)>(*geometry, num_tokens, threads, k, v, strides, k_cache, v_cache, slots);
+    with_types(dtype, *geometry, [&](auto type, auto cache_type) {
+        write_cache<decltype(type), decltype(cache_type)>(*geometry, num_tokens, threads, k, v, strides, k_cache, v_cache,
+                                                          slots);
         return 0;
     });
 }

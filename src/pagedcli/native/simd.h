@@ -1,11 +1,11 @@
-// Vectors of the widest register of the target, exp2, and the three cache element types behind one interface.
+// Vectors of the widest register of the target, exp2, and the four cache element types behind one interface.
 // Portable through GCC / Clang vector extensions; intrinsics only where the compiler has no word for the instruction.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -137,12 +137,15 @@ static inline uint16_t float_to_half(float x) {
 }
 
 // Element types. PAIR elements that are summed together lie side by side in a tile; Op is what one multiplies them
-// with, OPS of them per step; Block is VL x PAIR elements in registers.
+// with, OPS of them per step; Block is VL x PAIR elements in registers, Acc a vector of sums. SCALED: an element counts
+// in steps of its token's scale.
 struct F32 {
     using Elem = float;
     using Op = float;
     using Block = vf;
+    using Acc = vf;
     static constexpr int PAIR = 1, OPS = 1;
+    static constexpr bool SCALED = false;
     static inline Block load(const Elem* p) { return loadf(p); }
     static inline void madd(vf& acc, const Op* a, Block b) { acc += *a * b; }
     static inline void put_op(Op* row, int i, Elem x) { row[i] = x; }
@@ -154,7 +157,9 @@ struct F16 {
     using Elem = uint16_t;
     using Op = float;
     using Block = vf;
+    using Acc = vf;
     static constexpr int PAIR = 1, OPS = 1;
+    static constexpr bool SCALED = false;
     static inline Block load(const Elem* p) {
 #if defined(__AVX512F__)
         return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -186,7 +191,9 @@ struct BF16 {  // two products per lane and instruction, float32 sums
     using Elem = uint16_t;
     using Op = uint32_t;
     using Block = __m512bh;
+    using Acc = vf;
     static constexpr int PAIR = 2, OPS = 1;
+    static constexpr bool SCALED = false;
     static inline Block load(const Elem* p) { return (__m512bh)_mm512_loadu_si512(p); }
     static inline void madd(vf& acc, const Op* a, Block b) {
         acc = (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*a), b);
@@ -204,7 +211,9 @@ struct BF16 {  // a bf16 is the upper half of a float: a shift or a mask makes i
     struct Block {
         vf low, high;
     };
+    using Acc = vf;
     static constexpr int PAIR = 2, OPS = 2;
+    static constexpr bool SCALED = false;
     static inline Block load(const Elem* p) {
         vu both = load_any<vu>(p);
         return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
@@ -221,3 +230,41 @@ struct BF16 {  // a bf16 is the upper half of a float: a shift or a mask makes i
     static inline Elem from_float(float x) { return float_to_bf16(x); }
 };
 #endif
+
+// Whole numbers of 8 bits in a cache, of 16 bits in what multiplies them: sums of 32 bits are exact.
+struct I8 {
+    using Elem = int8_t;
+    using Op = int16_t;
+    using Acc = vi;
+    static constexpr int PAIR = 2, OPS = 2;
+    static constexpr bool SCALED = true;
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    using Block = __m512i;
+    static inline Block load(const Elem* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+    static inline void madd(vi& acc, const Op* a, Block b) {
+        acc = (vi)_mm512_dpwssd_epi32((__m512i)acc, _mm512_set1_epi32(load_any<int32_t>(a)), b);
+    }
+#elif defined(__AVX512BW__)
+    using Block = __m512i;
+    static inline Block load(const Elem* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+    static inline void madd(vi& acc, const Op* a, Block b) {
+        acc += (vi)_mm512_madd_epi16(_mm512_set1_epi32(load_any<int32_t>(a)), b);
+    }
+#elif defined(__AVX2__)
+    using Block = __m256i;
+    static inline Block load(const Elem* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+    static inline void madd(vi& acc, const Op* a, Block b) {
+        acc += (vi)_mm256_madd_epi16(_mm256_set1_epi32(load_any<int32_t>(a)), b);
+    }
+#else
+    struct Block {
+        vi low, high;
+    };
+    static inline Block load(const Elem* p) {
+        typedef uint16_t vp __attribute__((vector_size(VL * 2)));
+        vi both = (vi)__builtin_convertvector(load_any<vp>(p), vu);
+        return {both << 24 >> 24, both << 16 >> 24};
+    }
+    static inline void madd(vi& acc, const Op* a, Block b) { acc += (int32_t)a[0] * b.low + (int32_t)a[1] * b.high; }
+#endif
+};

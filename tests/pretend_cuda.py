@@ -1,0 +1,272 @@
+"""A GPU that is not there: CPU tensors that say they are on cuda:0 and behave as if they were.
+
+What it is strict about: tensors of two devices never meet; a copy to the host holds rubbish until an event behind it
+was waited for; pinned memory must not change while a copy may still read it; nothing waits for the device, and nothing
+is uploaded, while a graph is captured; a replayed graph repeats tensor operations and kernels, no Python. Kernels run
+in triton's interpreter, so TRITON_INTERPRET=1 must be set.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+from torch.cuda._utils import _get_device_index
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+GPU = torch.device("cuda", 0)
+TOTAL, FREE = 1 << 28, 200 << 20  # bytes
+WAITS = {"item", "tolist", "nonzero", "masked_select", "unique", "equal"}
+WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on the GPU. Operations give OnGpu again."""
+
+    device = property(lambda self: GPU)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def numpy(self, **_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __array__(self, *_, **__):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+def plain(value):
+    """The CPU tensor behind it, with the same memory."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, OnGpu) else value
+
+
+class PretendGpu(TorchFunctionMode):
+    """Use as a context; `install` replaces what is asked of torch.cuda and of triton."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []  # names of operations that waited for the device
+        self.launches = 0  # of kernels, replayed ones not counted
+        self.replays = 0
+        self.recording = None  # operations of the graph that is being captured
+        self.reading = []  # (pinned source, what it held) of uploads that may be under way
+        self.arriving = []  # (host tensor, value) of downloads under way
+        self.pinned = {}  # address of a storage -> it, kept alive
+
+    # ------------------------------------------------------------------ tensor operations
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
+        if name == "copy_" or name == "to" or name in ("cpu", "cuda"):
+            return self._copy(func, name, args, kwargs, ours)
+        if name == "pin_memory":
+            return self._pin(args[0].clone())
+        pin = kwargs.pop("pin_memory", False)
+        to_gpu = self._is_gpu(kwargs.get("device"))
+        if to_gpu:
+            kwargs["device"] = "cpu"
+        assert not any(self._is_gpu(arg) for arg in args if isinstance(arg, torch.device)), func
+        if ours:
+            foreign = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.dim()]
+            assert not foreign, f"{name}: Expected all tensors to be on the same device"
+            masks = tree_leaves(args[1]) if name in ("__getitem__", "__setitem__") else ()
+            boolean = any(isinstance(mask, torch.Tensor) and mask.dtype == torch.bool for mask in masks)
+            if name in WAITS or boolean or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+                self._wait_for_device(name)
+        elif not to_gpu:
+            result = func(*args, **kwargs)
+            return self._pin(result) if pin else result
+        result = func(*args, **kwargs)
+        result = tree_map(lambda x: x.as_subclass(OnGpu) if type(x) is torch.Tensor else x, result)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def _copy(self, func, name, args, kwargs, ours):
+        """What may cross between devices."""
+        if name == "copy_":
+            target, source = args[:2]
+            non_blocking = kwargs.pop("non_blocking", args[2] if len(args) > 2 else False)
+            if isinstance(target, OnGpu) and not isinstance(source, OnGpu):
+                self._upload(source, non_blocking)
+                plain(target).copy_(source)
+                return target
+            assert isinstance(target, OnGpu) or not isinstance(source, OnGpu), "a waiting download"
+            result = func(target, source)
+            if ours:
+                self._record(func, (target, source), {}, target)
+            return result
+        tensor, rest = args[0], list(args[1:])
+        device = "cuda" if name == "cuda" else "cpu" if name == "cpu" else kwargs.pop("device", None)
+        for arg in list(rest):
+            if isinstance(arg, torch.device) or (isinstance(arg, str) and name == "to"):
+                device = arg
+                rest.remove(arg)
+        non_blocking = kwargs.pop("non_blocking", False)
+        source, here = plain(tensor), isinstance(tensor, OnGpu)
+        there = here if device is None else self._is_gpu(device)
+        if name != "to":
+            rest, kwargs = [], {}
+        result = source.to(*rest, **kwargs) if rest or kwargs else source
+        if there and not here:
+            self._upload(source, non_blocking)
+            return result.clone().as_subclass(OnGpu)
+        if here and not there:
+            if not non_blocking:
+                self._wait_for_device(name)
+                return result.clone()
+            assert self.recording is None, "a download inside of a graph"
+            rubbish = torch.full_like(result, 123)
+            self.arriving.append((rubbish, result.clone()))
+            return self._pin(rubbish)
+        if not here:
+            return result
+        if result is source:
+            return tensor
+        result = result.as_subclass(OnGpu)
+        self._record(func, args, {**kwargs, **({} if device is None else {"device": device})}, result)
+        return result
+
+    def _upload(self, source, non_blocking):
+        assert self.recording is None, "an upload inside of a graph"
+        if not non_blocking or source.untyped_storage().data_ptr() not in self.pinned:
+            self.waits += ["upload"] * bool(source.numel())
+            return
+        self.reading.append((source, source.clone()))
+
+    def _pin(self, tensor):
+        storage = tensor.untyped_storage()
+        self.pinned[storage.data_ptr()] = storage
+        return tensor
+
+    def _record(self, func, args, kwargs, result):
+        if self.recording is not None and any(isinstance(leaf, OnGpu) for leaf in tree_leaves(result)):
+            self.recording.append((func, args, kwargs, result))
+
+    @staticmethod
+    def _is_gpu(device):
+        return device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
+
+    # ------------------------------------------------------------------ order
+
+    def _wait_for_device(self, name):
+        assert self.recording is None, f"{name} waits for the device inside of a graph"
+        self.waits.append(name)
+        self.pass_until(len(self.reading), len(self.arriving))
+
+    def pass_until(self, num_reading, num_arriving):
+        """What was under way has happened."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            for source, held in self.reading[:num_reading]:
+                assert torch.equal(source, held), "pinned memory changed while a copy was reading it"
+            for target, value in self.arriving[:num_arriving]:
+                if target is not None:
+                    target.copy_(value)
+        self.reading[:num_reading] = [(torch.empty(0), torch.empty(0))] * num_reading
+        self.arriving[:num_arriving] = [(None, None)] * num_arriving
+
+    # ------------------------------------------------------------------ torch.cuda and triton
+
+    def install(self, monkeypatch):
+        """Replace torch.cuda's functions for the test, and triton's launch."""
+        from triton.runtime.interpreter import GridExecutor
+
+        gpu = self
+
+        class Event:
+            def __init__(self, **_):
+                self.at = None
+
+            def record(self, *_):
+                self.at = len(gpu.reading), len(gpu.arriving)
+
+            def synchronize(self):
+                assert gpu.recording is None, "an event was waited for inside of a graph"
+                if self.at is not None:
+                    gpu.pass_until(*self.at)
+
+            def query(self):
+                self.synchronize()
+                return True
+
+            def elapsed_time(self, other):
+                return 1.0
+
+        class Graph:
+            def pool(self):
+                return (0, 1)
+
+            def replay(self):
+                gpu.replays += 1
+                with torch._C.DisableTorchFunction():
+                    for func, args, kwargs, result in self.operations:
+                        again = func(*args, **kwargs)
+                        if func is launch:
+                            continue
+                        pairs = zip(tree_leaves(result), tree_flatten(again)[0], strict=True)
+                        for old, new in pairs:
+                            if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                                plain(old).copy_(plain(new))
+
+        @contextlib.contextmanager
+        def graph(which, pool=None):
+            assert gpu.recording is None
+            gpu.recording = []
+            yield
+            which.operations, gpu.recording = gpu.recording, None
+
+        call = GridExecutor.__call__
+
+        def launch(executor, args, kwargs):
+            with torch._C.DisableTorchFunction():
+                call(executor, *tree_map(plain, args), **tree_map(plain, kwargs))
+
+        def checked_launch(executor, *args, **kwargs):
+            tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
+            assert all(isinstance(tensor, OnGpu) for tensor in tensors), "a kernel got a pointer to host memory"
+            gpu.launches += 1
+            launch(executor, args, kwargs)
+            if gpu.recording is not None:
+                gpu.recording.append((launch, (executor, args, kwargs), {}, None))
+
+        about = SimpleNamespace(
+            name="pretended", major=9, minor=0, multi_processor_count=2, total_memory=TOTAL, uuid="none"
+        )
+
+        def on(device=None):
+            assert device is None or _get_device_index(device, optional=True) == 0
+
+        def set_device(device):
+            assert _get_device_index(device) == 0
+
+        def synchronize(device=None):
+            on(device)
+            assert gpu.recording is None
+            gpu.pass_until(len(gpu.reading), len(gpu.arriving))
+
+        replaced = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": set_device,
+            "synchronize": synchronize,
+            "empty_cache": lambda: None,
+            "get_device_name": lambda device=None: about.name,
+            "get_device_capability": lambda device=None: on(device) or (9, 0),
+            "get_device_properties": lambda device=None: on(device) or about,
+            "mem_get_info": lambda device=None: on(device) or (FREE, TOTAL),
+            "memory_allocated": lambda device=None: on(device) or 0,
+            "max_memory_allocated": lambda device=None: on(device) or 1 << 20,
+            "reset_peak_memory_stats": on,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": graph,
+        }
+        monkeypatch.setattr(torch._utils, "_get_current_device_index", lambda: 0)
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(GridExecutor, "__call__", checked_launch)
+        return self

@@ -1,0 +1,330 @@
+"""The int8 KV cache: exact attention over what the cache holds, whatever batch, chunk, pool and threads; its error on
+logits and on the built-in model's look-ups; refused, with a way out, where it cannot be.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import INT8_TOLERANCE, Case, fill_cache, run, whole_steps, worst_error
+from model_zoo import tiny_model
+from test_engine import ragged_prompts
+from test_engine import run as run_engine
+
+import pagedcli
+from pagedcli.attention import cpu
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.select import select_backend
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.plan import resolve_kv_dtype
+from pagedcli.engine.scheduler import ScheduledStep
+from pagedcli.engine.self_test import look_up_texts
+from pagedcli.engine.sequence import Sequence
+from pagedcli.errors import BackendError, ConfigError
+from pagedcli.kvcache.budget import SCALE_BYTES, head_bytes
+from pagedcli.native import load_library
+from pagedcli.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
+RAGGED = [(1, 1), (300, 1), (20, 20), (130, 5), (16, 16), (17, 1), (258, 3), (90, 33), (1100, 40), (64, 1)]
+# block size, key/value heads, group, head size: tiled, and where a block or head is no multiple of a vector
+TILED = [(16, 2, 2, 128), (16, 1, 1, 64), (256, 2, 8, 96), (48, 3, 5, 64), (16, 1, 4, 256), (32, 1, 2, 512)]
+PACKED = [(1, 2, 2, 8), (3, 1, 3, 7), (20, 2, 1, 80), (4, 1, 16, 64), (24, 1, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return load_library()
+    except BackendError as error:
+        pytest.skip(f"no native library here: {error.message}")
+
+
+def make_case(lengths, shape, dtype, *, seed=0, whole=False):
+    """A case over an int8 cache. `whole`: K and V are whole steps of a power of 2 up to 127, which are held exactly."""
+    block_size, num_kv_heads, group, head_dim = shape
+    case = Case(lengths, block_size, num_kv_heads * group, num_kv_heads, head_dim, dtype, seed=seed, kv_dtype=I8)
+    if whole:
+        case.k, case.v = whole_steps(case.k), whole_steps(case.v)
+    return case
+
+
+def rounded(x):
+    """What the cache holds of x [tokens, G, D], the torch twin."""
+    step = x.float().abs().amax(-1, keepdim=True) / 127
+    return torch.nan_to_num(x.float() / step).round() * step
+
+
+def backend_for(case, library=None):
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim)
+    spec = AttentionSpec(CPU, case.dtype, case.block_size, *heads, kv_dtype=I8)
+    return cpu.CpuAttention(spec, library or load_library())
+
+
+# ---------------------------------------------------------------------- the kernel
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("shape", TILED + PACKED, ids=lambda shape: "x".join(map(str, shape)))
+def test_attention_is_exact_over_what_the_cache_holds(library, shape, dtype):
+    case = make_case(RAGGED, shape, dtype, whole=True)
+    result = run(backend_for(case), case)
+    assert result.dtype == dtype
+    assert worst_error(result, case.expected()) < INT8_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", [TILED[0], PACKED[2]], ids=["tiled", "packed"])
+def test_rounding_costs_less_than_one_percent(library, shape):
+    case = make_case(RAGGED, shape, F32)
+    result, exact = run(backend_for(case), case).double(), case.expected()
+    case.k, case.v = (rounded(x) for x in (case.k, case.v))
+    twin = case.expected()
+    error = float((result - exact).norm() / exact.norm())
+    print(f"int8 KV cache: relative error of attention {error:.4f}")
+    assert 0.001 < error < 0.01
+    assert (result - twin).norm() < 0.01 * (twin - exact).norm(), "it is the twin's error: that of K and V"
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("block_size", [16, 5], ids=["tiled", "packed"])
+def test_each_value_is_held_to_half_a_step(library, block_size, dtype):
+    """A sequence of one token returns its V, of any magnitude; a head of zeros stays zero."""
+    case = make_case([(1, 1)] * 64, (block_size, 2, 1, 32), dtype)
+    low, high = (-24, 100) if dtype != F16 else (-8, 12)
+    case.v = case.v * 2.0 ** torch.linspace(low, high, 64)[:, None, None].to(dtype)
+    case.v[5] = 0
+    result = run(backend_for(case), case)
+    step = case.v.double().abs().amax(-1, keepdim=True) / 127
+    assert ((result.double() - case.v.double()).abs() <= step * 0.51 + case.v.double().abs() * 2**-8).all()
+    assert not result[5].any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_a_sequence_alone_and_in_a_crowd_gives_the_same_bits(library, dtype):
+    case = make_case([(300, 1), (90, 33), (600, 2), (40, 40)], (16, 1, 2, 64), dtype)
+    backend, start = backend_for(case), 0
+    crowd = run(backend, case)
+    for b, (_, new) in enumerate(case.lengths):
+        assert torch.equal(run(backend, case, only=[b]), crowd[start : start + new]), f"sequence {b}"
+        start += new
+
+
+def test_threads_and_chunks_never_change_a_bit(library):
+    """One thread or more (which split long contexts), the prompt whole or in chunks."""
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads, new in itertools.product((1, 2, 5), (200, 1, 7)):
+            torch.set_num_threads(threads)
+            case = make_case([(1600, new)], (16, 2, 2, 64), BF16)
+            results.append(run(backend_for(case), case)[-1])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, I8], ids=["bf16", "int8"])
+def test_threads_that_write_neighbours_lose_nothing(library, kv_dtype):
+    """Two tokens share each word of V. Pieces of a long prompt that starts inside a block go to several threads."""
+    case = make_case([(777, 777)], (16, 2, 1, 64), BF16)
+    case.kv_dtype = kv_dtype
+    spec = AttentionSpec(CPU, BF16, 16, 2, 2, 64, kv_dtype=kv_dtype)
+    backend, before, caches = cpu.CpuAttention(spec, library), torch.get_num_threads(), []
+    slots = torch.arange(5, 782, dtype=torch.int32)
+    try:
+        for threads in [1] + [4] * 20:
+            torch.set_num_threads(threads)
+            shape = backend.kv_shape(50, 16, 2, 64)
+            pair = [torch.zeros(shape, dtype=kv_dtype or BF16) for _ in range(2)]
+            backend.write(case.k, case.v, *pair, slots)
+            caches.append(torch.cat(pair))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(caches[0], cache) for cache in caches)
+
+
+@pytest.mark.parametrize("block_size", [16, 5], ids=["tiled", "packed"])
+def test_copying_a_block_copies_its_tokens_and_scales(library, block_size):
+    """Copy-on-write copies whole blocks with cache[dst] = cache[src], in whatever layout."""
+    case = make_case([(20, 1)], (block_size, 2, 2, 64), F32, whole=True)
+    backend = backend_for(case)
+    k_cache, v_cache, batch = fill_cache(backend, case)
+    used = -(-20 // block_size)
+    free = next(b for b in range(k_cache.shape[0]) if b not in batch.block_table[0, :used].tolist())
+    old = int(batch.block_table[0, used - 1])
+    for cache in (k_cache, v_cache):
+        cache[free] = cache[old]
+        cache[old] = -1
+    batch.block_table[0, used - 1] = free
+    backend.prepare(batch)
+    result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.scale)
+    assert worst_error(result, case.expected()) < INT8_TOLERANCE[F32]
+
+
+def test_slot_minus_one_writes_nothing(library):
+    case = make_case([(20, 20)], (16, 1, 2, 64), F32)
+    backend = backend_for(case)
+    k_cache, v_cache = (torch.full(backend.kv_shape(3, 16, 1, 64), 7, dtype=I8) for _ in range(2))
+    backend.write(case.k, case.v, k_cache, v_cache, torch.full((20,), -1, dtype=torch.int32))
+    assert bool((k_cache == 7).all())
+    assert bool((v_cache == 7).all())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_not_hidden(library, bad):
+    case = make_case([(40, 1), (40, 1)], (16, 1, 2, 64), F32)
+    case.v[25, 0, 3] = bad  # of the first sequence
+    result = run(backend_for(case), case)
+    assert not result[0].isfinite().any()
+    assert result[1].isfinite().all()
+    case = make_case([(40, 1), (40, 1)], (16, 1, 2, 64), F32)
+    case.q[39, 0, 3] = bad
+    result = run(backend_for(case), case)
+    assert not result[0, 0].isfinite().any()
+    assert result[0, 1].isfinite().all()
+
+
+def test_a_wrong_cache_is_an_error_not_a_crash(library):
+    case = make_case([(20, 1)], (16, 2, 2, 64), F32)
+    backend = backend_for(case)
+    k_cache, v_cache, batch = fill_cache(backend, case)
+    for wrong in (k_cache[..., :64].contiguous(), k_cache.view(torch.uint8), k_cache[:, :, :8]):
+        with pytest.raises(BackendError, match=r"not torch.int8 \[N, \*\(2, 16, 68\)\]"):
+            backend.attend(case.q[19:], wrong, v_cache, batch, case.scale)
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("qwen3", tmp_path_factory.mktemp("model"))
+
+
+def engine_for(path, **config):
+    config = {"dtype": "float32", "max_num_seqs": 16, "kv_cache_dtype": "int8", **config}
+    return LLMEngine(EngineConfig(model=str(path), device="cpu", **config))
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"], ids=["weights as stored", "int8 weights"])
+def test_cache_chunk_pool_and_batch_never_change_the_tokens(library, model, quantization):
+    prompts = ragged_prompts()
+    expected = run_engine(engine_for(model, quantization=quantization), prompts, GREEDY)
+    assert expected != run_engine(engine_for(model, kv_cache_dtype="auto"), prompts, GREEDY), "int8 changes something"
+    for caching, chunk, blocks in itertools.product([True, False], [None, 7], [None, 24]):
+        engine = engine_for(
+            model,
+            quantization=quantization,
+            enable_prefix_caching=caching,
+            chunked_prefill_size=chunk,
+            num_gpu_blocks_override=blocks,
+        )
+        assert run_engine(engine, prompts, GREEDY) == expected, (caching, chunk, blocks)
+        assert (engine.stats.num_preemptions > 0) == (blocks is not None)
+    assert run_engine(engine_for(model, max_num_seqs=1, quantization=quantization), prompts, GREEDY) == expected
+    assert run_engine(engine_for(model, block_size=5, quantization=quantization), prompts, GREEDY) == expected
+
+
+def test_samples_that_share_and_copy_blocks_are_those_without_sharing(library, model):
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+    prompts = ragged_prompts(6)
+    together = engine_for(model)
+    expected = run_engine(together, prompts, params)
+    for config in (
+        {"max_num_seqs": 4, "num_gpu_blocks_override": 24},
+        {"block_size": 256},
+        {"chunked_prefill_size": 3},
+    ):
+        assert run_engine(engine_for(model, **config), prompts, params) == expected, config
+    assert len({tuple(sample) for samples in expected for sample in samples}) > len(prompts), "samples differ"
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_built_in_model_still_looks_up_right(library, quantization):
+    engine = LLMEngine(EngineConfig(kv_cache_dtype="int8", device="cpu", quantization=quantization, max_model_len=512))
+    tokenizer = Tokenizer(engine.model_path)
+    texts = [text for seed in range(3) for text in look_up_texts(seed=seed)]
+    asked = [tokenizer.encode(text) for text, _ in texts]
+    answers = [tokenizer.encode(answer) for _, answer in texts]
+    params = [SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True) for answer in answers]
+    given = [samples[0] for samples in run_engine(engine, asked, params)]
+    right = sum(a == b for a, b in zip(given, answers, strict=True))
+    print(f"{right} of {len(texts)} look-ups right")
+    assert right == len(texts)
+
+
+def test_logits_stay_close(library, tmp_path):
+    """Random weights in the 0.6B shape, cut to 6 layers: an int8 cache costs about as much as computing in bfloat16."""
+    shape = json.loads((Path(pagedcli.__file__).parent / "assets/shapes/qwen3-0.6b/config.json").read_text())
+    shape |= {"num_hidden_layers": 6, "vocab_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    exact, half, whole = (
+        _logits(tmp_path, dtype, kv) for dtype, kv in (("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"))
+    )
+    errors = [float((logits - exact).norm() / exact.norm()) for logits in (half, whole)]
+    print("relative error of logits: bfloat16 {:.4f}, float32 with int8 KV {:.4f}".format(*errors))
+    assert 0 < errors[1] < 1.5 * errors[0] < 0.1
+
+
+def _logits(path, dtype, kv):
+    engine = engine_for(path, dtype=dtype, kv_cache_dtype=kv, load_format="dummy", num_gpu_blocks_override=20)
+    tokens = np.random.default_rng(0).integers(0, 4096, 300).tolist()
+    seq = Sequence(0, "r", tokens, SamplingParams(), max_new_tokens=1)
+    seq.row, seq.block_table = 0, list(range(19, 0, -1))
+    logits, _ = engine.runner.execute(ScheduledStep([seq], [300]))
+    return logits.float()
+
+
+def test_the_plan_counts_elements_and_scales(library, model):
+    engine, plain = engine_for(model), engine_for(model, kv_cache_dtype="auto")
+    assert engine.plan.kv_dtype == "int8"
+    assert engine.plan.kv_scales is None
+    assert engine.runner.kv_cache.dtype == I8
+    assert engine.plan.block_bytes == engine.runner.kv_cache[:, :, 0].nbytes
+    assert engine.plan.block_bytes * 4 * 32 == plain.plan.block_bytes * (32 + 4)
+    assert cpu.SCALE_BYTES == SCALE_BYTES["int8"] == head_bytes(64, "int8") - 64
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_backends_that_cannot_say_so_and_what_to_do(library, model):
+    for name in ("sdpa", "reference"):
+        with pytest.raises(BackendError, match="no KV cache of int8") as caught:
+            engine_for(model, attention_backend=name)
+        assert "--kv-cache-dtype auto" in caught.value.hint
+    with pytest.raises(ConfigError, match="for a CPU, not cuda") as caught:
+        resolve_kv_dtype("int8", BF16, torch.device("cuda"))
+    assert "fp8" in caught.value.hint
+    with pytest.raises(ConfigError, match="needs a CUDA GPU") as caught:
+        resolve_kv_dtype("fp8", BF16, CPU)
+    assert "int8" in caught.value.hint
+
+
+def test_without_a_compiler_int8_is_refused_not_replaced(monkeypatch, model):
+    monkeypatch.setattr(cpu, "load_library", lambda: (_ for _ in ()).throw(BackendError("no C++ compiler found")))
+    with pytest.raises(BackendError, match=r"cpu: no C\+\+ compiler found.*sdpa: has no KV cache of int8") as caught:
+        engine_for(model)
+    assert caught.value.hint == "use --kv-cache-dtype auto"
+
+
+def test_a_model_through_transformers_is_refused(library, tmp_path):
+    with pytest.raises(ConfigError, match="which runs through transformers") as caught:
+        engine_for(tiny_model("gemma", tmp_path / "m"))
+    assert "--kv-cache-dtype auto" in caught.value.hint
+
+
+def test_heads_too_long_for_exact_sums_are_refused(library):
+    sizes = {"block_size": 16, "num_heads": 2, "num_kv_heads": 1, "dtype": BF16, "device": CPU}
+    assert select_backend("cpu", head_dim=512, kv_dtype=I8, **sizes).backend.name == "cpu"
+    with pytest.raises(BackendError, match="head_dim up to 512, not 528") as caught:
+        select_backend("cpu", head_dim=528, kv_dtype=I8, **sizes)
+    assert caught.value.hint == "use --kv-cache-dtype auto"

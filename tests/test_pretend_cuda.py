@@ -1,0 +1,190 @@
+"""The whole engine as on a GPU, with nothing but the GPU missing (see pretend_cuda)."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from model_zoo import tiny_model
+from test_engine import ragged_prompts, run
+
+from pagedcli.attention.select import available_backends
+from pagedcli.config import EngineConfig
+from pagedcli.engine.cuda_graphs import GRAPH_TOKENS, bucket_sizes
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_on_a_pretended_gpu():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert passed is not None
+    assert int(passed[1]) >= 7, done.stdout[-2000:]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("qwen3", tmp_path_factory.mktemp("pretend"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu().install(monkeypatch) as gpu:
+        yield gpu
+
+
+def make_engine(path, device, **config):
+    config = {"max_num_seqs": 3, "num_gpu_blocks_override": 20, "max_model_len": 64, **config}
+    return LLMEngine(EngineConfig(model=str(path), dtype="float32", device=device, **config))
+
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True, seed=3),
+    SamplingParams(temperature=1.1, max_tokens=3, ignore_eos=True, seed=4, top_k=7, top_p=0.9),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, repetition_penalty=1.3, logit_bias={7: 2.0}),
+    SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, seed=5, logprobs=2, min_p=0.1, n=2),
+    SamplingParams(temperature=0, max_tokens=4, min_tokens=3, presence_penalty=0.5),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("auto", {}),
+        ("auto", {"async_scheduling": False, "enforce_eager": True, "chunked_prefill_size": 9}),
+        ("sdpa", {"num_gpu_blocks_override": 4}),
+    ],
+)
+def test_the_tokens_are_those_of_the_reference(model, gpu, backend, options):
+    prompts = ragged_prompts(len(PARAMS))
+    expected = run(make_engine(model, "cpu", attention_backend="reference"), prompts, PARAMS)
+    waits = len(gpu.waits)
+    engine = make_engine(model, "auto", attention_backend=backend, **options)
+    del gpu.waits[waits:]
+    assert engine.runner.device == torch.device("cuda:0")
+    assert run(engine, prompts, PARAMS) == expected
+    if backend == "auto":
+        assert engine.plan.backend == "triton"
+        assert not gpu.waits, "a step never waits for the device"
+        assert (gpu.replays > 0) == (not options.get("enforce_eager"))
+
+
+@interpreted
+def test_a_graph_serves_lengths_of_several_splits_without_growing_its_memory(model, gpu):
+    config = {"max_model_len": 300, "num_gpu_blocks_override": 60, "max_num_seqs": 2}
+    prompts = [[5 + i % 300 for i in range(length)] for length in (254, 3)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    expected = run(make_engine(model, "cpu", attention_backend="reference", **config), prompts, params)
+    engine = make_engine(model, "cuda", **config)
+    reserved = engine.model._backend._partials[0]
+    assert reserved.shape[0] == 2 * 2 * engine.spec.num_heads, "two sequences of two splits"
+    assert run(engine, prompts, params) == expected
+    assert engine.model._backend._partials[0] is reserved
+
+
+@interpreted
+def test_partial_results_take_as_much_room_as_there_are_rows():
+    from attention_cases import Case, worst_error
+    from attention_cases import run as attend
+
+    from pagedcli.attention.base import AttentionSpec
+    from pagedcli.attention.triton_paged import TritonAttention
+
+    backend = TritonAttention(AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 16))
+    case = Case([(600, 3), (300, 2), (20, 4), (257, 1), (513, 8), (70, 40)], 16, 4, 2, 16, torch.float32)
+    assert worst_error(attend(backend, case), case.expected()) < 1e-6
+    num_parts = 3 * 3 + 2 * 2 + 2 * 1 + 3 * 8  # splits x new tokens, of those with several splits; 70 is a prefill
+    assert backend._partials[0].shape[0] == num_parts * 4
+
+
+@interpreted
+def test_an_fp8_cache_is_found_its_scales_and_used(model, gpu):
+    engine = make_engine(model, "cuda:0", kv_cache_dtype="fp8")
+    assert engine.plan.kv_dtype == "float8_e4m3fn"
+    assert engine.runner.kv_cache.dtype == torch.float8_e4m3fn
+    assert min(engine.plan.kv_scales) > 0
+    tokens = run(engine, ragged_prompts(2), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert [len(row[0]) for row in tokens] == [2, 2]
+
+
+@interpreted
+def test_an_engine_that_nobody_uses_gives_its_cache_back_at_once(model, gpu):
+    import gc
+    import weakref
+
+    engine = make_engine(model, "cuda")
+    run(engine, ragged_prompts(2), SamplingParams(temperature=0, max_tokens=2))
+    cache = weakref.ref(engine.runner)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_without_a_c_compiler_triton_is_refused_for_attention_and_layers(monkeypatch):
+    from pagedcli.attention import triton_paged
+    from pagedcli.layers.fused import fused_layers
+
+    monkeypatch.setattr(triton_paged.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    found = dict(available_backends(device=torch.device("cuda", 0), dtype=torch.float32, **shape))
+    assert "C compiler" in found["triton"]
+    assert found["sdpa"] is None
+    fused_layers.cache_clear()
+    assert fused_layers() is None
+    fused_layers.cache_clear()
+
+
+@pytest.mark.parametrize("max_model_len", [100, 257, 4096, 40960, 2**20])
+def test_no_graph_asks_for_a_longer_work_list_than_the_device_makes(max_model_len):
+    from pagedcli.attention.triton_paged import DEVICE_LIST_ITEMS, SPLIT
+
+    for size in bucket_sizes(1000):
+        assert size * -(-min(max_model_len, GRAPH_TOKENS // size) // SPLIT) <= DEVICE_LIST_ITEMS
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter specializes nothing")
+def test_work_lists_of_any_size_are_served_by_one_compiled_kernel():
+    """Else kernels would be compiled in the middle of a run, a second each time."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    from pagedcli.attention import triton_kernels as attention
+    from pagedcli.layers import triton_kernels as layers
+
+    changing = {
+        "first_part_ptr": "tensor", "item_seq_ptr": "tensor", "item_split_ptr": "tensor", "item_token_ptr": "tensor",
+        "mass_ptr": "tensor", "table_stride": "integer",
+    }  # fmt: skip
+    numbers = torch.zeros(64, dtype=torch.int32)
+    values = {"tensor": [numbers, numbers[1:], numbers[4:]], "integer": [1, 16, 17]}
+    seen = set()
+    for kernel in (attention.decode_kernel, attention.combine_kernel, attention.prefill_kernel,
+                   layers.sample_chunks_kernel, layers.sample_rows_kernel):  # fmt: skip
+        for param in kernel.params:
+            if param.name in changing and (kernel, param.name) != (attention.prefill_kernel, "item_seq_ptr"):
+                flags = not param.do_not_specialize, not param.do_not_specialize_on_alignment
+                keys = {str(native_specialize_impl(BaseBackend, value, False, *flags))
+                        for value in values[changing[param.name]]}  # fmt: skip
+                assert len(keys) == 1, (kernel, param.name)
+                seen.add(param.name)
+    assert seen == changing.keys()
