@@ -23,10 +23,11 @@
 
 namespace {
 
-constexpr int KEYS = 128;   // tokens of one softmax tile: its K, V and scores stay in the L2 cache
+constexpr int KEYS = 256;   // tokens of one softmax tile: its K, V and scores stay in the L2 cache
+constexpr int AHEAD = 8;    // tiles between what is fetched and what is read
 constexpr int SPLIT = 512;  // tokens of one split, a multiple of KEYS
 constexpr int ROWS = 48;    // query rows (new tokens x heads of a group) that share one reading of K and V
-constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 128 still fits into 32 bits
+constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 127 still fits into 32 bits
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Geometry {
@@ -116,8 +117,9 @@ template <class T> struct Buffers {
 // processor does not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
 // in such an order and doing nothing else gives 25 to 28.
 template <class T> struct Tiles {
-    int64_t count = 0;
+    int64_t count = 0, last_pairs = 0;  // pairs of tokens in the last one
     const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
+    const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, beside zeros: [width][PAIR]
 };
 
 // gcc alone keeps one pointer per row, more than there are registers, unrolls whole tiles, and keeps sums in memory where
@@ -163,11 +165,11 @@ inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float*
     }
 }
 
-// out[R][N * VL] += weights[R][num_tiles * VL] . N columns of the tiles.
+// out[R][N * VL] += weights[R] . N columns of the tiles' tokens.
 template <class T, int R, int N>
-inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const typename T::Elem* const* tiles,
-                         const typename T::Elem* const* ahead, int64_t num_tiles, int64_t column, int64_t width, float* out) {
-    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
+inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const Tiles<T>& tiles,
+                         const Tiles<T>& ahead, int64_t column, int64_t width, float* out) {
+    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS, PAIRS = VL / T::PAIR;
     typename T::Acc acc[R][N];
     UNROLLED for (int r = 0; r < R; r++)
         UNROLLED for (int n = 0; n < N; n++)
@@ -175,11 +177,12 @@ inline void value_kernel(const typename T::Op* weights, const float* weight_step
                 acc[r][n] = vi{};
             else
                 acc[r][n] = loadf(out + r * width + column + n * VL);
-    for (int64_t t = 0; t < num_tiles; t++) {
-        const typename T::Elem *tile = tiles[t] + HEADER<T> + column * T::PAIR;
-        const typename T::Elem *next = ahead[t] + HEADER<T> + column * T::PAIR;
-        if (T::SCALED) fetch(ahead[t]);
-        ROLLED for (int i = 0; i < VL / T::PAIR; i++) {
+    for (int64_t t = 0; t < tiles.count; t++) {
+        const typename T::Elem *tile = tiles.values[t] + HEADER<T> + column * T::PAIR;
+        const typename T::Elem *next = ahead.values[t] + HEADER<T> + column * T::PAIR;
+        const int64_t pairs = t + 1 < tiles.count ? PAIRS : tiles.last_pairs;
+        if (T::SCALED) fetch(ahead.values[t]);
+        ROLLED for (int64_t i = 0; i < pairs; i++) {
             typename T::Block b[N];
             for (int n = 0; n < N; n++) {
                 b[n] = T::load(tile + (i * width + n * VL) * T::PAIR);
@@ -187,8 +190,15 @@ inline void value_kernel(const typename T::Op* weights, const float* weight_step
             }
             for (int r = 0; r < R; r++)
                 for (int n = 0; n < N; n++)
-                    T::madd(acc[r][n], weights + r * STRIDE + (t * (VL / T::PAIR) + i) * T::OPS, b[n]);
+                    T::madd(acc[r][n], weights + r * STRIDE + (t * PAIRS + i) * T::OPS, b[n]);
         }
+    }
+    if (tiles.half_pair) {
+        const int64_t pair = (tiles.count - 1) * PAIRS + tiles.last_pairs;
+        typename T::Block b[N];
+        UNROLLED for (int n = 0; n < N; n++) b[n] = T::load(tiles.half_pair + (column + n * VL) * T::PAIR);
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) T::madd(acc[r][n], weights + r * STRIDE + pair * T::OPS, b[n]);
     }
     if constexpr (T::SCALED) {
         UNROLLED for (int r = 0; r < R; r++)
@@ -197,8 +207,8 @@ inline void value_kernel(const typename T::Op* weights, const float* weight_step
                 storef(to, loadf(to) + __builtin_convertvector(acc[r][n], vf) * weight_steps[r]);
             }
     } else {
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) storef(out + r * width + column + n * VL, acc[r][n]);
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) storef(out + r * width + column + n * VL, acc[r][n]);
     }
 }
 
@@ -209,29 +219,33 @@ template <int MAX, class F> inline void with_constant(int64_t r, const F& f) {
     f(std::integral_constant<int, MAX>{});
 }
 
-template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
-    for (int64_t t = 0; t < tiles.count; t += SCORE_TILES) {
-        const auto* const* next = ahead.keys + t;
-        for (int64_t r = 0; r < rows; r += SCORE_ROWS)
-            with_constant<SCORE_ROWS>(rows - r, [&](auto R) {
-                const auto* q = w.q + r * w.q_stride;
-                float* out = w.scores + r * KEYS + t * VL;
-                if (t + SCORE_TILES <= tiles.count)
-                    score_kernel<T, R(), SCORE_TILES>(q, w.q_stride, w.q_steps + r, tiles.keys + t, next, steps, out);
-                else
-                    score_kernel<T, R(), 1>(q, w.q_stride, w.q_steps + r, tiles.keys + t, next, steps, out);
+// Scores of N tiles at a time for up to MAX_R rows at a time, from tile t on, as long as there are N.
+template <class T, int N, int MAX_R>
+inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps, int64_t& t) {
+    for (; t + N <= tiles.count; t += N)
+        for (int64_t r = 0; r < rows; r += MAX_R)
+            with_constant<MAX_R>(rows - r, [&](auto R) {
+                score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t,
+                                        steps, w.scores + r * KEYS + t * VL);
             });
-    }
+}
+
+template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
+    int64_t t = 0;
+    // with few rows only more tiles at a time give each sum the time to arrive before the next one needs it
+    if (VL == 16 && rows <= 2) some_scores<T, 8, 2>(w, rows, tiles, ahead, steps, t);
+    if (VL == 16 && rows <= 4) some_scores<T, 4, 4>(w, rows, tiles, ahead, steps, t);
+    some_scores<T, SCORE_TILES, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
+    some_scores<T, 1, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
 }
 
 template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
-    const auto* const* next = ahead.values;
     // few rows leave registers for whole lines of a tile, so that it is read in one stream
     if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
         for (int64_t c = 0; c < width; c += 8 * VL)
             with_constant<3>(rows, [&](auto R) {
-                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles.values, next, tiles.count, c, width, w.split.out);
+                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, c, width, w.split.out);
             });
         return;
     }
@@ -239,8 +253,8 @@ template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tile
         with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
             for (int64_t r = 0; r < rows; r += VALUE_ROWS)
                 with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
-                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles.values, next,
-                                              tiles.count, c, width, w.split.out + r * width);
+                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles, ahead, c, width,
+                                              w.split.out + r * width);
                 });
         });
 }
@@ -398,11 +412,11 @@ template <class A, class T> struct Attention {
             }
     }
 
-    // The tiles of an item as they lie in the cache, head after head, each found KEYS tokens before it is read.
+    // The tiles of an item as they lie in the cache, head after head, each found AHEAD tiles before it is read.
     struct Upcoming {
         int64_t head, t;  // of the next one to find
         int64_t place = 0;
-        const Elem *keys[KEYS / VL] = {}, *values[KEYS / VL] = {};
+        const Elem *keys[AHEAD] = {}, *values[AHEAD] = {};
     };
 
     // Finds the next tile of an item into its place, past the last one nothing. False if its block does not exist.
@@ -424,7 +438,7 @@ template <class A, class T> struct Attention {
                     Tiles<T>& ahead) const {
         tiles.count = count;
         for (int64_t n = 0; n < count; n++) {
-            const int64_t place = next.place++ % (KEYS / VL);
+            const int64_t place = next.place++ % AHEAD;
             tiles.keys[n] = next.keys[place], tiles.values[n] = next.values[place];
             if (!find_next(it, begin, end, next, place)) return false;
             const bool more = next.keys[place];
@@ -434,14 +448,17 @@ template <class A, class T> struct Attention {
         return true;
     }
 
-    // A copy of a V tile with zeros where no token lives: 0 x NaN would be NaN.
-    const Elem* zero_tail(const Buffers<T>& w, const Elem* tile, int64_t valid) const {
-        const int64_t row = g.head_dim * T::PAIR, whole = valid / T::PAIR * row;
-        memcpy(w.value_pack, tile, whole * sizeof(Elem));
-        memset(w.value_pack + whole, 0, (VL * g.head_dim - whole) * sizeof(Elem));
-        if (valid % T::PAIR)
-            for (int64_t at = whole; at < whole + row; at += T::PAIR) w.value_pack[at] = tile[at];
-        return w.value_pack;
+    // How far V is read in the last tile, of which `valid` tokens live. What shares a pair with the last of an odd number
+    // may be anything, and 0 x NaN would be NaN; 0 x a whole number is always 0, and packed tiles end in zeros.
+    void end_values(const Buffers<T>& w, int64_t valid, Tiles<T>& tiles) const {
+        const bool any = T::SCALED || g.packed() || valid % T::PAIR == 0;
+        tiles.last_pairs = any ? (valid + T::PAIR - 1) / T::PAIR : valid / T::PAIR;
+        tiles.half_pair = any ? nullptr : w.value_pack;
+        if (any) return;
+        const Elem* pair = tiles.values[tiles.count - 1] + tiles.last_pairs * g.head_dim * T::PAIR;
+        static_assert(T::PAIR == 1 || T::SCALED || sizeof(Elem) == 2);
+        for (int64_t d = 0; d < g.head_dim; d += VL)  // vectors, as they are read next: single elements would stall it
+            store_any(w.value_pack + d * T::PAIR, load_any<vu>(pair + d * T::PAIR) & 0xffffu);
     }
 
     // Tiles of tokens t ... end-1 where they cannot be read as they lie.
@@ -518,7 +535,7 @@ template <class A, class T> struct Attention {
         const int64_t end = it.split < 0 ? last : std::min<int64_t>(last, begin + SPLIT);
         Tiles<T> tiles, ahead;
         Upcoming next{it.head_begin, begin};
-        for (int64_t place = 0; place < KEYS / VL && !g.packed(); place++)
+        for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
             if (!find_next(it, begin, end, next, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
             load_queries(w, it, head);
@@ -528,13 +545,11 @@ template <class A, class T> struct Attention {
                                               : take_tiles(it, begin, end, (tokens + VL - 1) / VL, next, tiles, ahead);
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
+                end_values(w, std::min<int64_t>(VL, total - t - (tiles.count - 1) * VL), tiles);
                 if (t % SPLIT == 0) clear(w.split, rows, width);
                 all_scores<T>(w, rows, tiles, ahead, steps);
                 for (int64_t r = 0; r < rows; r++)
                     softmax_row<T>(w, r, first_position + r / group + 1 - t, tiles, factor, width);
-                const int64_t valid = total - t - (tiles.count - 1) * VL;  // of the last tile
-                if (valid < VL && !g.packed() && !T::SCALED)  // 0 x a whole number is always 0
-                    tiles.values[tiles.count - 1] = zero_tail(w, tiles.values[tiles.count - 1], valid);
                 add_values<T>(w, rows, tiles, ahead, width);
                 if (t + KEYS >= end || (t + KEYS) % SPLIT == 0) finish_split(w, it, head, t / SPLIT);
             }
