@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagedcli.bench.floor import MachineLimits, workload_floor
+from pagedcli.bench.machine import Machine
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
 from pagedcli.cli.main import app
@@ -107,3 +108,9 @@ def test_kernels_state_their_share_of_the_limit():
     names = {row["kernel"] for row in document["kernels"]}
     assert {"linear qkv", "linear lm_head", "rms_norm", "attention"} <= names
     assert all(row["share"] > 0 for row in document["kernels"])
+
+
+def test_the_better_of_two_measurements_of_a_machine_counts():
+    first, second = Machine(2, 50e9, 900e9, 800e9), Machine(2, 70e9, 880e9, 850e9)
+    assert first.best(None) == first
+    assert first.best(second) == second.best(first) == Machine(2, 70e9, 900e9, 850e9)
