@@ -15,6 +15,22 @@ def shared_data(name: str) -> Path:
     return path
 
 
+def native_library():
+    """The native CPU kernels; the test is skipped, with the reason, where they cannot be built."""
+    from pagedcli.errors import BackendError
+    from pagedcli.native import load_library
+
+    try:
+        return load_library()
+    except BackendError as error:
+        pytest.skip(f"no native library here: {error.message}")
+
+
+@pytest.fixture(scope="module")
+def library():
+    return native_library()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     import torch

@@ -5,14 +5,11 @@ mantissa is lost), so what the kernels store here needs no rounding: the torch t
 """
 
 import math
-import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from attention_cases import GARBAGE_BLOCK, Case, make_batch
+from interpreter import interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
@@ -21,22 +18,13 @@ from pagedcli.engine.plan import resolve_kv_dtype
 from pagedcli.errors import ConfigError
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-plain = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
 
 
 @plain
 def test_fp8_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert passed is not None
-    assert int(passed[1]) >= 5, done.stdout[-2000:]
+    run_interpreted(__file__, at_least=5)
 
 
 @plain

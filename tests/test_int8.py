@@ -5,18 +5,9 @@ import torch
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.errors import BackendError, ConfigError
+from pagedcli.errors import ConfigError
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.native import load_library
 from pagedcli.sampling_params import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def library():
-    try:
-        return load_library()
-    except BackendError as error:
-        pytest.skip(f"no native library here: {error.message}")
 
 
 def rounded(x):

@@ -19,6 +19,7 @@ from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import select_backend
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.cli.engine_table import expect_engine
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.plan import resolve_kv_dtype
@@ -27,6 +28,7 @@ from pagedcli.engine.self_test import look_up_texts
 from pagedcli.engine.sequence import Sequence
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.kvcache.budget import SCALE_BYTES, head_bytes
+from pagedcli.models.spec import read_spec
 from pagedcli.native import load_library
 from pagedcli.sampling_params import SamplingParams
 
@@ -36,14 +38,6 @@ RAGGED = [(1, 1), (300, 1), (20, 20), (130, 5), (16, 16), (17, 1), (258, 3), (90
 # block size, key/value heads, group, head size: tiled, and where a block or head is no multiple of a vector
 TILED = [(16, 2, 2, 128), (16, 1, 1, 64), (256, 2, 8, 96), (48, 3, 5, 64), (16, 1, 4, 256), (32, 1, 2, 512)]
 PACKED = [(1, 2, 2, 8), (3, 1, 3, 7), (20, 2, 1, 80), (4, 1, 16, 64), (24, 1, 2, 1)]
-
-
-@pytest.fixture(scope="module")
-def library():
-    try:
-        return load_library()
-    except BackendError as error:
-        pytest.skip(f"no native library here: {error.message}")
 
 
 def make_case(lengths, shape, dtype, *, seed=0, whole=False):
@@ -317,9 +311,13 @@ def test_without_a_compiler_int8_is_refused_not_replaced(monkeypatch, model):
 
 
 def test_a_model_through_transformers_is_refused(library, tmp_path):
+    path = tiny_model("gemma", tmp_path / "m")
     with pytest.raises(ConfigError, match="which runs through transformers") as caught:
-        engine_for(tiny_model("gemma", tmp_path / "m"))
+        engine_for(path)
     assert "--kv-cache-dtype auto" in caught.value.hint
+    config = EngineConfig(model=str(path), device="cpu", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="which runs through transformers"):  # `plan` says what the engine would say
+        expect_engine(config, read_spec(path))
 
 
 def test_heads_too_long_for_exact_sums_are_refused(library):

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
+from conftest import native_library
 from model_zoo import NATIVE_FAMILIES, cached_model, tiny_model
 from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.base import AttentionSpec, PagedBatch
 from pagedcli.attention.cpu import load as load_cpu
-from pagedcli.errors import BackendError
 from pagedcli.layers.sampling import likeliest_tokens
 from pagedcli.models.base import load_model
 from pagedcli.models.cpu_decoder import CpuDecoder
@@ -24,10 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _library():
-    try:
-        load_library()
-    except BackendError as error:
-        pytest.skip(f"no native library here: {error.message}")
+    native_library()
 
 
 def load(path, *, dtype=torch.float32, block_size=16, **options):

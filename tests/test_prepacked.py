@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import native_library
 
 from pagedcli.errors import BackendError
 from pagedcli.layers.linear import Linear, unpacked_reason
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.native import load_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -21,11 +21,7 @@ def tensors(tokens, out, columns, dtype):
 
 
 def native(*args, **options):
-    try:
-        library = load_library()
-    except BackendError as error:
-        pytest.skip(f"no native library here: {error.message}")
-    return NativeLinear(library, *args, **options)
+    return NativeLinear(native_library(), *args, **options)
 
 
 def exact(x, weight, bias):

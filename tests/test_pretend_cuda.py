@@ -1,12 +1,8 @@
 """The whole engine as on a GPU, with nothing but the GPU missing (see pretend_cuda)."""
 
-import os
-import re
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import INTERPRETED, interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 from test_engine import ragged_prompts, run
 
@@ -17,19 +13,11 @@ from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+@plain
 def test_on_a_pretended_gpu():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert passed is not None
-    assert int(passed[1]) >= 7, done.stdout[-2000:]
+    run_interpreted(__file__, at_least=7)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +125,7 @@ def test_an_engine_that_nobody_uses_gives_its_cache_back_at_once(model, gpu):
         gc.enable()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+@plain
 def test_without_a_c_compiler_triton_is_refused_for_attention_and_layers(monkeypatch):
     from pagedcli.attention import triton_paged
     from pagedcli.layers.fused import fused_layers

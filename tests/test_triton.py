@@ -6,11 +6,11 @@ The interpreter must be chosen before triton is imported, so the conformance tes
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -21,15 +21,7 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def test_conformance_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-k", "triton"]
-    done = subprocess.run(
-        [*command, str(TESTS / "test_attention_conformance.py")], env=environment, capture_output=True, text=True
-    )
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert passed is not None
-    assert int(passed[1]) >= 15, done.stdout[-2000:]
+    run_interpreted("-m", "not slow", "-k", "triton", TESTS / "test_attention_conformance.py", at_least=15)
 
 
 class Compiled:

@@ -4,31 +4,18 @@ compiled for two GPUs without spills.
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
 """
 
-import os
-import re
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import interpreted, plain, run_interpreted
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@compiled
+@plain
 def test_equality_through_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert passed is not None
-    assert int(passed[1]) >= 25, done.stdout[-2000:]
+    run_interpreted(__file__, at_least=25)
 
 
 def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
@@ -180,7 +167,7 @@ def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
     assert run(engine, ragged_prompts(3), params) == expected
 
 
-@compiled
+@plain
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(slots=True)
 class PagedBatch:
     """One step's work: for each sequence some new tokens after some cached tokens. Whole prompts, chunks and decode

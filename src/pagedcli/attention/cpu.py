@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionSpec, PagedBatch, dtype_name
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary, load_library
 
@@ -157,7 +157,7 @@ def load(spec: AttentionSpec) -> CpuAttention:
     if spec.device.type != "cpu":
         raise BackendError(f"runs on a CPU, not on {spec.device}")
     if spec.dtype not in DTYPE_CODES:
-        raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of bfloat16, float16, float32")
+        raise BackendError(f"dtype {dtype_name(spec.dtype)} is not one of bfloat16, float16, float32")
     if spec.kv_dtype == torch.int8 and spec.head_dim > MAX_INT8_HEAD_DIM:
         raise BackendError(
             f"has an int8 KV cache for head_dim up to {MAX_INT8_HEAD_DIM}, not {spec.head_dim}",

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.errors import BackendError
 
 
@@ -122,10 +122,10 @@ def _load(entry: Entry, spec: AttentionSpec) -> AttentionBackend:
 def check_spec(backend: AttentionBackend, spec: AttentionSpec) -> None:
     """Raises BackendError if the backend's dtypes or block_size_multiple rule the spec out."""
     if spec.dtype not in backend.dtypes:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in backend.dtypes))
-        raise BackendError(f"dtype {str(spec.dtype).removeprefix('torch.')} is not one of {known}")
+        known = ", ".join(sorted(map(dtype_name, backend.dtypes)))
+        raise BackendError(f"dtype {dtype_name(spec.dtype)} is not one of {known}")
     if spec.kv_dtype not in (None, spec.dtype, *getattr(backend, "kv_dtypes", ())):
-        kv_dtype = str(spec.kv_dtype).removeprefix("torch.")
+        kv_dtype = dtype_name(spec.kv_dtype or spec.dtype)
         raise BackendError(
             f"has no KV cache of {kv_dtype}", hint="use --kv-cache-dtype auto, or --attention-backend auto"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.attention.select import select_backend
 from pagedcli.bench.machine import best_seconds
 from pagedcli.kvcache.budget import block_bytes
@@ -39,7 +39,7 @@ class AttentionShape:
             block_size=self.context,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            kv_dtype=str(self.kv_dtype or self.dtype).removeprefix("torch."),
+            kv_dtype=dtype_name(self.kv_dtype or self.dtype),
         )
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagedcli.attention.base import dtype_name
 from pagedcli.bench.attention import STREAM_BYTES, AttentionShape, attention_rows
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.machine import best_seconds
@@ -60,7 +61,7 @@ def kernel_rows(
     for row in attention_rows(shapes):
         shape = row.shape
         size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
-        cache = "" if shape.kv_dtype == dtype else f", {str(shape.kv_dtype).removeprefix('torch.')} KV"
+        cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
         rows.append(_row("attention", size, row.backend + cache, row.ms / 1e3, shape.kv_bytes, shape.flops, limits))
     return rows
 

@@ -41,9 +41,9 @@ def expect_engine(engine: EngineConfig, spec: "ModelSpec") -> EngineFacts:
     """
     import torch
 
-    from pagedcli.attention.select import select_backend
+    from pagedcli.attention.base import dtype_name
     from pagedcli.engine.cuda_graphs import bucket_sizes, why_no_graphs
-    from pagedcli.engine.plan import resolve_device, resolve_dtype, resolve_kv_dtype
+    from pagedcli.engine.plan import choose_backend, resolve_device, resolve_dtype, resolve_kv_dtype
     from pagedcli.layers.linear import unpacked_note
     from pagedcli.layers.parallel import ParallelContext
     from pagedcli.models.base import runs_in_one_call
@@ -52,24 +52,15 @@ def expect_engine(engine: EngineConfig, spec: "ModelSpec") -> EngineFacts:
     device, dtype = resolve_device(engine.device), resolve_dtype(engine.dtype, spec)
     kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, dtype, device)
     own = shard_spec(spec, ParallelContext(0, engine.tensor_parallel_size))
-    selection = select_backend(
-        engine.attention_backend,
-        device=device,
-        dtype=dtype,
-        block_size=engine.block_size,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        kv_dtype=kv_dtype,
-    )
+    selection = choose_backend(engine, own, device=device, dtype=dtype, kv_dtype=kv_dtype)
     in_one_call = runs_in_one_call(selection.backend, spec) and engine.tensor_parallel_size == 1
     no_graphs = why_no_graphs(engine, spec, device, selection.backend)
     scaled = kv_dtype == torch.float8_e4m3fn
     return EngineFacts(
         backend=selection.backend.name,
         refused=selection.refused,
-        dtype=str(dtype).removeprefix("torch."),
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
+        kv_dtype=dtype_name(kv_dtype),
         kv_scales=None,
         graph_sizes=tuple(bucket_sizes(engine.max_num_seqs)) if no_graphs is None else (),
         no_graphs=no_graphs,

@@ -100,10 +100,10 @@ def kv_dtype(engine: EngineConfig, dtype: str, device: str) -> str:
     """
     import torch
 
+    from pagedcli.attention.base import dtype_name
     from pagedcli.engine.plan import DTYPES, resolve_kv_dtype
 
-    chosen = resolve_kv_dtype(engine.kv_cache_dtype, DTYPES[dtype], torch.device(device))
-    return str(chosen).removeprefix("torch.")
+    return dtype_name(resolve_kv_dtype(engine.kv_cache_dtype, DTYPES[dtype], torch.device(device)))
 
 
 def largest_step(engine: EngineConfig, length: int) -> StepShape:

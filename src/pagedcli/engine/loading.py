@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pagedcli.attention.base import AttentionBackend
-from pagedcli.attention.select import select_backend
+from pagedcli.attention.base import AttentionBackend, dtype_name
 from pagedcli.config import EngineConfig
 from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes, graph_bytes, why_no_graphs
 from pagedcli.engine.kv_scales import kv_scales
@@ -18,6 +17,7 @@ from pagedcli.engine.memory import measure_budget
 from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.engine.plan import (
     Plan,
+    choose_backend,
     choose_num_blocks,
     model_folder,
     resolve_device,
@@ -68,22 +68,8 @@ def load_engine(
         torch.cuda.set_device(device)  # Triton launches on the current device
     dtype = resolve_dtype(config.dtype, spec)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
-    if kv_dtype == torch.int8 and not spec.native:
-        raise ConfigError(
-            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
-            hint="use --kv-cache-dtype auto",
-        )
     max_model_len = resolve_max_model_len(config, spec)
-    selection = select_backend(
-        config.attention_backend,
-        device=device,
-        dtype=dtype,
-        block_size=config.block_size,
-        num_heads=own_spec.num_heads,
-        num_kv_heads=own_spec.num_kv_heads,
-        head_dim=own_spec.head_dim,
-        kv_dtype=kv_dtype,
-    )
+    selection = choose_backend(config, own_spec, device=device, dtype=dtype, kv_dtype=kv_dtype)
     model = load_model(
         path,
         spec,
@@ -156,11 +142,6 @@ def load_engine(
     if no_graphs is None:
         runner.graphs = DecodeGraphs(runner, capture=True)
     return LoadedEngine(path, spec, model, plan, runner)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """'bfloat16' for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def rank_device(config: EngineConfig, parallel: ParallelContext) -> torch.device:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from pagedcli.attention.base import dtype_name
+from pagedcli.attention.select import Selection, select_backend
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, blocks_for
@@ -78,12 +80,36 @@ def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
     return DTYPES[chosen]
 
 
+def choose_backend(
+    config: EngineConfig, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> Selection:
+    """The attention backend of a rank. `spec` is the rank's own, with its share of the heads.
+
+    Raises: BackendError if none runs; ConfigError for a cache that the model's implementation has not.
+    """
+    if kv_dtype == torch.int8 and not spec.native:
+        raise ConfigError(
+            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
+            hint="use --kv-cache-dtype auto",
+        )
+    return select_backend(
+        config.attention_backend,
+        device=device,
+        dtype=dtype,
+        block_size=config.block_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        kv_dtype=kv_dtype,
+    )
+
+
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a --kv-cache-dtype value for a model that computes in `dtype`. Raises: ConfigError with the reason
     why it cannot be had here."""
     if name == "auto" or DTYPES.get(name) == dtype:
         return dtype
-    computes_in = str(dtype).removeprefix("torch.")
+    computes_in = dtype_name(dtype)
     if name == "int8":
         if device.type != "cpu":
             raise ConfigError(

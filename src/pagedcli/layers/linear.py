@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedcli.attention.base import dtype_name
+
 
 class Linear:
     """y = x W^T + b. Weight [out, in], bias [out] or None, as in checkpoints."""
@@ -39,7 +41,7 @@ def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.bfloat16:
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return None if supported else "oneDNN has no bfloat16 kernels for this processor"
-    return f"oneDNN packs no {str(dtype).removeprefix('torch.')} weights"
+    return f"oneDNN packs no {dtype_name(dtype)} weights"
 
 
 def unpacked_note(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:

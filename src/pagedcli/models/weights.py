@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.models.spec import read_json
 
@@ -201,7 +202,7 @@ class CheckpointWeights:
             )
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ModelError(
-                f"{self._path / file_name}: tensor {name!r} is stored as {str(tensor.dtype).removeprefix('torch.')}",
+                f"{self._path / file_name}: tensor {name!r} is stored as {dtype_name(tensor.dtype)}",
                 hint="quantized weights are not supported: use the float32, bfloat16 or float16 version",
             )
         return tensor

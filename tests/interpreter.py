@@ -1,0 +1,23 @@
+"""Tests in Triton's interpreter, which must be chosen before triton is imported: they run in a process of their own."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+plain = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+
+
+def run_interpreted(*arguments, at_least):
+    """Run tests there, by pytest's arguments: all pass, and so many at least."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert passed is not None
+    assert int(passed[1]) >= at_least, done.stdout[-2000:]
