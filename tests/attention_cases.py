@@ -4,7 +4,7 @@ Everything a backend must not read is poison: unowned cache slots are NaN (with 
 table entries a huge block id.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Case:
     device: str = "cpu"
     seed: int = 0
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
+    # sequence: (an earlier one, how many leading tokens and their blocks it has from there)
+    shared: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         total = sum(n for n, _ in self.lengths)
@@ -39,6 +41,9 @@ class Case:
         q, k, v = fused.split([n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)], 1)
         self.q, self.k, self.v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))  # strided rows of all tokens
         self.scale = self.head_dim**-0.5
+        for b, (earlier, count) in self.shared.items():
+            for x in (self.k, self.v):
+                self.of_sequence(x, b)[:count] = self.of_sequence(x, earlier)[:count]
 
     def of_sequence(self, x: Tensor, b: int) -> Tensor:
         start = sum(n for n, _ in self.lengths[:b])
@@ -84,7 +89,9 @@ def fill_cache(
     early: list[int] = []
     late: list[int] = []
     for row, (total, new) in enumerate(lengths):
-        blocks = [order.pop() for _ in range(needed[row])]
+        earlier, count = case.shared.get(members[row], (0, 0)) if only is None else (0, 0)
+        blocks = table[earlier, : count // size].tolist()
+        blocks += [order.pop() for _ in range(needed[row] - len(blocks))]
         table[row, : needed[row]] = torch.tensor(blocks)
         slots = [blocks[p // size] * size + p % size for p in range(total)]
         there = [p < total - new or p % 3 == 2 for p in range(total)]

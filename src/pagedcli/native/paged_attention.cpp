@@ -8,8 +8,9 @@
 // head), then the elements, each token of a head in steps of its largest / 127. A query row is rounded to 16 bits, and so
 // are the weights of a row and softmax tile, times the scales of V: the sums of products are then whole and exact.
 //
-// A query row's result depends on that row and its keys alone, bit for bit: keys are summed in tiles of KEYS and splits
-// of SPLIT tokens counted from position 0, whatever the batch, the chunk and the number of threads.
+// A query row's result depends on that row and its keys alone, bit for bit: keys are summed in splits of KEYS tokens
+// counted from position 0, whatever the batch, the chunk and the number of threads. So sequences whose tables name the same
+// blocks for a split (a system prompt, samples of one prompt) may share one reading of it.
 
 #include <algorithm>
 #include <cmath>
@@ -23,10 +24,9 @@
 
 namespace {
 
-constexpr int KEYS = 256;   // tokens of one softmax tile: its K, V and scores stay in the L2 cache
-constexpr int AHEAD = 8;    // tiles between what is fetched and what is read
-constexpr int SPLIT = 512;  // tokens of one split, a multiple of KEYS
-constexpr int ROWS = 48;    // query rows (new tokens x heads of a group) that share one reading of K and V
+constexpr int KEYS = 256;  // tokens of one split: its K, V and scores stay in the L2 cache
+constexpr int AHEAD = 8;   // tiles between what is fetched and what is read
+constexpr int ROWS = 48;   // query rows (new tokens x heads of a group) that share one reading of K and V
 constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 127 still fits into 32 bits
 constexpr float LOG2E = 1.4426950408889634f;
 
@@ -37,12 +37,16 @@ struct Geometry {
     int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it
 };
 
-// New tokens q_begin ... q_end-1 of sequence b for some key/value heads. split >= 0: only that split, and the last of the
-// num_splits items that finishes merges their partial results.
+// New tokens q_begin ... q_end-1 of sequence b, the rows of which are computed together.
+struct Part {
+    int32_t b, q_begin, q_end, num_splits;
+    int32_t partial = -1;  // where the results of its splits are kept, if several items compute them
+    int32_t merge = 0;     // which counter of unfinished splits
+};
+
+// Some splits and key/value heads of one part, or of `count` parts that share the blocks of these splits.
 struct Item {
-    int32_t b, q_begin, q_end, head_begin, head_end, split, num_splits;
-    int32_t partial;  // of the first split
-    int32_t merge;    // which counter of unfinished splits
+    int32_t first, count, head_begin, head_end, split_begin, split_end;
 };
 
 struct Plan {
@@ -50,7 +54,12 @@ struct Plan {
     int64_t table_stride;
     int threads;
     int64_t num_partials = 0, num_merges = 0;
+    std::vector<Part> parts;
     std::vector<Item> items;
+
+    int64_t position(const Part& part) const {  // of its first token
+        return num_tokens[part.b] - (cu_q[part.b + 1] - cu_q[part.b]) + part.q_begin;
+    }
 };
 
 // Memory that grows and is never given back: an allocation of this size per call would fault its pages in each time.
@@ -80,9 +89,10 @@ struct Arena {
 template <class C> constexpr int64_t SCALE = C::SCALED ? sizeof(float) : 0;
 template <class C> constexpr int64_t HEADER = VL * SCALE<C>;
 
-// Running softmax of some rows: maximum (in units of log2), sum of weights, weighted sum of values [rows][width].
+// Softmax of some rows so far: maximum (in units of log2), sum of weights, weighted sum of values [rows][width].
 struct State {
     float *max, *sum, *out;
+    State from(int64_t row, int64_t width) const { return {max + row, sum + row, out + row * width}; }
 };
 
 template <class T> struct Buffers {
@@ -165,18 +175,12 @@ inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float*
     }
 }
 
-// out[R][N * VL] += weights[R] . N columns of the tiles' tokens.
+// out[R][N * VL] = weights[R] . N columns of the tiles' tokens.
 template <class T, int R, int N>
 inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const Tiles<T>& tiles,
                          const Tiles<T>& ahead, int64_t column, int64_t width, float* out) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS, PAIRS = VL / T::PAIR;
-    typename T::Acc acc[R][N];
-    UNROLLED for (int r = 0; r < R; r++)
-        UNROLLED for (int n = 0; n < N; n++)
-            if constexpr (T::SCALED)
-                acc[r][n] = vi{};
-            else
-                acc[r][n] = loadf(out + r * width + column + n * VL);
+    typename T::Acc acc[R][N] = {};
     for (int64_t t = 0; t < tiles.count; t++) {
         const typename T::Elem *tile = tiles.values[t] + HEADER<T> + column * T::PAIR;
         const typename T::Elem *next = ahead.values[t] + HEADER<T> + column * T::PAIR;
@@ -203,8 +207,7 @@ inline void value_kernel(const typename T::Op* weights, const float* weight_step
     if constexpr (T::SCALED) {
         UNROLLED for (int r = 0; r < R; r++)
             UNROLLED for (int n = 0; n < N; n++) {
-                float* to = out + r * width + column + n * VL;
-                storef(to, loadf(to) + __builtin_convertvector(acc[r][n], vf) * weight_steps[r]);
+                storef(out + r * width + column + n * VL, __builtin_convertvector(acc[r][n], vf) * weight_steps[r]);
             }
     } else {
         UNROLLED for (int r = 0; r < R; r++)
@@ -239,13 +242,13 @@ template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tile
     some_scores<T, 1, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
 }
 
-template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width) {
+template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width, float* out) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
     // few rows leave registers for whole lines of a tile, so that it is read in one stream
     if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
         for (int64_t c = 0; c < width; c += 8 * VL)
             with_constant<3>(rows, [&](auto R) {
-                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, c, width, w.split.out);
+                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, c, width, out);
             });
         return;
     }
@@ -254,7 +257,7 @@ template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tile
             for (int64_t r = 0; r < rows; r += VALUE_ROWS)
                 with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
                     value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles, ahead, c, width,
-                                              w.split.out + r * width);
+                                              out + r * width);
                 });
         });
 }
@@ -305,10 +308,10 @@ inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tile
     w.weight_steps[r] = top / 32767.f;
 }
 
-// One row: scores -> weights of the tile's tokens, the first `visible` of which the row sees; updates the running state.
+// One row: scores -> weights of the split's tokens, the first `visible` of which the row sees; their maximum and sum.
 // factor is positive, so the largest score has the largest weight.
 template <class T>
-inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor, int64_t width) {
+inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor) {
     const int64_t num_tiles = tiles.count;
     float* scores = w.scores + r * KEYS;
     auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
@@ -322,8 +325,8 @@ inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, const T
         storef(last, select_of(seen, loadf(last), low));
     }
     for (int64_t t = 0; t < used; t++) top = max_of(top, loadf(scores + t * VL));
-    const float old_max = w.split.max[r], new_max = std::max(old_max, max_in(top) * factor);
-    const vf base = splat(new_max == -INFINITY ? 0.f : new_max);
+    const float largest = max_in(top) * factor;
+    const vf base = splat(largest == -INFINITY ? 0.f : largest);
     vf sum = {};
     for (int64_t t = 0; t < used; t++) {
         vf p = exp2_of(loadf(scores + t * VL) * factor - base);
@@ -339,14 +342,8 @@ inline void softmax_row(const Buffers<T>& w, int64_t r, int64_t visible, const T
     } else {
         for (int64_t t = used; t < num_tiles; t++) T::put_ops(weights, (int)(t * VL), vf{});
     }
-    if (new_max > old_max) {
-        float shrink = exp2_of(old_max - new_max);
-        w.split.sum[r] *= shrink;
-        float* out = w.split.out + r * width;
-        for (int64_t c = 0; c < width; c += VL) storef(out + c, loadf(out + c) * shrink);
-        w.split.max[r] = new_max;
-    }
-    w.split.sum[r] += sum_of(sum);
+    state.max[r] = largest;
+    state.sum[r] = sum_of(sum);
 }
 
 // into = both together. A row that saw nothing in `from` leaves `into` as it is.
@@ -362,9 +359,10 @@ void merge(const State& into, const State& from, int64_t rows, int64_t width) {
     }
 }
 
-void clear(const State& s, int64_t rows, int64_t width) {
-    for (int64_t r = 0; r < rows; r++) s.max[r] = -INFINITY, s.sum[r] = 0;
-    memset(s.out, 0, rows * width * sizeof(float));
+void copy(const State& into, const State& from, int64_t rows, int64_t width) {
+    memcpy(into.max, from.max, rows * sizeof(float));
+    memcpy(into.sum, from.sum, rows * sizeof(float));
+    memcpy(into.out, from.out, rows * width * sizeof(float));
 }
 
 // Queries and results of type A over a cache of type T.
@@ -389,11 +387,13 @@ template <class A, class T> struct Attention {
         return {p, p + max_rows(), p + 2 * max_rows()};
     }
 
-    void load_queries(const Buffers<T>& w, const Item& it, int64_t head) const {
-        int64_t group = g.group(), row = 0;
-        for (int64_t t = it.q_begin; t < it.q_end; t++)
+    int64_t num_rows(const Part& part) const { return (part.q_end - part.q_begin) * g.group(); }
+
+    void load_queries(const Buffers<T>& w, const Part& part, int64_t head, int64_t row) const {
+        const int64_t group = g.group();
+        for (int64_t t = part.q_begin; t < part.q_end; t++)
             for (int64_t j = 0; j < group; j++, row++) {
-                const Row* from = q + (plan.cu_q[it.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
+                const Row* from = q + (plan.cu_q[part.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
                 typename T::Op* to = w.q + row * w.q_stride;
                 if constexpr (T::SCALED) {
                     Largest largest;
@@ -414,33 +414,34 @@ template <class A, class T> struct Attention {
 
     // The tiles of an item as they lie in the cache, head after head, each found AHEAD tiles before it is read.
     struct Upcoming {
-        int64_t head, t;  // of the next one to find
+        const int32_t* table;
+        int64_t begin, end, head_end;  // tokens, heads
+        int64_t head, t;               // of the next one to find
         int64_t place = 0;
         const Elem *keys[AHEAD] = {}, *values[AHEAD] = {};
     };
 
     // Finds the next tile of an item into its place, past the last one nothing. False if its block does not exist.
-    bool find_next(const Item& it, int64_t begin, int64_t end, Upcoming& next, int64_t place) const {
+    bool find_next(Upcoming& next, int64_t place) const {
         next.keys[place] = nullptr;
-        if (next.head >= it.head_end) return true;
+        if (next.head >= next.head_end) return true;
         const uint32_t S = (uint32_t)g.block_size, token = (uint32_t)next.t;
-        const int64_t block = plan.table[it.b * plan.table_stride + token / S];
+        const int64_t block = next.table[token / S];
         if (block < 0 || block >= g.num_blocks) return false;
         const int64_t offset = ((block * g.num_kv_heads + next.head) * S + token % S) * (g.head_dim + SCALE<T>);
         next.keys[place] = k + offset;
         next.values[place] = v + offset;
-        if ((next.t += VL) >= end) next.t = begin, next.head++;
+        if ((next.t += VL) >= next.end) next.t = next.begin, next.head++;
         return true;
     }
 
     // The next `count` tiles, and as many to fetch while those are read.
-    bool take_tiles(const Item& it, int64_t begin, int64_t end, int64_t count, Upcoming& next, Tiles<T>& tiles,
-                    Tiles<T>& ahead) const {
+    bool take_tiles(int64_t count, Upcoming& next, Tiles<T>& tiles, Tiles<T>& ahead) const {
         tiles.count = count;
         for (int64_t n = 0; n < count; n++) {
             const int64_t place = next.place++ % AHEAD;
             tiles.keys[n] = next.keys[place], tiles.values[n] = next.values[place];
-            if (!find_next(it, begin, end, next, place)) return false;
+            if (!find_next(next, place)) return false;
             const bool more = next.keys[place];
             ahead.keys[n] = more ? next.keys[place] : tiles.keys[n];
             ahead.values[n] = more ? next.values[place] : tiles.values[n];
@@ -462,10 +463,10 @@ template <class A, class T> struct Attention {
     }
 
     // Tiles of tokens t ... end-1 where they cannot be read as they lie.
-    bool pack_tiles(const Buffers<T>& w, const Item& it, int64_t head, int64_t t, int64_t end, Tiles<T>& tiles) const {
-        const int32_t* table = plan.table + it.b * plan.table_stride;
+    bool pack_tiles(const Buffers<T>& w, const Part& part, int64_t head, int64_t t, int64_t end, Tiles<T>& tiles) const {
+        const int32_t* table = plan.table + part.b * plan.table_stride;
         for (tiles.count = 0; t < end; t += VL, tiles.count++)
-            if (!pack(w, table, head, t, std::min<int64_t>(VL, plan.num_tokens[it.b] - t), tiles)) return false;
+            if (!pack(w, table, head, t, std::min<int64_t>(VL, plan.num_tokens[part.b] - t), tiles)) return false;
         return true;
     }
 
@@ -493,66 +494,66 @@ template <class A, class T> struct Attention {
         return true;
     }
 
-    void store(const State& s, const Item& it, int64_t head) const {
-        const int64_t group = g.group(), width = g.width(), rows = (it.q_end - it.q_begin) * group;
-        for (int64_t r = 0; r < rows; r++) {
-            int64_t token = plan.cu_q[it.b] + it.q_begin + r / group;
+    void store(const State& s, const Part& part, int64_t head) const {
+        const int64_t group = g.group(), width = g.width();
+        for (int64_t r = 0; r < num_rows(part); r++) {
+            int64_t token = plan.cu_q[part.b] + part.q_begin + r / group;
             Row* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
             const float *from = s.out + r * width, inverse = 1.f / s.sum[r];
             for (int64_t d = 0; d < g.head_dim; d += VL) store_some<A>(to + d, loadf(from + d) * inverse, g.head_dim - d);
         }
     }
 
-    // The split's state is complete: keep it, add it up with the others, or write the result.
-    void finish_split(const Buffers<T>& w, const Item& it, int64_t head, int64_t split) const {
-        const int64_t rows = (it.q_end - it.q_begin) * g.group(), width = g.width();
-        if (it.num_splits == 1) return store(w.split, it, head);
-        if (it.split < 0) {
-            if (split == 0) clear(w.total, rows, width);
-            merge(w.total, w.split, rows, width);
-            if (split == it.num_splits - 1) store(w.total, it, head);
-            return;
-        }
-        int64_t first = head * plan.num_partials + it.partial;
-        State mine = partial(first + split);
-        memcpy(mine.max, w.split.max, rows * sizeof(float));
-        memcpy(mine.sum, w.split.sum, rows * sizeof(float));
-        memcpy(mine.out, w.split.out, rows * width * sizeof(float));
-        if (unfinished[head * plan.num_merges + it.merge].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-        clear(w.total, rows, width);
-        for (int64_t s = 0; s < it.num_splits; s++) merge(w.total, partial(first + s), rows, width);
-        store(w.total, it, head);
+    // Some splits of a part are in their places; the last item to say so adds all of them up.
+    void finish_splits(const State& total, const Part& part, int64_t head, int32_t count) const {
+        if (unfinished[head * plan.num_merges + part.merge].fetch_sub(count, std::memory_order_acq_rel) > count) return;
+        const int64_t rows = num_rows(part), width = g.width(), first = head * plan.num_partials + part.partial;
+        copy(total, partial(first), rows, width);
+        for (int64_t s = 1; s < part.num_splits; s++) merge(total, partial(first + s), rows, width);
+        store(total, part, head);
     }
 
     bool run(const Item& it) const {
         static thread_local Arena arena;
         Buffers<T> w(arena, g, max_rows());
-        const int64_t group = g.group(), rows = (it.q_end - it.q_begin) * group, width = g.width();
-        const int64_t total = plan.num_tokens[it.b], steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        const int64_t first_position = total - (plan.cu_q[it.b + 1] - plan.cu_q[it.b]) + it.q_begin;
-        const int64_t last = first_position + it.q_end - it.q_begin;
-        const int64_t begin = it.split < 0 ? 0 : it.split * SPLIT;
-        const int64_t end = it.split < 0 ? last : std::min<int64_t>(last, begin + SPLIT);
+        const Part *parts = &plan.parts[it.first], &first = parts[0];
+        const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
+        const int64_t begin = it.split_begin * KEYS;
+        const int64_t end = std::min<int64_t>(plan.position(first) + first.q_end - first.q_begin, it.split_end * KEYS);
+        int64_t rows = 0;
+        for (int32_t n = 0; n < it.count; n++) rows += num_rows(parts[n]);
         Tiles<T> tiles, ahead;
-        Upcoming next{it.head_begin, begin};
+        Upcoming next{plan.table + first.b * plan.table_stride, begin, end, it.head_end, it.head_begin, begin};
         for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
-            if (!find_next(it, begin, end, next, place)) return false;
+            if (!find_next(next, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
-            load_queries(w, it, head);
-            for (int64_t t = begin; t < end; t += KEYS) {
-                const int64_t tokens = std::min<int64_t>(KEYS, end - t);
-                const bool found = g.packed() ? pack_tiles(w, it, head, t, t + tokens, tiles)
-                                              : take_tiles(it, begin, end, (tokens + VL - 1) / VL, next, tiles, ahead);
+            for (int64_t n = 0, row = 0; n < it.count; row += num_rows(parts[n++])) load_queries(w, parts[n], head, row);
+            for (int32_t split = it.split_begin; split < it.split_end; split++) {
+                const int64_t t = split * KEYS, tokens = std::min<int64_t>(KEYS, end - t);
+                const bool found = g.packed() ? pack_tiles(w, first, head, t, t + tokens, tiles)
+                                              : take_tiles((tokens + VL - 1) / VL, next, tiles, ahead);
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
-                end_values(w, std::min<int64_t>(VL, total - t - (tiles.count - 1) * VL), tiles);
-                if (t % SPLIT == 0) clear(w.split, rows, width);
+                end_values(w, std::min<int64_t>(VL, plan.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
+                const bool keep = first.partial >= 0;
+                const State& state = split == 0 && !keep ? w.total : w.split;
                 all_scores<T>(w, rows, tiles, ahead, steps);
-                for (int64_t r = 0; r < rows; r++)
-                    softmax_row<T>(w, r, first_position + r / group + 1 - t, tiles, factor, width);
-                add_values<T>(w, rows, tiles, ahead, width);
-                if (t + KEYS >= end || (t + KEYS) % SPLIT == 0) finish_split(w, it, head, t / SPLIT);
+                for (int64_t n = 0, row = 0; n < it.count; row += num_rows(parts[n++]))
+                    for (int64_t r = 0; r < num_rows(parts[n]); r++) {
+                        const int64_t visible = plan.position(parts[n]) + r / g.group() + 1 - t;
+                        softmax_row<T>(w, state, row + r, visible, tiles, factor);
+                    }
+                add_values<T>(w, rows, tiles, ahead, width, state.out);
+                for (int64_t n = 0, row = 0; keep && n < it.count; row += num_rows(parts[n++]))
+                    copy(partial(head * plan.num_partials + parts[n].partial + split), state.from(row, width),
+                         num_rows(parts[n]), width);
+                if (!keep && split) merge(w.total, w.split, rows, width);
             }
+            for (int32_t n = 0; n < it.count; n++)
+                if (first.partial < 0)
+                    store(w.total, first, head);
+                else
+                    finish_splits(w.total, parts[n], head, it.split_end - it.split_begin);
         }
         return true;
     }
@@ -563,10 +564,9 @@ template <class A, class T> struct Attention {
         arena.reserve(heads * plan.num_partials * partial_floats() * sizeof(float) + counters * 4 + 256);
         partials = arena.take<float>(heads * plan.num_partials * partial_floats());
         unfinished = arena.take<std::atomic<int32_t>>(counters);
-        for (const Item& it : plan.items)
-            if (it.split == 0)
-                for (int64_t h = it.head_begin; h < it.head_end; h++)
-                    unfinished[h * plan.num_merges + it.merge] = it.num_splits;
+        for (const Part& part : plan.parts)
+            for (int64_t h = 0; h < heads && part.partial >= 0; h++)
+                unfinished[h * plan.num_merges + part.merge] = part.num_splits;
         parallel_for(plan.threads, (int64_t)plan.items.size(), [&](int64_t i) {
             if (!run(plan.items[i])) bad_block = true;
         });
@@ -639,6 +639,100 @@ template <class F> int with_types(int dtype, const Geometry& g, const F& f) {
     return with_activations(dtype, [&](auto type) { return g.int8_cache ? f(type, I8{}) : f(type, type); });
 }
 
+// Cuts a step into items.
+struct Planner {
+    const Geometry& g;
+    Plan& plan;
+    int64_t num_sequences;
+    double share = 0;              // an item of more work than this, of one head, could keep one thread busy alone
+    std::vector<int32_t> common;   // by part: splits that it shares with the part before it
+
+    Planner(const Geometry& geometry, Plan& into, int64_t count) : g(geometry), plan(into), num_sequences(count) {}
+
+    void run() {
+        const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
+        double work = 0;  // query rows x keys of all heads
+        std::vector<Part> others;
+        for (int32_t b = 0; b < num_sequences; b++) {
+            const int32_t num_new = plan.cu_q[b + 1] - plan.cu_q[b];
+            work += double(num_new) * plan.num_tokens[b] * group * g.num_kv_heads;
+            for (int32_t end = num_new; end > 0;) {  // the longest first
+                const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
+                const int64_t keys = plan.num_tokens[b] - num_new + end;
+                const Part part{b, begin, end, (int32_t)((keys + KEYS - 1) / KEYS)};
+                const bool may_share = num_new * group * 2 <= ROWS && plan.position(part) >= KEYS;
+                (may_share ? plan.parts : others).push_back(part);
+                end = begin;
+            }
+        }
+        share = work / (8.0 * plan.threads);
+        std::sort(plan.parts.begin(), plan.parts.end(), [&](const Part& x, const Part& y) {
+            const int32_t *a = table(x), *b = table(y);
+            return std::lexicographical_compare(a, a + old_blocks(x), b, b + old_blocks(y));
+        });
+        const int32_t num_sharing = (int32_t)plan.parts.size();
+        plan.parts.insert(plan.parts.end(), others.begin(), others.end());
+        common.assign(plan.parts.size() + 1, 0);
+        for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(plan.parts[i - 1], plan.parts[i]);
+        add_shared(0, num_sharing, 0);
+        for (int32_t i = 0; i < (int32_t)plan.parts.size(); i++) add(i, 1, std::max(common[i], common[i + 1]), plan.parts[i].num_splits);
+    }
+
+    const int32_t* table(const Part& part) const { return plan.table + part.b * plan.table_stride; }
+
+    // Splits that end before the part's first token, and the blocks that they lie in.
+    int64_t old_splits(const Part& part) const { return plan.position(part) / KEYS; }
+    int64_t old_blocks(const Part& part) const { return (old_splits(part) * KEYS + g.block_size - 1) / g.block_size; }
+
+    int32_t common_splits(const Part& x, const Part& y) const {
+        const int64_t most = std::min(old_blocks(x), old_blocks(y));
+        const int64_t same = std::mismatch(table(x), table(x) + most, table(y)).first - table(x);
+        return (int32_t)std::min({same * g.block_size / KEYS, old_splits(x), old_splits(y)});
+    }
+
+    // Items of the splits from `split` on that parts first ... end-1 have in common, then of those that only some have.
+    void add_shared(int32_t first, int32_t end, int32_t split) {
+        if (end - first < 2) return;
+        const int32_t least = *std::min_element(&common[first + 1], &common[end]);
+        if (least > split) {
+            for (int32_t i = first, next = first; i < end; i = next) {
+                int64_t rows = 0;
+                while (next < end && (rows += num_rows(next)) <= ROWS) next++;
+                add(i, next - i, split, least);
+            }
+        }
+        for (int32_t i = first, next = first; i < end; i = next) {
+            for (next = i + 1; next < end && common[next] > least;) next++;
+            add_shared(i, next, least);
+        }
+    }
+
+    int64_t num_rows(int32_t i) const { return (plan.parts[i].q_end - plan.parts[i].q_begin) * g.group(); }
+
+    // Splits begin ... end-1 of parts first ... first+count-1, which share them.
+    void add(int32_t first, int32_t count, int32_t begin, int32_t end) {
+        int64_t rows = 0;
+        for (int32_t i = first; i < first + count; i++) rows += num_rows(i);
+        const Part& part = plan.parts[first];
+        const int32_t heads = (int32_t)g.num_kv_heads;
+        const int64_t keys = std::min<int64_t>(end * KEYS, plan.position(part) + part.q_end - part.q_begin) - begin * KEYS;
+        const double cost = double(rows) * keys;
+        const bool cut = end - begin > 1 && plan.threads > 1 && cost > share;
+        const int32_t splits = cut ? 1 : end - begin;
+        // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
+        const int32_t step = plan.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(share / cost * (cut ? end - begin : 1), 1, heads);
+        for (int32_t i = first; i < first + count; i++) {
+            Part& of = plan.parts[i];
+            if (of.partial >= 0 || splits == of.num_splits) continue;
+            of.partial = (int32_t)plan.num_partials, of.merge = (int32_t)plan.num_merges++;
+            plan.num_partials += of.num_splits;
+        }
+        for (int32_t h = 0; h < heads; h += step)
+            for (int32_t s = begin; s < end; s += splits)
+                plan.items.push_back({first, count, h, std::min(heads, h + step), s, s + splits});
+    }
+};
+
 }  // namespace
 
 extern "C" {
@@ -649,29 +743,7 @@ Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int3
     auto plan = std::make_unique<Plan>();
     plan->cu_q = cu_q, plan->num_tokens = num_tokens, plan->table = table, plan->table_stride = table_stride;
     plan->threads = threads;
-    const int64_t heads = geometry->num_kv_heads, group = geometry->group(), tokens = std::max<int64_t>(1, ROWS / group);
-    double work = 0;  // query rows x keys of all heads
-    for (int64_t b = 0; b < num_sequences; b++) work += double(cu_q[b + 1] - cu_q[b]) * num_tokens[b] * group * heads;
-    const double share = work / (8.0 * threads);  // an item of more than this could keep one thread busy alone
-    for (int64_t b = 0; b < num_sequences; b++) {
-        const int32_t num_new = cu_q[b + 1] - cu_q[b];
-        for (int32_t end = num_new; end > 0;) {  // the longest first
-            const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
-            const int32_t keys = num_tokens[b] - num_new + end, splits = (keys + SPLIT - 1) / SPLIT;
-            const double cost = double(end - begin) * group * keys;  // of one head
-            const bool split = splits > 1 && threads > 1 && cost > share;
-            // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
-            const int32_t step = threads == 1 ? heads : std::clamp<int64_t>(share / cost * (split ? splits : 1), 1, heads);
-            const int32_t partial = (int32_t)plan->num_partials, merge = (int32_t)plan->num_merges;
-            for (int32_t h = 0; h < heads; h += step) {
-                Item item{(int32_t)b, begin, end, h, std::min<int32_t>(heads, h + step), -1, splits, partial, merge};
-                if (!split) plan->items.push_back(item);
-                for (int32_t s = 0; split && s < splits; s++) item.split = s, plan->items.push_back(item);
-            }
-            if (split) plan->num_partials += splits, plan->num_merges++;
-            end = begin;
-        }
-    }
+    Planner(*geometry, *plan, num_sequences).run();
     return plan.release();
 }
 
