@@ -106,9 +106,11 @@ def kv_dtype(engine: EngineConfig, dtype: str, device: str) -> str:
     return dtype_name(resolve_kv_dtype(engine.kv_cache_dtype, DTYPES[dtype], torch.device(device)))
 
 
-def largest_step(engine: EngineConfig, length: int) -> StepShape:
-    """The step that sets the activation peak."""
-    return StepShape.largest(engine.max_num_batched_tokens, engine.max_num_seqs, length)
+def largest_step(engine: EngineConfig, device_type: str, length: int) -> StepShape:
+    """The step that sets the activation peak on a device of this type."""
+    from pagedcli.engine.plan import resolve_max_num_batched_tokens
+
+    return StepShape.largest(resolve_max_num_batched_tokens(engine, device_type), engine.max_num_seqs, length)
 
 
 def expect_machine(engine: EngineConfig, spec: "ModelSpec") -> Machine | None:
@@ -130,7 +132,7 @@ def expect_machine(engine: EngineConfig, spec: "ModelSpec") -> Machine | None:
         reserve=total - int(total * engine.gpu_memory_utilization) if on_gpu else 0,
         others=total - free,
         weights=sizes.num_parameters * itemsize,
-        activations=sizes.activation_bytes(largest_step(engine, length), itemsize, native=not on_gpu),
+        activations=sizes.activation_bytes(largest_step(engine, device.type, length), itemsize, native=not on_gpu),
     )
     budget = budget_of(terms, engine.gpu_memory_utilization)
     block_bytes = sizes.block_bytes(engine.block_size, kv_dtype(engine, dtype, device.type))

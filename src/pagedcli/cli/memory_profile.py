@@ -95,7 +95,7 @@ def profile_described(engine: EngineConfig, given: Described) -> Profile:
     spec = read_spec(model_folder(engine), trust_remote_code=engine.trust_remote_code)
     length, dtype = max_model_len(engine, spec), model_dtype(engine, spec)
     cache_dtype = _described_kv_dtype(engine, dtype)
-    step, sizes, itemsize = largest_step(engine, length), model_sizes(engine, spec), ITEMSIZE[dtype]
+    step, sizes, itemsize = largest_step(engine, "cuda", length), model_sizes(engine, spec), ITEMSIZE[dtype]
     if not spec.native and given.current is None:
         raise UsageError(
             f"the memory of {spec.architecture} is not predicted", hint="give --used, --peak and --current as well"
@@ -146,10 +146,11 @@ def _described_kv_dtype(engine: EngineConfig, dtype: str) -> str:
 def profile_here(engine: EngineConfig) -> Profile:
     """Load the model, run the largest step and measure."""
     from pagedcli.engine.memory import measure_terms, other_holders
+    from pagedcli.engine.plan import resolve_device
     from pagedcli.models.spec import read_spec
 
     length = max_model_len(engine, read_spec(model_folder(engine), trust_remote_code=engine.trust_remote_code))
-    step = largest_step(engine, length)
+    step = largest_step(engine, resolve_device(engine.device).type, length)
     loaded = _load(engine, step)
     plan, spec, device = loaded.plan, loaded.spec, loaded.runner.device
     sizes, itemsize = model_sizes(engine, spec), ITEMSIZE[plan.dtype]

@@ -49,7 +49,7 @@ class LLMEngine:
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=self.plan.max_num_batched_tokens,
             chunked_prefill_size=config.chunked_prefill_size,
             preemption_policy=config.preemption_policy,
             trace_tokens=trace_tokens,

@@ -24,6 +24,7 @@ from pagedcli.engine.plan import (
     resolve_dtype,
     resolve_kv_dtype,
     resolve_max_model_len,
+    resolve_max_num_batched_tokens,
 )
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, block_bytes
@@ -120,7 +121,7 @@ def load_engine(
         num_blocks_reason=reason,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
         weight_bytes=model.weight_bytes,
         budget=budget,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),

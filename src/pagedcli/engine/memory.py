@@ -16,7 +16,7 @@ import torch
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.plan import Plan, available_memory
+from pagedcli.engine.plan import Plan, available_memory, resolve_max_num_batched_tokens
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape, blocks_for
@@ -45,7 +45,8 @@ def measure_budget(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current = torch.cuda.memory_allocated(device)
-    step = StepShape.largest(config.max_num_batched_tokens, config.max_num_seqs, max_model_len)
+    num_tokens = resolve_max_num_batched_tokens(config, device.type)
+    step = StepShape.largest(num_tokens, config.max_num_seqs, max_model_len)
     runner = ModelRunner(
         model,
         backend,

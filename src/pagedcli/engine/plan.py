@@ -16,6 +16,7 @@ from pagedcli.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a CPU gains nothing by more, and holds the prompts of fewer at a time
 CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
 
 
@@ -143,6 +144,13 @@ def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
     """Whether the engine launches each step before it reads the tokens of the last one. Where host and device are the
     same processor nothing is gained by it."""
     return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+
+
+def resolve_max_num_batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Tokens computed per step."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return max(config.max_num_seqs, CPU_STEP_TOKENS if device_type == "cpu" else STEP_TOKENS)
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
