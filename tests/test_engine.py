@@ -12,6 +12,7 @@ from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
 from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.plan import resolve_max_num_batched_tokens
 from pagedcli.errors import ConfigError, PagedcliError, RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -101,6 +102,13 @@ def test_block_size_never_changes_the_tokens(family_model, block_size):
     path, expected = family_model("qwen3")
     engine = make_engine(path, block_size=block_size, num_gpu_blocks_override=-(-1200 // block_size))
     assert run(engine, ragged_prompts(), GREEDY) == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 512), ("cuda", 2048)])
+def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(device, expected):
+    assert resolve_max_num_batched_tokens(EngineConfig(), device) == expected
+    assert resolve_max_num_batched_tokens(EngineConfig(max_num_seqs=3000), device) == 3000
+    assert resolve_max_num_batched_tokens(EngineConfig(max_num_batched_tokens=7), device) == 7
 
 
 @pytest.mark.parametrize(

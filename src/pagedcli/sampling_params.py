@@ -6,6 +6,7 @@ Used by everyone from the configuration to the sampler; knows no torch.
 from typing import Any
 
 import msgspec
+import xxhash
 
 from pagedcli.errors import ParameterError
 
@@ -93,6 +94,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def penalized(self) -> bool:
         """Whether logits depend on the tokens generated before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def seed_for(seed: int, index: int) -> int:
+    """The seed of a request that brings none, from that of the run and the number of the request in it."""
+    return xxhash.xxh64_intdigest(f"{seed}:{index}".encode()) >> 1
 
 
 def _check_response_format(wanted: dict[str, Any]) -> None:

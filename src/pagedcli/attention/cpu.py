@@ -13,8 +13,8 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionSpec, PagedBatch, dtype_name
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary, load_library
+from pagedcli.native.structs import DTYPE_CODES
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SCALE_BYTES = 4  # of an int8 cache, per token and head: one float32
 MAX_INT8_HEAD_DIM = 512  # a longer product of whole numbers does not fit into 32 bits
 _int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float

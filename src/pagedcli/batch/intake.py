@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-import xxhash
 
 from pagedcli.batch.chat import with_system_prompt
 from pagedcli.batch.lines import Line
@@ -15,7 +14,7 @@ from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
-from pagedcli.sampling_params import SamplingParams
+from pagedcli.sampling_params import SamplingParams, seed_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Intake:
         changes: dict[str, int] = {}
         if params.seed is None:
             # from the row's index, so that a resumed run draws the same
-            changes["seed"] = xxhash.xxh64_intdigest(f"{self._options.seed}:{index}".encode()) >> 1
+            changes["seed"] = seed_for(self._options.seed, index)
         if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
             room = limits.max_model_len - num_prompt
             if limits.num_slots is not None:

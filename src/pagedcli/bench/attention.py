@@ -30,13 +30,19 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
+    shared: int = 0  # leading tokens in blocks that all sequences have in common, a multiple of block_size
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Distinct ones in the cache."""
+        return self.shared + self.num_sequences * (self.context - self.shared)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one call must read."""
-        return self.num_sequences * block_bytes(
+        return block_bytes(
             num_layers=1,
-            block_size=self.context,
+            block_size=self.num_cached_tokens,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             kv_dtype=dtype_name(self.kv_dtype or self.dtype),
@@ -115,8 +121,11 @@ def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: to
 
 def _batch(shape: AttentionShape, device: torch.device) -> tuple[PagedBatch, int]:
     width = -(-shape.context // shape.block_size)
-    num_blocks = shape.num_sequences * width
-    table = torch.randperm(num_blocks).view(shape.num_sequences, width).to(device, torch.int32)
+    common = shape.shared // shape.block_size
+    num_blocks = common + shape.num_sequences * (width - common)
+    order = torch.randperm(num_blocks).to(device, torch.int32)
+    own = order[common:].view(shape.num_sequences, width - common)
+    table = torch.cat([order[:common].expand(shape.num_sequences, -1), own], dim=1)
     starts = [b * shape.new for b in range(shape.num_sequences + 1)]
     totals = [shape.context] * shape.num_sequences
     batch = PagedBatch(

@@ -15,6 +15,18 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.norm import rms_norm
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native import load_library
+from pagedcli.native.structs import DTYPE_CODES
+
+
+# sequences, tokens of each, new ones, those that all share
+_ATTENTION_SIZES = (
+    (1, 2048, 1, 0),
+    (32, 128, 1, 0),
+    (32, 512, 1, 0),
+    (32, 576, 1, 512),
+    (1, 512, 512, 0),
+    (1, 2048, 2048, 0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,14 @@ def kernel_rows(
                 rows.append(_linear_row(name, out_features, in_features, count, limits, dtype, quantize))
         rows.append(_norm_row(width, count, limits, dtype))
     shapes = [
-        AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype)
-        for n, context, new in ((1, 2048, 1), (32, 128, 1), (32, 512, 1), (1, 512, 512), (1, 2048, 2048))
+        AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype, shared)
+        for n, context, new, shared in _ATTENTION_SIZES
         for cache_dtype in dict.fromkeys((dtype, kv_dtype or dtype))
     ]
     for row in attention_rows(shapes):
         shape = row.shape
         size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
+        size += f", {shape.shared} of them shared" if shape.shared else ""
         cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
         rows.append(_row("attention", size, row.backend + cache, row.ms / 1e3, shape.kv_bytes, shape.flops, limits))
     return rows
@@ -101,7 +114,7 @@ def _norm_row(width: int, tokens: int, limits: MachineLimits, dtype: torch.dtype
     except BackendError:
         seconds, name = best_seconds(lambda: rms_norm(x, weight, 1e-6)), "torch"
     else:
-        code, threads = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype], torch.get_num_threads()
+        code, threads = DTYPE_CODES[dtype], torch.get_num_threads()
         addresses = (x.data_ptr(), weight.data_ptr())
         seconds, name = (
             best_seconds(

@@ -12,10 +12,10 @@ import torch
 
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.errors import BackendError
-from pagedcli.layers.native_linear import DTYPE_CODES, NativeLinear
+from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import INT8
+from pagedcli.native.structs import DTYPE_CODES, INT8
 
 READ_BYTES = 1 << 28  # far beyond any cache of a small machine
 GEMM_TOKENS, GEMM_OUT, GEMM_IN = 1024, 4096, 1024

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import Any
 
-import xxhash
-
 from pagedcli import __version__
 from pagedcli.config import EngineConfig
 from pagedcli.engine.in_flight import Executor, StepClock, StepInFlight, TimedEmit
@@ -25,7 +23,7 @@ from pagedcli.errors import RequestError
 from pagedcli.events import SCHEMA_VERSION, Emit, EngineStarted, RequestRefused, StepFinished, StepStarted
 from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.kvcache.budget import blocks_for
-from pagedcli.sampling_params import SamplingParams
+from pagedcli.sampling_params import SamplingParams, seed_for
 
 
 class LLMEngine:
@@ -98,7 +96,7 @@ class LLMEngine:
             list(prompt_token_ids),
             params,
             max_new_tokens=max_new_tokens,
-            seed=self._seed(params),
+            seed=seed_for(self.config.seed, self._num_added) if params.seed is None else params.seed,
             eos_token_ids=frozenset(() if params.ignore_eos else self.spec.eos_token_ids),
             cache_salt=cache_salt,
             stop_checker=make_stop_checker() if make_stop_checker is not None else None,
@@ -320,12 +318,6 @@ class LLMEngine:
         seq = Sequence(self._next_seq_id, request_id, token_ids, params, **fields)
         self._next_seq_id += 1
         return seq
-
-    def _seed(self, params: SamplingParams) -> int:
-        """The request's own seed, or one from the engine's seed and the request's number."""
-        if params.seed is not None:
-            return params.seed
-        return xxhash.xxh64_intdigest(f"{self.config.seed}:{self._num_added}".encode()) >> 1
 
     def _count(self, work: ScheduledStep, clock: StepClock) -> None:
         stats = self.stats

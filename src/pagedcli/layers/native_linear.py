@@ -12,9 +12,8 @@ from torch import Tensor
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import ADD, GATE, INT8, STORE, LinearStruct, bind
+from pagedcli.native.structs import ADD, DTYPE_CODES, GATE, INT8, STORE, LinearStruct, bind
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class NativeLinear:

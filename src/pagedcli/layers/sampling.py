@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from pagedcli.layers.fused import fused_layers
-from pagedcli.layers.native_linear import DTYPE_CODES
 from pagedcli.native import loaded_library
-from pagedcli.native.structs import bind
+from pagedcli.native.structs import DTYPE_CODES, bind
 
 NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
 

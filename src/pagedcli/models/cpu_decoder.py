@@ -11,13 +11,13 @@ from torch import Tensor
 from pagedcli.attention.base import PagedBatch
 from pagedcli.attention.cpu import CpuAttention
 from pagedcli.errors import BackendError
-from pagedcli.layers.native_linear import DTYPE_CODES, NativeLinear
+from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.decoder import decoder_parameters
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.weights import WeightSource
 from pagedcli.native import load_library
-from pagedcli.native.structs import LayerStruct, ModelStruct, StepStruct, bind
+from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepStruct, bind
 
 
 class CpuDecoder:

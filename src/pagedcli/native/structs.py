@@ -1,12 +1,15 @@
-"""The structs of linear.h and decoder.cpp as ctypes sees them, and their functions with types. Knows no torch."""
+"""The structs of linear.h and decoder.cpp as ctypes sees them, their functions with types, and the codes of dtypes."""
 
 import ctypes
 from typing import Any
 
+import torch
+
 _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 STORE, ADD, GATE = 0, 1, 2  # Epilogue
-INT8 = 3  # WeightKind; the others are the codes of the activation types: 0 float32, 1 bfloat16, 2 float16
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
+INT8 = 3  # WeightKind
 
 
 class LinearStruct(ctypes.Structure):
