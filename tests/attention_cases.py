@@ -4,6 +4,7 @@ Everything a backend must not read is poison: unowned cache slots are NaN (with 
 table entries a huge block id.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +61,31 @@ class Case:
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             results.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(results)
+
+
+# Of 32 sequences most begin with the same 512 tokens, some go on together, one begins alone.
+SHARED_LENGTHS = [(1100, 1), (600, 1), (300, 1), (1080, 3), (1024, 1), (769, 1), *[(530 + i, 1) for i in range(26)]]
+
+
+def shared_blocks(block_size: int) -> dict[int, tuple[int, int]]:
+    """Case.shared for SHARED_LENGTHS."""
+    tokens = {1: (0, 512), 3: (0, 1024), 4: (3, 1008), 5: (0, 768)} | {b: (b % 2, 512) for b in range(6, 32)}
+    return {b: (earlier, count // block_size * block_size) for b, (earlier, count) in tokens.items()}
+
+
+def check_shared_rows(attend: Callable[..., Tensor], crowd: Tensor) -> None:
+    """On any number of threads, which decides how the work is cut, SHARED_LENGTHS give the bits of the crowd, and so
+    does one sequence of each kind alone."""
+    rows_of = {0: slice(0, 1), 2: slice(2, 3), 3: slice(3, 6), 4: slice(6, 7), 5: slice(7, 8), 31: slice(33, 34)}
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(attend(), crowd), f"{threads} threads"
+            for b, rows in rows_of.items():
+                assert torch.equal(attend(only=[b]), crowd[rows]), f"sequence {b} alone, {threads} threads"
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def whole_steps(x: Tensor, seed: int = 0) -> Tensor:

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, Case, fill_cache, run, worst_error
+from attention_cases import (
+    SHARED_LENGTHS,
+    TOLERANCE,
+    Case,
+    check_shared_rows,
+    fill_cache,
+    run,
+    shared_blocks,
+    worst_error,
+)
 
 from pagedcli.attention.select import REGISTRY, select_backend
 from pagedcli.errors import BackendError
@@ -125,26 +134,18 @@ def test_sequence_alone_and_in_a_crowd_gives_the_same_bits(name, dtype):
         start += new
 
 
-# Of 32 sequences most begin with the same 512 tokens, some go on together, one begins alone.
-SHARED_LENGTHS = [(1100, 1), (600, 1), (300, 1), (1080, 3), (1024, 1), (769, 1), *[(530 + i, 1) for i in range(26)]]
-SHARED = {1: (0, 512), 3: (0, 1024), 4: (3, 1008), 5: (0, 768)} | {b: (b % 2, 512) for b in range(6, 32)}
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(16, 2, 2, 64), (256, 1, 8, 32), (8, 2, 1, 20)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_blocks_are_exact_attention_and_the_bits_of_sequences_alone(name, shape, dtype):
     if INTERPRETED:
         pytest.skip("the interpreter is slow, and Triton's kernels do not look at what sequences share")
-    case = make_case(SHARED_LENGTHS, shape, dtype)
-    case = replace(case, shared={b: (a, count // shape[0] * shape[0]) for b, (a, count) in SHARED.items()})
+    case = replace(make_case(SHARED_LENGTHS, shape, dtype), shared=shared_blocks(shape[0]))
     backend = backend_for(name, case)
     crowd = run(backend, case)
     assert worst_error(crowd, case.expected()) < TOLERANCE[dtype]
-    if not getattr(backend, "batch_invariant", False):
-        return
-    for b, end in zip([0, 2, 3, 4, 5, 31], [1, 3, 6, 7, 8, 34], strict=True):
-        assert torch.equal(run(backend, case, only=[b]), crowd[end - case.lengths[b][1] : end]), f"sequence {b}"
+    if getattr(backend, "batch_invariant", False):
+        check_shared_rows(lambda **only: run(backend, case, **only), crowd)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,12 +4,23 @@ logits and on the built-in model's look-ups; refused, with a way out, where it c
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import INT8_TOLERANCE, Case, fill_cache, run, whole_steps, worst_error
+from attention_cases import (
+    INT8_TOLERANCE,
+    SHARED_LENGTHS,
+    Case,
+    check_shared_rows,
+    fill_cache,
+    run,
+    shared_blocks,
+    whole_steps,
+    worst_error,
+)
 from model_zoo import tiny_model
 from test_engine import ragged_prompts
 from test_engine import run as run_engine
@@ -107,6 +118,13 @@ def test_a_sequence_alone_and_in_a_crowd_gives_the_same_bits(library, dtype):
     for b, (_, new) in enumerate(case.lengths):
         assert torch.equal(run(backend, case, only=[b]), crowd[start : start + new]), f"sequence {b}"
         start += new
+
+
+@pytest.mark.parametrize("block_size", [16, 20], ids=["tiled", "packed"])
+def test_shared_blocks_give_the_bits_of_sequences_alone(library, block_size):
+    case = replace(make_case(SHARED_LENGTHS, (block_size, 1, 2, 64), BF16), shared=shared_blocks(block_size))
+    backend = backend_for(case)
+    check_shared_rows(lambda **only: run(backend, case, **only), run(backend, case))
 
 
 def test_threads_and_chunks_never_change_a_bit(library):

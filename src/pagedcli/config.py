@@ -40,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: float = 0.9  # share of the card's memory that this process may use
     max_model_len: int | None = None  # tokens, prompt and output; None: the model's own
     max_num_seqs: int = 256  # sequences running at once
-    max_num_batched_tokens: int | None = None  # tokens computed per step; None: 2048, on a CPU 512
+    max_num_batched_tokens: int | None = None  # tokens per step; None: 2048, on a CPU 512, or max_num_seqs
     chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: the whole budget
     enable_prefix_caching: bool = True
     preemption_policy: Literal["last", "largest"] = "last"

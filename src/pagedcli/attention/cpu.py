@@ -130,7 +130,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
-    """Declare the C functions of native/paged_attention.cpp."""
+    """Declare the C functions whose names begin with paged_."""
     library.paged_plan_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int]
     library.paged_plan_new.restype = _pointer
     library.paged_plan_free.argtypes = [_pointer]

@@ -17,7 +17,6 @@ from pagedcli.models.spec import ModelSpec
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES
 
-
 # sequences, tokens of each, new ones, those that all share
 _ATTENTION_SIZES = (
     (1, 2048, 1, 0),

@@ -69,7 +69,11 @@ FLAGS: dict[str, Any] = {
         "engine",
         max_model_len=(int, "N", "Tokens of prompt and output together. Default: the model's."),
         max_num_seqs=(int, "N", "Sequences running at once. Default: 256."),
-        max_num_batched_tokens=(int, "N", "Tokens computed per step. Default: 2048, on a CPU 512."),
+        max_num_batched_tokens=(
+            int,
+            "N",
+            "Tokens computed per step. Default: 2048, on a CPU 512, and at least --max-num-seqs.",
+        ),
         chunked_prefill_size=(int, "N", "Tokens of one prompt per step. Default: the whole step."),
         preemption_policy=(PreemptionPolicy, None, "Who gives way when blocks run out."),
         async_scheduling=(bool, None, "Launch a step before the last one's tokens are read. Default: on CUDA only."),

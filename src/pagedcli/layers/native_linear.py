@@ -15,7 +15,6 @@ from pagedcli.native.memory import empty_in_huge_pages
 from pagedcli.native.structs import ADD, DTYPE_CODES, GATE, INT8, STORE, LinearStruct, bind
 
 
-
 class NativeLinear:
     """y = x W^T + b; with `gated`, silu(y of the first half of W's rows) * (y of the second half)."""
 

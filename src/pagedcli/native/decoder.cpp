@@ -16,7 +16,7 @@ extern "C" int paged_attend(int dtype, const Geometry*, const Plan*, const void*
 extern "C" void paged_write(int dtype, const Geometry*, int64_t num_tokens, int threads, const void* k, const void* v,
                             const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots);
 
-// The structs are mirrored by pagedcli.native.decoder.
+// The structs are mirrored by pagedcli.native.structs.
 struct Layer {
     const void *input_norm, *mlp_norm;
     const void *q_norm, *k_norm;  // [D], or null

@@ -24,6 +24,15 @@ static inline int64_t padded_rows(const Linear& l) {
     return (rows + unit - 1) / unit * PANEL;
 }
 
+// Calls work(panel) for all panels of a weight that is being packed. Each huge page is one thread's, nearly: one that two
+// threads are the first to touch is cleared twice by the system.
+template <class Work> static void for_panels(int threads, int64_t panels, int64_t panel_bytes, const Work& work) {
+    const int64_t each = std::max<int64_t>(1, (2 << 20) / panel_bytes);
+    parallel_for(threads, (panels + each - 1) / each, [&](int64_t i) {
+        for (int64_t p = i * each; p < std::min(panels, (i + 1) * each); p++) work(p);
+    });
+}
+
 // Row of the checkpoint's weight at a place of the packed order; -1 for padding. Gated: VL gates, then their VL ups.
 static inline int64_t source_row(const Linear& l, int64_t place) {
     if (!l.gated) return place < l.rows ? place : -1;

@@ -83,7 +83,7 @@ void forward(const Linear& l, const typename T::Elem* x, int64_t num_tokens, typ
 }
 
 template <class T> void pack(const Linear& l, const typename T::Elem* weight, typename T::Elem* packed, int threads) {
-    parallel_for(threads, padded_rows(l) / PANEL, [&](int64_t p) {
+    for_panels(threads, padded_rows(l) / PANEL, PANEL * l.columns * sizeof *packed, [&](int64_t p) {
         constexpr int64_t STEPS = 16;  // of a row at a time: what is written stays in the L1 cache
         const int64_t steps = l.columns / T::PAIR;
         typename T::Elem* to = packed + p * PANEL * l.columns;

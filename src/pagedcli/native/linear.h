@@ -19,7 +19,7 @@ enum Epilogue : int {
 
 enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8 };  // the first three are also the types of activations
 
-// Mirrored by pagedcli.native.linear.
+// Mirrored by pagedcli.native.structs.
 struct Linear {
     int64_t kind, rows, columns, gated;  // rows: output features, of gate and up together; columns: input features
     const void* weight;                  // packed

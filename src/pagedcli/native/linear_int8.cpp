@@ -123,7 +123,7 @@ extern "C" void linear_pack_int8(const Linear* linear, int64_t dtype, const void
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
-        parallel_for(threads, padded_rows(l) / PANEL, [&](int64_t p) {
+        for_panels(threads, padded_rows(l) / PANEL, PANEL * stride, [&](int64_t p) {
             int8_t* to = packed + p * PANEL * stride;
             memset(to, 0, PANEL * stride);
             for (int64_t i = 0; i < PANEL; i++) {

@@ -1,12 +1,7 @@
 // Paged attention on a CPU: flash-style over pages, split over long contexts, for whole prompts, chunks and decode.
 //
-// Cache: [N, G, S, D], cut into tiles of VL tokens of one head. In a tile, K is [D / PAIR][VL][PAIR] and V is
-// [VL / PAIR][D][PAIR]: both are the right-hand side that a matrix kernel wants, so a page is read as it lies. Where S or
-// D is not a multiple of VL the cache is plain [N, G, S, D] and a tile is packed before use ("packed" below).
-//
-// An int8 cache is [N, G, S, D + 4] bytes: float scales of the VL tokens before each tile (of all S tokens before a plain
-// head), then the elements, each token of a head in steps of its largest / 127. A query row is rounded to 16 bits, and so
-// are the weights of a row and softmax tile, times the scales of V: the sums of products are then whole and exact.
+// Over an int8 cache a query row is rounded to 16 bits, and so are the weights of a row and split, times the scales of V:
+// the sums of products are then whole and exact.
 //
 // A query row's result depends on that row and its keys alone, bit for bit: keys are summed in splits of KEYS tokens
 // counted from position 0, whatever the batch, the chunk and the number of threads. So sequences whose tables name the same
@@ -15,52 +10,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <memory>
 #include <new>
 
+#include "paged_plan.h"
 #include "parallel.h"
-#include "rows.h"
-#include "simd.h"
 
 namespace {
 
-constexpr int KEYS = 256;  // tokens of one split: its K, V and scores stay in the L2 cache
-constexpr int AHEAD = 8;   // tiles between what is fetched and what is read
-constexpr int ROWS = 48;   // query rows (new tokens x heads of a group) that share one reading of K and V
-constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 127 still fits into 32 bits
+constexpr int AHEAD = 8;  // tiles between what is fetched and what is read
 constexpr float LOG2E = 1.4426950408889634f;
-
-struct Geometry {
-    int64_t num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache;
-    int64_t group() const { return num_heads / num_kv_heads; }
-    bool packed() const { return block_size % VL || head_dim % VL; }
-    int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it
-};
-
-// New tokens q_begin ... q_end-1 of sequence b, the rows of which are computed together.
-struct Part {
-    int32_t b, q_begin, q_end, num_splits;
-    int32_t partial = -1;  // where the results of its splits are kept, if several items compute them
-    int32_t merge = 0;     // which counter of unfinished splits
-};
-
-// Some splits and key/value heads of one part, or of `count` parts that share the blocks of these splits.
-struct Item {
-    int32_t first, count, head_begin, head_end, split_begin, split_end;
-};
-
-struct Plan {
-    const int32_t *cu_q, *num_tokens, *table;
-    int64_t table_stride;
-    int threads;
-    int64_t num_partials = 0, num_merges = 0;
-    std::vector<Part> parts;
-    std::vector<Item> items;
-
-    int64_t position(const Part& part) const {  // of its first token
-        return num_tokens[part.b] - (cu_q[part.b + 1] - cu_q[part.b]) + part.q_begin;
-    }
-};
 
 // Memory that grows and is never given back: an allocation of this size per call would fault its pages in each time.
 struct Arena {
@@ -71,7 +29,7 @@ struct Arena {
         used = 0;
         if (bytes <= capacity) return;
         free(base);
-        capacity = (bytes + 4095) / 4096 * 4096;
+        capacity = (std::max(bytes, capacity / 2 * 3) + 4095) / 4096 * 4096;  // not a little more at each step
         base = static_cast<char*>(aligned_alloc(4096, capacity));
         if (!base) {
             capacity = 0;
@@ -84,10 +42,6 @@ struct Arena {
         return p;
     }
 };
-
-// Bytes of scale per token and head, and elements before those of a tile.
-template <class C> constexpr int64_t SCALE = C::SCALED ? sizeof(float) : 0;
-template <class C> constexpr int64_t HEADER = VL * SCALE<C>;
 
 // Softmax of some rows so far: maximum (in units of log2), sum of weights, weighted sum of values [rows][width].
 struct State {
@@ -123,8 +77,8 @@ template <class T> struct Buffers {
     }
 };
 
-// Where the tiles of one softmax tile lie. The kernels fetch as many others as they go, those of a softmax tile later: pages are scattered, so the
-// processor does not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
+// Where the tiles of one split lie. The kernels fetch as many others as they go: pages are scattered, so the processor does
+// not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
 // in such an order and doing nothing else gives 25 to 28.
 template <class T> struct Tiles {
     int64_t count = 0, last_pairs = 0;  // pairs of tokens in the last one
@@ -262,35 +216,6 @@ template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tile
         });
 }
 
-// The largest magnitude among what was put in; NaN or infinite if one is, as their bits are the largest.
-struct Largest {
-    vi bits = {};
-    void put(vf x) {
-        const vi magnitude = (vi)x & 0x7fffffff, larger = magnitude > bits;
-        bits = (larger & magnitude) | (~larger & bits);
-    }
-    float get() const {
-#if defined(__AVX512F__)
-        const int32_t top = _mm512_reduce_max_epi32((__m512i)bits);
-        return load_any<float>(&top);
-#endif
-        int32_t of[VL];
-        store_any(of, bits);
-        for (int width = VL / 2; width; width /= 2)
-            for (int i = 0; i < width; i++) of[i] = std::max(of[i], of[i + width]);
-        return load_any<float>(of);
-    }
-};
-
-// Rounds to whole numbers of E's width: adding 1.5 * 2^23 leaves them in the low bits.
-template <class E> static inline void store_whole(E* to, vf x) {
-    typedef E vw __attribute__((vector_size(VL * sizeof(E))));
-    store_any(to, __builtin_convertvector((vi)(x + splat(12582912.f)), vw));
-}
-
-// How many whole numbers up to `limit` a unit is, so that the largest becomes `limit`. Below 1e-30 all are 0.
-static inline float steps_per_unit(float largest, float limit) { return largest > 1e-30f ? limit / largest : 0; }
-
 // The weights p of one row's tile, times the scales of V, as whole numbers. `used` tiles have tokens that the row sees,
 // the last of them `seen_last`: the others' scales may be anything.
 inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t used, vi seen_last) {
@@ -381,13 +306,14 @@ template <class A, class T> struct Attention {
     std::atomic<bool> bad_block{false};
 
     int64_t max_rows() const { return std::max<int64_t>(ROWS, g.group()); }
-    int64_t partial_floats() const { return max_rows() * (g.width() + 2); }
-    State partial(int64_t i) const {
-        float* p = partials + i * partial_floats();
-        return {p, p + max_rows(), p + 2 * max_rows()};
-    }
 
     int64_t num_rows(const Part& part) const { return (part.q_end - part.q_begin) * g.group(); }
+    int64_t partial_floats() const { return g.width() + 2; }  // of one row
+    State partial(const Part& part, int64_t head, int64_t split) const {
+        const int64_t rows = num_rows(part);
+        float* p = partials + (head * plan.partial_rows + part.partial + split * rows) * partial_floats();
+        return {p, p + rows, p + 2 * rows};
+    }
 
     void load_queries(const Buffers<T>& w, const Part& part, int64_t head, int64_t row) const {
         const int64_t group = g.group();
@@ -507,9 +433,9 @@ template <class A, class T> struct Attention {
     // Some splits of a part are in their places; the last item to say so adds all of them up.
     void finish_splits(const State& total, const Part& part, int64_t head, int32_t count) const {
         if (unfinished[head * plan.num_merges + part.merge].fetch_sub(count, std::memory_order_acq_rel) > count) return;
-        const int64_t rows = num_rows(part), width = g.width(), first = head * plan.num_partials + part.partial;
-        copy(total, partial(first), rows, width);
-        for (int64_t s = 1; s < part.num_splits; s++) merge(total, partial(first + s), rows, width);
+        const int64_t rows = num_rows(part), width = g.width();
+        copy(total, partial(part, head, 0), rows, width);
+        for (int64_t s = 1; s < part.num_splits; s++) merge(total, partial(part, head, s), rows, width);
         store(total, part, head);
     }
 
@@ -545,8 +471,7 @@ template <class A, class T> struct Attention {
                     }
                 add_values<T>(w, rows, tiles, ahead, width, state.out);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += num_rows(parts[n++]))
-                    copy(partial(head * plan.num_partials + parts[n].partial + split), state.from(row, width),
-                         num_rows(parts[n]), width);
+                    copy(partial(parts[n], head, split), state.from(row, width), num_rows(parts[n]), width);
                 if (!keep && split) merge(w.total, w.split, rows, width);
             }
             for (int32_t n = 0; n < it.count; n++)
@@ -561,8 +486,9 @@ template <class A, class T> struct Attention {
     int run_all() {
         static thread_local Arena arena;
         const int64_t heads = g.num_kv_heads, counters = heads * plan.num_merges;
-        arena.reserve(heads * plan.num_partials * partial_floats() * sizeof(float) + counters * 4 + 256);
-        partials = arena.take<float>(heads * plan.num_partials * partial_floats());
+        const int64_t floats = heads * plan.partial_rows * partial_floats();
+        arena.reserve(floats * sizeof(float) + counters * 4 + 256);
+        partials = arena.take<float>(floats);
         unfinished = arena.take<std::atomic<int32_t>>(counters);
         for (const Part& part : plan.parts)
             for (int64_t h = 0; h < heads && part.partial >= 0; h++)
@@ -574,180 +500,9 @@ template <class A, class T> struct Attention {
     }
 };
 
-// K or V [D] of one token and head of type A as elements and scale of the cache type T. A scale is infinite where an
-// element is or is no number: the result is then none, either.
-template <class A, class T> inline float whole_row(const typename A::Elem* from, int64_t head_dim, typename T::Elem* to) {
-    Largest largest;
-    for (int64_t d = 0; d < head_dim; d += VL) largest.put(load_some<A>(from + d, head_dim - d));
-    const float top = largest.get(), inverse = steps_per_unit(top, 127.f);
-    for (int64_t d = 0; d < head_dim; d += VL) store_whole(to + d, load_some<A>(from + d, head_dim - d) * inverse);
-    return top < INFINITY ? top / 127.f : INFINITY;
-}
-
-// One token and head of a cache: its elements and, if SCALED, its scale. `head`: where the head's slots begin.
-template <class T>
-inline void write_row(const Geometry& g, const typename T::Elem* x, float scale, typename T::Elem* head, int64_t offset, bool is_key) {
-    using Elem = typename T::Elem;
-    constexpr int P = T::PAIR;
-    const int64_t S = g.block_size, D = g.head_dim, lane = offset % VL;
-    if (g.packed()) {
-        memcpy(head + offset * SCALE<T>, &scale, SCALE<T>);
-        memcpy(head + S * SCALE<T> + offset * D, x, D * sizeof(Elem));
-        return;
-    }
-    Elem* tile = head + (offset - lane) * (D + SCALE<T>);
-    memcpy(tile + lane * SCALE<T>, &scale, SCALE<T>);
-    tile += HEADER<T>;
-    if (is_key)
-        for (int64_t d = 0; d < D; d += P) memcpy(tile + (d / P * VL + lane) * P, x + d, P * sizeof(Elem));
-    else
-        for (int64_t d = 0; d < D; d++) tile[(lane / P * D + d) * P + lane % P] = x[d];
-}
-
-template <class A, class T>
-void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void* k_, const void* v_,
-                 const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots) {
-    using Elem = typename T::Elem;
-    using Row = typename A::Elem;
-    const int64_t S = g.block_size;
-    constexpr int64_t CHUNK = 16;  // tokens per piece of work
-    parallel_for(num_tokens <= CHUNK ? 1 : threads, (num_tokens + CHUNK - 1) / CHUNK, [&](int64_t chunk) {
-        alignas(64) Elem whole[T::SCALED ? MAX_INT8_HEAD : 1];
-        for (int64_t i = chunk * CHUNK; i < std::min(num_tokens, (chunk + 1) * CHUNK); i++) {
-            if (slots[i] < 0) continue;
-            const int64_t block = slots[i] / S, offset = slots[i] % S;
-            for (int64_t h = 0; h < g.num_kv_heads; h++) {
-                const int64_t head = (block * g.num_kv_heads + h) * S * (g.head_dim + SCALE<T>);
-                for (int is_key = 0; is_key < 2; is_key++) {
-                    const Row* from = is_key ? (const Row*)k_ + i * strides[0] + h * strides[1]
-                                             : (const Row*)v_ + i * strides[2] + h * strides[3];
-                    Elem* to = (Elem*)(is_key ? k_cache : v_cache) + head;
-                    if constexpr (T::SCALED) {
-                        const float scale = whole_row<A, T>(from, g.head_dim, whole);
-                        write_row<T>(g, whole, scale, to, offset, is_key);
-                    } else {
-                        write_row<T>(g, from, 0, to, offset, is_key);
-                    }
-                }
-            }
-        }
-    });
-}
-
-// Calls f with the type of activations and that of the cache.
-template <class F> int with_types(int dtype, const Geometry& g, const F& f) {
-    return with_activations(dtype, [&](auto type) { return g.int8_cache ? f(type, I8{}) : f(type, type); });
-}
-
-// Cuts a step into items.
-struct Planner {
-    const Geometry& g;
-    Plan& plan;
-    int64_t num_sequences;
-    double share = 0;              // an item of more work than this, of one head, could keep one thread busy alone
-    std::vector<int32_t> common;   // by part: splits that it shares with the part before it
-
-    Planner(const Geometry& geometry, Plan& into, int64_t count) : g(geometry), plan(into), num_sequences(count) {}
-
-    void run() {
-        const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
-        double work = 0;  // query rows x keys of all heads
-        std::vector<Part> others;
-        for (int32_t b = 0; b < num_sequences; b++) {
-            const int32_t num_new = plan.cu_q[b + 1] - plan.cu_q[b];
-            work += double(num_new) * plan.num_tokens[b] * group * g.num_kv_heads;
-            for (int32_t end = num_new; end > 0;) {  // the longest first
-                const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
-                const int64_t keys = plan.num_tokens[b] - num_new + end;
-                const Part part{b, begin, end, (int32_t)((keys + KEYS - 1) / KEYS)};
-                const bool may_share = num_new * group * 2 <= ROWS && plan.position(part) >= KEYS;
-                (may_share ? plan.parts : others).push_back(part);
-                end = begin;
-            }
-        }
-        share = work / (8.0 * plan.threads);
-        std::sort(plan.parts.begin(), plan.parts.end(), [&](const Part& x, const Part& y) {
-            const int32_t *a = table(x), *b = table(y);
-            return std::lexicographical_compare(a, a + old_blocks(x), b, b + old_blocks(y));
-        });
-        const int32_t num_sharing = (int32_t)plan.parts.size();
-        plan.parts.insert(plan.parts.end(), others.begin(), others.end());
-        common.assign(plan.parts.size() + 1, 0);
-        for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(plan.parts[i - 1], plan.parts[i]);
-        add_shared(0, num_sharing, 0);
-        for (int32_t i = 0; i < (int32_t)plan.parts.size(); i++) add(i, 1, std::max(common[i], common[i + 1]), plan.parts[i].num_splits);
-    }
-
-    const int32_t* table(const Part& part) const { return plan.table + part.b * plan.table_stride; }
-
-    // Splits that end before the part's first token, and the blocks that they lie in.
-    int64_t old_splits(const Part& part) const { return plan.position(part) / KEYS; }
-    int64_t old_blocks(const Part& part) const { return (old_splits(part) * KEYS + g.block_size - 1) / g.block_size; }
-
-    int32_t common_splits(const Part& x, const Part& y) const {
-        const int64_t most = std::min(old_blocks(x), old_blocks(y));
-        const int64_t same = std::mismatch(table(x), table(x) + most, table(y)).first - table(x);
-        return (int32_t)std::min({same * g.block_size / KEYS, old_splits(x), old_splits(y)});
-    }
-
-    // Items of the splits from `split` on that parts first ... end-1 have in common, then of those that only some have.
-    void add_shared(int32_t first, int32_t end, int32_t split) {
-        if (end - first < 2) return;
-        const int32_t least = *std::min_element(&common[first + 1], &common[end]);
-        if (least > split) {
-            for (int32_t i = first, next = first; i < end; i = next) {
-                int64_t rows = 0;
-                while (next < end && (rows += num_rows(next)) <= ROWS) next++;
-                add(i, next - i, split, least);
-            }
-        }
-        for (int32_t i = first, next = first; i < end; i = next) {
-            for (next = i + 1; next < end && common[next] > least;) next++;
-            add_shared(i, next, least);
-        }
-    }
-
-    int64_t num_rows(int32_t i) const { return (plan.parts[i].q_end - plan.parts[i].q_begin) * g.group(); }
-
-    // Splits begin ... end-1 of parts first ... first+count-1, which share them.
-    void add(int32_t first, int32_t count, int32_t begin, int32_t end) {
-        int64_t rows = 0;
-        for (int32_t i = first; i < first + count; i++) rows += num_rows(i);
-        const Part& part = plan.parts[first];
-        const int32_t heads = (int32_t)g.num_kv_heads;
-        const int64_t keys = std::min<int64_t>(end * KEYS, plan.position(part) + part.q_end - part.q_begin) - begin * KEYS;
-        const double cost = double(rows) * keys;
-        const bool cut = end - begin > 1 && plan.threads > 1 && cost > share;
-        const int32_t splits = cut ? 1 : end - begin;
-        // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
-        const int32_t step = plan.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(share / cost * (cut ? end - begin : 1), 1, heads);
-        for (int32_t i = first; i < first + count; i++) {
-            Part& of = plan.parts[i];
-            if (of.partial >= 0 || splits == of.num_splits) continue;
-            of.partial = (int32_t)plan.num_partials, of.merge = (int32_t)plan.num_merges++;
-            plan.num_partials += of.num_splits;
-        }
-        for (int32_t h = 0; h < heads; h += step)
-            for (int32_t s = begin; s < end; s += splits)
-                plan.items.push_back({first, count, h, std::min(heads, h + step), s, s + splits});
-    }
-};
-
 }  // namespace
 
 extern "C" {
-
-// The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
-Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
-                     const int32_t* table, int64_t table_stride, int threads) {
-    auto plan = std::make_unique<Plan>();
-    plan->cu_q = cu_q, plan->num_tokens = num_tokens, plan->table = table, plan->table_stride = table_stride;
-    plan->threads = threads;
-    Planner(*geometry, *plan, num_sequences).run();
-    return plan.release();
-}
-
-void paged_plan_free(Plan* plan) { delete plan; }
 
 // 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16, of q and out
 // and, unless geometry says int8, of the cache.
@@ -761,16 +516,6 @@ int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const vo
         Attention<A, T> attention{*geometry,  *plan, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
                                   q_head_stride, (Row*)out, scale * LOG2E};
         return attention.run_all();
-    });
-}
-
-// strides: four int64, k and v, token and head, in elements.
-void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int threads, const void* k, const void* v,
-                 const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots) {
-    with_types(dtype, *geometry, [&](auto type, auto cache_type) {
-        write_cache<decltype(type), decltype(cache_type)>(*geometry, num_tokens, threads, k, v, strides, k_cache, v_cache,
-                                                          slots);
-        return 0;
     });
 }
 }

@@ -1,0 +1,60 @@
+// The KV cache of a CPU: [N, G, S, D], cut into tiles of VL tokens of one head. In a tile, K is [D / PAIR][VL][PAIR] and V
+// is [VL / PAIR][D][PAIR]: both are the right-hand side that a matrix kernel wants, so a page is read as it lies. Where S or
+// D is not a multiple of VL the cache is plain [N, G, S, D] and a tile is packed before use ("packed" below).
+//
+// An int8 cache is [N, G, S, D + 4] bytes: float scales of the VL tokens before each tile (of all S tokens before a plain
+// head), then the elements, each token of a head in steps of its largest / 127.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "rows.h"
+#include "simd.h"
+
+constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 127 still fits into 32 bits
+
+struct Geometry {
+    int64_t num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache;
+    int64_t group() const { return num_heads / num_kv_heads; }
+    bool packed() const { return block_size % VL || head_dim % VL; }
+    int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it
+};
+
+// Bytes of scale per token and head, and elements before those of a tile.
+template <class C> constexpr int64_t SCALE = C::SCALED ? sizeof(float) : 0;
+template <class C> constexpr int64_t HEADER = VL * SCALE<C>;
+
+// The largest magnitude among what was put in; NaN or infinite if one is, as their bits are the largest.
+struct Largest {
+    vi bits = {};
+    void put(vf x) {
+        const vi magnitude = (vi)x & 0x7fffffff, larger = magnitude > bits;
+        bits = (larger & magnitude) | (~larger & bits);
+    }
+    float get() const {
+#if defined(__AVX512F__)
+        const int32_t top = _mm512_reduce_max_epi32((__m512i)bits);
+        return load_any<float>(&top);
+#endif
+        int32_t of[VL];
+        store_any(of, bits);
+        for (int width = VL / 2; width; width /= 2)
+            for (int i = 0; i < width; i++) of[i] = std::max(of[i], of[i + width]);
+        return load_any<float>(of);
+    }
+};
+
+// Rounds to whole numbers of E's width: adding 1.5 * 2^23 leaves them in the low bits.
+template <class E> static inline void store_whole(E* to, vf x) {
+    typedef E vw __attribute__((vector_size(VL * sizeof(E))));
+    store_any(to, __builtin_convertvector((vi)(x + splat(12582912.f)), vw));
+}
+
+// How many whole numbers up to `limit` a unit is, so that the largest becomes `limit`. Below 1e-30 all are 0.
+static inline float steps_per_unit(float largest, float limit) { return largest > 1e-30f ? limit / largest : 0; }
+
+// Calls f with the type of activations and that of the cache.
+template <class F> int with_types(int dtype, const Geometry& g, const F& f) {
+    return with_activations(dtype, [&](auto type) { return g.int8_cache ? f(type, I8{}) : f(type, type); });
+}

@@ -1,0 +1,117 @@
+#include "paged_plan.h"
+
+#include <algorithm>
+#include <memory>
+
+namespace {
+
+// Cuts a step into items.
+struct Planner {
+    const Geometry& g;
+    Plan& plan;
+    int64_t num_sequences;
+    double share = 0;              // an item of more work than this, of one head, could keep one thread busy alone
+    std::vector<int32_t> common;   // by part: splits that it shares with the part before it
+
+    Planner(const Geometry& geometry, Plan& into, int64_t count) : g(geometry), plan(into), num_sequences(count) {}
+
+    void run() {
+        const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
+        double work = 0;  // query rows x keys of all heads
+        std::vector<Part> others;
+        for (int32_t b = 0; b < num_sequences; b++) {
+            const int32_t num_new = plan.cu_q[b + 1] - plan.cu_q[b];
+            work += double(num_new) * plan.num_tokens[b] * group * g.num_kv_heads;
+            for (int32_t end = num_new; end > 0;) {  // the longest first
+                const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
+                const int64_t keys = plan.num_tokens[b] - num_new + end;
+                const Part part{b, begin, end, (int32_t)((keys + KEYS - 1) / KEYS)};
+                const bool may_share = num_new * group * 2 <= ROWS && plan.position(part) >= KEYS;
+                (may_share ? plan.parts : others).push_back(part);
+                end = begin;
+            }
+        }
+        share = work / (8.0 * plan.threads);
+        std::sort(plan.parts.begin(), plan.parts.end(), [&](const Part& x, const Part& y) {
+            const int32_t *a = table(x), *b = table(y);
+            return std::lexicographical_compare(a, a + old_blocks(x), b, b + old_blocks(y));
+        });
+        const int32_t num_sharing = (int32_t)plan.parts.size();
+        plan.parts.insert(plan.parts.end(), others.begin(), others.end());
+        common.assign(plan.parts.size() + 1, 0);
+        for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(plan.parts[i - 1], plan.parts[i]);
+        add_shared(0, num_sharing, 0);
+        for (int32_t i = 0; i < (int32_t)plan.parts.size(); i++) add(i, 1, std::max(common[i], common[i + 1]), plan.parts[i].num_splits);
+    }
+
+    const int32_t* table(const Part& part) const { return plan.table + part.b * plan.table_stride; }
+
+    // Splits that end before the part's first token, and the blocks that they lie in.
+    int64_t old_splits(const Part& part) const { return plan.position(part) / KEYS; }
+    int64_t old_blocks(const Part& part) const { return (old_splits(part) * KEYS + g.block_size - 1) / g.block_size; }
+
+    int32_t common_splits(const Part& x, const Part& y) const {
+        const int64_t most = std::min(old_blocks(x), old_blocks(y));
+        const int64_t same = std::mismatch(table(x), table(x) + most, table(y)).first - table(x);
+        return (int32_t)std::min({same * g.block_size / KEYS, old_splits(x), old_splits(y)});
+    }
+
+    // Items of the splits from `split` on that parts first ... end-1 have in common, then of those that only some have.
+    void add_shared(int32_t first, int32_t end, int32_t split) {
+        if (end - first < 2) return;
+        const int32_t least = *std::min_element(&common[first + 1], &common[end]);
+        if (least > split) {
+            for (int32_t i = first, next = first; i < end; i = next) {
+                int64_t rows = 0;
+                while (next < end && (rows += num_rows(next)) <= ROWS) next++;
+                add(i, next - i, split, least);
+            }
+        }
+        for (int32_t i = first, next = first; i < end; i = next) {
+            for (next = i + 1; next < end && common[next] > least;) next++;
+            add_shared(i, next, least);
+        }
+    }
+
+    int64_t num_rows(int32_t i) const { return (plan.parts[i].q_end - plan.parts[i].q_begin) * g.group(); }
+
+    // Splits begin ... end-1 of parts first ... first+count-1, which share them.
+    void add(int32_t first, int32_t count, int32_t begin, int32_t end) {
+        int64_t rows = 0;
+        for (int32_t i = first; i < first + count; i++) rows += num_rows(i);
+        const Part& part = plan.parts[first];
+        const int32_t heads = (int32_t)g.num_kv_heads;
+        const int64_t keys = std::min<int64_t>(end * KEYS, plan.position(part) + part.q_end - part.q_begin) - begin * KEYS;
+        const double cost = double(rows) * keys;
+        const bool cut = end - begin > 1 && plan.threads > 1 && cost > share;
+        const int32_t splits = cut ? 1 : end - begin;
+        // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
+        const int32_t step = plan.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(share / cost * (cut ? end - begin : 1), 1, heads);
+        for (int32_t i = first; i < first + count; i++) {
+            Part& of = plan.parts[i];
+            if (of.partial >= 0 || splits == of.num_splits) continue;
+            of.partial = (int32_t)plan.partial_rows, of.merge = (int32_t)plan.num_merges++;
+            plan.partial_rows += of.num_splits * num_rows(i);
+        }
+        for (int32_t h = 0; h < heads; h += step)
+            for (int32_t s = begin; s < end; s += splits)
+                plan.items.push_back({first, count, h, std::min(heads, h + step), s, s + splits});
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
+Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
+                     const int32_t* table, int64_t table_stride, int threads) {
+    auto plan = std::make_unique<Plan>();
+    plan->cu_q = cu_q, plan->num_tokens = num_tokens, plan->table = table, plan->table_stride = table_stride;
+    plan->threads = threads;
+    Planner(*geometry, *plan, num_sequences).run();
+    return plan.release();
+}
+
+void paged_plan_free(Plan* plan) { delete plan; }
+}

@@ -1,0 +1,36 @@
+// How the attention of one step is cut into pieces of work.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "paged_cache.h"
+
+constexpr int KEYS = 256;  // tokens of one split: its K, V and scores stay in the L2 cache
+constexpr int ROWS = 48;   // query rows (new tokens x heads of a group) that share one reading of K and V
+
+// New tokens q_begin ... q_end-1 of sequence b, the rows of which are computed together.
+struct Part {
+    int32_t b, q_begin, q_end, num_splits;
+    int32_t partial = -1;  // its first row among partial results, split by split, if several items compute them
+    int32_t merge = 0;     // which counter of unfinished splits
+};
+
+// Some splits and key/value heads of one part, or of `count` parts that share the blocks of these splits.
+struct Item {
+    int32_t first, count, head_begin, head_end, split_begin, split_end;
+};
+
+// Reads the tables when it is made: they must not change before it is used.
+struct Plan {
+    const int32_t *cu_q, *num_tokens, *table;
+    int64_t table_stride;
+    int threads;
+    int64_t partial_rows = 0, num_merges = 0;  // of one head
+    std::vector<Part> parts;
+    std::vector<Item> items;
+
+    int64_t position(const Part& part) const {  // of its first token
+        return num_tokens[part.b] - (cu_q[part.b + 1] - cu_q[part.b]) + part.q_begin;
+    }
+};
