@@ -81,11 +81,11 @@ def test_throughput_says_how_far_from_the_floor_it_is():
     document = json.loads(bench("throughput", *SMALL, *lengths, "--format", "json"))
     [row] = document["throughput"]
     assert len(row["all_wall_s"]) == 2
-    assert row["wall_s"] == pytest.approx(sum(row["all_wall_s"]) / 2)
+    assert row["wall_s"] == min(row["all_wall_s"])
     assert row["output_tokens_per_s"] == pytest.approx(12 / row["wall_s"])
     assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["wall_s"])
     assert 0 < row["share_of_floor"] < 1
-    assert document["machine"]["read_bytes_per_s"] > 1e9
+    assert row["machine"]["read_bytes_per_s"] > 1e9
 
 
 def test_latency_has_a_row_per_batch_size():
@@ -112,5 +112,4 @@ def test_kernels_state_their_share_of_the_limit():
 
 def test_the_better_of_two_measurements_of_a_machine_counts():
     first, second = Machine(2, 50e9, 900e9, 800e9), Machine(2, 70e9, 880e9, 850e9)
-    assert first.best(None) == first
     assert first.best(second) == second.best(first) == Machine(2, 70e9, 900e9, 850e9)

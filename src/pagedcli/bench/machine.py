@@ -30,10 +30,8 @@ class Machine:
     flop_per_s: float  # in registers; of a large matrix product where the native library is missing
     gemm_flop_per_s: float  # of a product of 1024 tokens with a 4096 x 1024 weight
 
-    def best(self, other: "Machine | None") -> "Machine":
+    def best(self, other: "Machine") -> "Machine":
         """The higher of both rates: other work on the machine only ever takes away."""
-        if other is None:
-            return self
         return Machine(
             self.threads,
             max(self.read_bytes_per_s, other.read_bytes_per_s),

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from pagedcli.bench.machine import Machine, measure_machine
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.outputs import EngineStats, RequestOutput
+from pagedcli.engine.plan import DTYPES
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
@@ -37,18 +39,20 @@ class Throughput:
     """Several passes in one process, after a warm-up."""
 
     runs: list[Run]
+    machines: list[Machine]  # as it was during each run: what it can do changes while others use it; empty on a GPU
     load_s: float  # from the call to an engine that is ready
     warm_up_s: float
     engine: LLMEngine
 
     @property
     def median(self) -> Run:
-        """The run with the median wall time."""
+        """The run with the median wall time, of an even number the faster one in the middle."""
         return sorted(self.runs, key=lambda run: run.wall_s)[(len(self.runs) - 1) // 2]
 
     @property
-    def median_s(self) -> float:
-        return statistics.median(run.wall_s for run in self.runs)
+    def median_machine(self) -> Machine | None:
+        """The machine during the median run."""
+        return self.machines[self.runs.index(self.median)] if self.machines else None
 
 
 def shape_folder(name: str) -> Path:
@@ -77,8 +81,17 @@ def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
     other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
     generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
     warm_up_s = time.perf_counter() - started
-    runs = [measure(engine, workload) for workload in workloads]
-    return Throughput(runs, load_s, warm_up_s, engine)
+    on_cpu = engine.runner.device.type == "cpu"
+    dtype, int8 = DTYPES[engine.plan.dtype], config.quantization == "int8"
+    runs, machines = [], []
+    before = measure_machine(dtype, int8=int8) if on_cpu else None
+    for workload in workloads:
+        runs.append(measure(engine, workload))
+        if before is not None:
+            after = measure_machine(dtype, int8=int8)
+            machines.append(after.best(before))
+            before = after
+    return Throughput(runs, machines, load_s, warm_up_s, engine)
 
 
 def measure(engine: LLMEngine, workload: Workload) -> Run:

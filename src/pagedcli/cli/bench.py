@@ -57,9 +57,9 @@ def throughput(
 ) -> None:
     """Run a workload of random token ids through the engine and compare its time with the floor.
 
-    The floor is the time that this machine's bandwidth and arithmetic allow at least, measured after each workload,
-    the best so far counting. Without -m the model is the preset's built-in shape with random weights; nothing is
-    downloaded. Greedy, end tokens ignored; loading and a warm-up are outside the clock.
+    The floor is the time that this machine's bandwidth and arithmetic allow at least, measured before and after each
+    pass, the better of both counting. Without -m the model is the preset's built-in shape with random weights;
+    nothing is downloaded. Greedy, end tokens ignored; loading and a warm-up are outside the clock.
 
     \b
     Examples:
@@ -72,14 +72,13 @@ def throughput(
     """
     engine_config = load_config(config, flags).config.engine
     spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
-    rows, machine, notes = [], None, []
+    rows: list[dict[str, Any]] = []
     for name in preset or (None,):
         passes = [preset_workload(name, salt) if name else random_workload(spec, salt) for salt in range(repeat)]
-        result, machine = _run(engine_config, passes, machine)
-        rows.append(_throughput_row(result, passes[0], machine))
-        notes = _notes(result, machine)
-    table = Table("throughput", "Throughput: median of the passes", _THROUGHPUT_COLUMNS, rows, notes)
-    print_tables([table], format_, facts=_facts(machine))
+        result = _run(engine_config, passes)
+        rows.append(_throughput_row(result, passes[0]))
+    table = Table("throughput", "Throughput: median of the passes", _THROUGHPUT_COLUMNS, rows, _notes(result, rows))
+    print_tables([table], format_)
 
 
 @bench.command()
@@ -106,17 +105,14 @@ def latency(
     Exit codes: 0 measured, 2 wrong usage.
     """
     engine_config = load_config(config, flags).config.engine
-    rows, machine, notes = [], None, []
+    rows: list[dict[str, Any]] = []
     for size in batch_size or [1, 8, 32]:
         spec = RandomSpec(size, input_len, output_len, seed=engine_config.seed)
         passes = [random_workload(spec, salt) for salt in range(repeat)]
-        result, machine = _run(engine_config, passes, machine)
-        rows.append({"batch_size": size, **_throughput_row(result, passes[0], machine)})
-        notes = _notes(result, machine)
+        result = _run(engine_config, passes)
+        rows.append({"batch_size": size, **_throughput_row(result, passes[0])})
     columns = [Column("batch_size", "at once", count), *(c for c in _THROUGHPUT_COLUMNS if c.key in _LATENCY_KEYS)]
-    print_tables(
-        [Table("latency", "Latency: median of the passes", columns, rows, notes)], format_, facts=_facts(machine)
-    )
+    print_tables([Table("latency", "Latency: median of the passes", columns, rows, _notes(result, rows))], format_)
 
 
 @bench.command()
@@ -167,8 +163,8 @@ def kernels(
         Column("gflop_per_s", "GFLOP/s", count),
         Column("share", "of the limit", percent),
     ]
-    table = Table("kernels", f"Kernels, {dtype}", columns, [asdict(row) for row in rows], _limits(machine))
-    print_tables([table], format_, facts=_facts(machine))
+    table = Table("kernels", f"Kernels, {dtype}", columns, [asdict(row) for row in rows], [_limits(machine)])
+    print_tables([table], format_, facts={"machine": asdict(machine)})
 
 
 @bench.command()
@@ -242,34 +238,23 @@ _THROUGHPUT_COLUMNS = [
 _LATENCY_KEYS = {"wall_s", "ttft_ms", "tpot_ms", "output_tokens_per_s", "floor_s", "share_of_floor", "overhead_ms"}
 
 
-def _run(
-    config: EngineConfig, passes: Sequence[Workload], machine: "Machine | None"
-) -> "tuple[Throughput, Machine | None]":
-    """Measure; then the machine too, where it is the CPU that computes: what it can do changes while others use it.
-
-    `machine` is what was found before; the better of both counts.
-    """
+def _run(config: EngineConfig, passes: Sequence[Workload]) -> "Throughput":
     import gc
 
-    from pagedcli.bench.machine import measure_machine
     from pagedcli.bench.throughput import run_workload, workload_config
-    from pagedcli.engine.plan import DTYPES, resolve_device
 
-    chosen = workload_config(config, passes[0])
     say(f"{passes[0].name}: {passes[0].about}")
-    result = run_workload(chosen, list(passes))
-    if resolve_device(config.device).type == "cpu":
-        int8 = result.engine.config.quantization == "int8"
-        machine = measure_machine(DTYPES[result.engine.plan.dtype], int8=int8).best(machine)
+    result = run_workload(workload_config(config, passes[0]), list(passes))
     gc.collect()
-    return result, machine
+    return result
 
 
-def _throughput_row(result: "Throughput", workload: Workload, machine: "Machine | None") -> dict[str, Any]:
+def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
     from pagedcli.bench.floor import workload_floor
     from pagedcli.engine.plan import DTYPES
 
-    run, seconds = result.median, result.median_s
+    run, machine = result.median, result.median_machine
+    seconds = run.wall_s
     row: dict[str, Any] = {
         "workload": workload.name,
         "wall_s": seconds,
@@ -290,24 +275,27 @@ def _throughput_row(result: "Throughput", workload: Workload, machine: "Machine 
         spec, plan = result.engine.spec, result.engine.plan
         kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
         floor = workload_floor(spec, workload, machine.limits, itemsize=weight_size, kv_itemsize=kv_size)
-        row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds}
+        row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds, "machine": asdict(machine)}
     return row
 
 
-def _facts(machine: "Machine | None") -> dict[str, Any]:
-    return {} if machine is None else {"machine": asdict(machine)}
-
-
-def _limits(machine: "Machine | None") -> list[str]:
-    if machine is None:
-        return []
+def _limits(machine: "Machine") -> str:
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
-    return [
+    return (
         f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s in registers, "
         f"{gemm:,.0f} in a large matrix product."
-    ]
+    )
 
 
-def _notes(result: "Throughput", machine: "Machine | None") -> list[str]:
+def _notes(result: "Throughput", rows: list[dict[str, Any]]) -> list[str]:
     plan = result.engine.plan
-    return [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}.", *_limits(machine)]
+    notes = [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}."]
+    machines = [row["machine"] for row in rows if "machine" in row]
+    if machines:
+        read, peak = (
+            " to ".join(dict.fromkeys(f"{end(each[key] for each in machines) / 1e9:,.0f}" for end in (min, max)))
+            for key in ("read_bytes_per_s", "flop_per_s")
+        )
+        threads = machines[0]["threads"]
+        notes.append(f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s on {threads} threads.")
+    return notes

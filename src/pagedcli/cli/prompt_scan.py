@@ -49,6 +49,7 @@ def scan_prompts(
     loaded: LoadedConfig, input_name: str, *, field: str | None = None, tokenizer: Path | None = None
 ) -> PromptScan:
     """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError."""
+    from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.intake import encode_request
     from pagedcli.batch.lines import LineSource
     from pagedcli.batch.requests import RequestParser, RowHead, check_head, decode_line, read_head
@@ -62,6 +63,9 @@ def scan_prompts(
     encoder = Tokenizer(
         folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
     )
+    grammars = None
+    if spec is not None:
+        grammars = Grammars(encoder, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
     parser = RequestParser(config.sampling, strict=config.run.strict)
     max_tokens_given = loaded.sources.get("sampling.max_tokens", "").startswith("--")
     seen_ids = SeenIds()
@@ -84,6 +88,8 @@ def scan_prompts(
                 num_prompt=len(token_ids),
                 max_model_len=scan.max_model_len,
             )
+            if grammars is not None:
+                grammars.guides(request.params)  # a grammar that does not compile is a bad row
             scan.plan.add(line.number, token_ids, max_tokens, cache_salt=request.cache_salt)
         except RequestError as error:
             scan.bad_codes[error.code] += 1
