@@ -81,7 +81,7 @@ def test_throughput_says_how_far_from_the_floor_it_is():
     document = json.loads(bench("throughput", *SMALL, *lengths, "--format", "json"))
     [row] = document["throughput"]
     assert len(row["all_wall_s"]) == 2
-    assert row["wall_s"] == min(row["all_wall_s"])
+    assert row["wall_s"] == pytest.approx(sum(row["all_wall_s"]) / 2)
     assert row["output_tokens_per_s"] == pytest.approx(12 / row["wall_s"])
     assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["wall_s"])
     assert 0 < row["share_of_floor"] < 1

@@ -50,6 +50,10 @@ class Throughput:
         return sorted(self.runs, key=lambda run: run.wall_s)[(len(self.runs) - 1) // 2]
 
     @property
+    def median_s(self) -> float:
+        return statistics.median(run.wall_s for run in self.runs)
+
+    @property
     def median_machine(self) -> Machine | None:
         """The machine during the median run."""
         return self.machines[self.runs.index(self.median)] if self.machines else None

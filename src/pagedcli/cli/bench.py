@@ -253,8 +253,7 @@ def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
     from pagedcli.bench.floor import workload_floor
     from pagedcli.engine.plan import DTYPES
 
-    run, machine = result.median, result.median_machine
-    seconds = run.wall_s
+    run, seconds, machine = result.median, result.median_s, result.median_machine
     row: dict[str, Any] = {
         "workload": workload.name,
         "wall_s": seconds,

@@ -307,10 +307,9 @@ template <class A, class T> struct Attention {
 
     int64_t max_rows() const { return std::max<int64_t>(ROWS, g.group()); }
 
-    int64_t num_rows(const Part& part) const { return (part.q_end - part.q_begin) * g.group(); }
     int64_t partial_floats() const { return g.width() + 2; }  // of one row
     State partial(const Part& part, int64_t head, int64_t split) const {
-        const int64_t rows = num_rows(part);
+        const int64_t rows = part.num_rows(g);
         float* p = partials + (head * plan.partial_rows + part.partial + split * rows) * partial_floats();
         return {p, p + rows, p + 2 * rows};
     }
@@ -422,7 +421,7 @@ template <class A, class T> struct Attention {
 
     void store(const State& s, const Part& part, int64_t head) const {
         const int64_t group = g.group(), width = g.width();
-        for (int64_t r = 0; r < num_rows(part); r++) {
+        for (int64_t r = 0; r < part.num_rows(g); r++) {
             int64_t token = plan.cu_q[part.b] + part.q_begin + r / group;
             Row* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
             const float *from = s.out + r * width, inverse = 1.f / s.sum[r];
@@ -433,7 +432,7 @@ template <class A, class T> struct Attention {
     // Some splits of a part are in their places; the last item to say so adds all of them up.
     void finish_splits(const State& total, const Part& part, int64_t head, int32_t count) const {
         if (unfinished[head * plan.num_merges + part.merge].fetch_sub(count, std::memory_order_acq_rel) > count) return;
-        const int64_t rows = num_rows(part), width = g.width();
+        const int64_t rows = part.num_rows(g), width = g.width();
         copy(total, partial(part, head, 0), rows, width);
         for (int64_t s = 1; s < part.num_splits; s++) merge(total, partial(part, head, s), rows, width);
         store(total, part, head);
@@ -445,15 +444,16 @@ template <class A, class T> struct Attention {
         const Part *parts = &plan.parts[it.first], &first = parts[0];
         const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
         const int64_t begin = it.split_begin * KEYS;
-        const int64_t end = std::min<int64_t>(plan.position(first) + first.q_end - first.q_begin, it.split_end * KEYS);
+        const int64_t end = std::min<int64_t>(plan.end(first), it.split_end * KEYS);
+        const bool keep = first.partial >= 0;  // for others to add up
         int64_t rows = 0;
-        for (int32_t n = 0; n < it.count; n++) rows += num_rows(parts[n]);
+        for (int32_t n = 0; n < it.count; n++) rows += parts[n].num_rows(g);
         Tiles<T> tiles, ahead;
         Upcoming next{plan.table + first.b * plan.table_stride, begin, end, it.head_end, it.head_begin, begin};
         for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
             if (!find_next(next, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
-            for (int64_t n = 0, row = 0; n < it.count; row += num_rows(parts[n++])) load_queries(w, parts[n], head, row);
+            for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g)) load_queries(w, parts[n], head, row);
             for (int32_t split = it.split_begin; split < it.split_end; split++) {
                 const int64_t t = split * KEYS, tokens = std::min<int64_t>(KEYS, end - t);
                 const bool found = g.packed() ? pack_tiles(w, first, head, t, t + tokens, tiles)
@@ -461,24 +461,21 @@ template <class A, class T> struct Attention {
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
                 end_values(w, std::min<int64_t>(VL, plan.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
-                const bool keep = first.partial >= 0;
                 const State& state = split == 0 && !keep ? w.total : w.split;
                 all_scores<T>(w, rows, tiles, ahead, steps);
-                for (int64_t n = 0, row = 0; n < it.count; row += num_rows(parts[n++]))
-                    for (int64_t r = 0; r < num_rows(parts[n]); r++) {
-                        const int64_t visible = plan.position(parts[n]) + r / g.group() + 1 - t;
+                for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
+                    for (int64_t r = 0; r < parts[n].num_rows(g); r++) {
+                        const int64_t visible = plan.begin(parts[n]) + r / g.group() + 1 - t;
                         softmax_row<T>(w, state, row + r, visible, tiles, factor);
                     }
                 add_values<T>(w, rows, tiles, ahead, width, state.out);
-                for (int64_t n = 0, row = 0; keep && n < it.count; row += num_rows(parts[n++]))
-                    copy(partial(parts[n], head, split), state.from(row, width), num_rows(parts[n]), width);
+                for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))
+                    copy(partial(parts[n], head, split), state.from(row, width), parts[n].num_rows(g), width);
                 if (!keep && split) merge(w.total, w.split, rows, width);
             }
-            for (int32_t n = 0; n < it.count; n++)
-                if (first.partial < 0)
-                    store(w.total, first, head);
-                else
-                    finish_splits(w.total, parts[n], head, it.split_end - it.split_begin);
+            if (!keep) store(w.total, first, head);
+            for (int32_t n = 0; keep && n < it.count; n++)
+                finish_splits(w.total, parts[n], head, it.split_end - it.split_begin);
         }
         return true;
     }

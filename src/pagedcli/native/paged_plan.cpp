@@ -10,10 +10,8 @@ struct Planner {
     const Geometry& g;
     Plan& plan;
     int64_t num_sequences;
-    double share = 0;              // an item of more work than this, of one head, could keep one thread busy alone
-    std::vector<int32_t> common;   // by part: splits that it shares with the part before it
-
-    Planner(const Geometry& geometry, Plan& into, int64_t count) : g(geometry), plan(into), num_sequences(count) {}
+    double share = 0;                  // an item of more work than this, of one head, could keep one thread busy alone
+    std::vector<int32_t> common = {};  // by part: splits that it shares with the part before it
 
     void run() {
         const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
@@ -24,9 +22,9 @@ struct Planner {
             work += double(num_new) * plan.num_tokens[b] * group * g.num_kv_heads;
             for (int32_t end = num_new; end > 0;) {  // the longest first
                 const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
-                const int64_t keys = plan.num_tokens[b] - num_new + end;
-                const Part part{b, begin, end, (int32_t)((keys + KEYS - 1) / KEYS)};
-                const bool may_share = num_new * group * 2 <= ROWS && plan.position(part) >= KEYS;
+                Part part{b, begin, end};
+                part.num_splits = (int32_t)((plan.end(part) + KEYS - 1) / KEYS);
+                const bool may_share = num_new * group * 2 <= ROWS && old_splits(part) > 0;
                 (may_share ? plan.parts : others).push_back(part);
                 end = begin;
             }
@@ -41,13 +39,14 @@ struct Planner {
         common.assign(plan.parts.size() + 1, 0);
         for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(plan.parts[i - 1], plan.parts[i]);
         add_shared(0, num_sharing, 0);
-        for (int32_t i = 0; i < (int32_t)plan.parts.size(); i++) add(i, 1, std::max(common[i], common[i + 1]), plan.parts[i].num_splits);
+        for (int32_t i = 0; i < (int32_t)plan.parts.size(); i++)
+            add(i, 1, std::max(common[i], common[i + 1]), plan.parts[i].num_splits);
     }
 
     const int32_t* table(const Part& part) const { return plan.table + part.b * plan.table_stride; }
 
     // Splits that end before the part's first token, and the blocks that they lie in.
-    int64_t old_splits(const Part& part) const { return plan.position(part) / KEYS; }
+    int64_t old_splits(const Part& part) const { return plan.begin(part) / KEYS; }
     int64_t old_blocks(const Part& part) const { return (old_splits(part) * KEYS + g.block_size - 1) / g.block_size; }
 
     int32_t common_splits(const Part& x, const Part& y) const {
@@ -63,7 +62,7 @@ struct Planner {
         if (least > split) {
             for (int32_t i = first, next = first; i < end; i = next) {
                 int64_t rows = 0;
-                while (next < end && (rows += num_rows(next)) <= ROWS) next++;
+                while (next < end && (rows += plan.parts[next].num_rows(g)) <= ROWS) next++;
                 add(i, next - i, split, least);
             }
         }
@@ -73,25 +72,23 @@ struct Planner {
         }
     }
 
-    int64_t num_rows(int32_t i) const { return (plan.parts[i].q_end - plan.parts[i].q_begin) * g.group(); }
-
     // Splits begin ... end-1 of parts first ... first+count-1, which share them.
     void add(int32_t first, int32_t count, int32_t begin, int32_t end) {
         int64_t rows = 0;
-        for (int32_t i = first; i < first + count; i++) rows += num_rows(i);
-        const Part& part = plan.parts[first];
+        for (int32_t i = first; i < first + count; i++) rows += plan.parts[i].num_rows(g);
         const int32_t heads = (int32_t)g.num_kv_heads;
-        const int64_t keys = std::min<int64_t>(end * KEYS, plan.position(part) + part.q_end - part.q_begin) - begin * KEYS;
+        const int64_t keys = std::min<int64_t>(end * KEYS, plan.end(plan.parts[first])) - begin * KEYS;
         const double cost = double(rows) * keys;
         const bool cut = end - begin > 1 && plan.threads > 1 && cost > share;
         const int32_t splits = cut ? 1 : end - begin;
         // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
-        const int32_t step = plan.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(share / cost * (cut ? end - begin : 1), 1, heads);
+        const double fair = share / cost * (cut ? end - begin : 1);
+        const int32_t step = plan.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(fair, 1, heads);
         for (int32_t i = first; i < first + count; i++) {
             Part& of = plan.parts[i];
             if (of.partial >= 0 || splits == of.num_splits) continue;
             of.partial = (int32_t)plan.partial_rows, of.merge = (int32_t)plan.num_merges++;
-            plan.partial_rows += of.num_splits * num_rows(i);
+            plan.partial_rows += of.num_splits * of.num_rows(g);
         }
         for (int32_t h = 0; h < heads; h += step)
             for (int32_t s = begin; s < end; s += splits)
@@ -109,7 +106,7 @@ Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int3
     auto plan = std::make_unique<Plan>();
     plan->cu_q = cu_q, plan->num_tokens = num_tokens, plan->table = table, plan->table_stride = table_stride;
     plan->threads = threads;
-    Planner(*geometry, *plan, num_sequences).run();
+    Planner{*geometry, *plan, num_sequences}.run();
     return plan.release();
 }
 

@@ -14,6 +14,8 @@ struct Part {
     int32_t b, q_begin, q_end, num_splits;
     int32_t partial = -1;  // its first row among partial results, split by split, if several items compute them
     int32_t merge = 0;     // which counter of unfinished splits
+
+    int64_t num_rows(const Geometry& g) const { return (q_end - q_begin) * g.group(); }
 };
 
 // Some splits and key/value heads of one part, or of `count` parts that share the blocks of these splits.
@@ -30,7 +32,7 @@ struct Plan {
     std::vector<Part> parts;
     std::vector<Item> items;
 
-    int64_t position(const Part& part) const {  // of its first token
-        return num_tokens[part.b] - (cu_q[part.b + 1] - cu_q[part.b]) + part.q_begin;
-    }
+    // Positions of its first token and behind its last one.
+    int64_t begin(const Part& part) const { return num_tokens[part.b] - (cu_q[part.b + 1] - cu_q[part.b]) + part.q_begin; }
+    int64_t end(const Part& part) const { return begin(part) + part.q_end - part.q_begin; }
 };
