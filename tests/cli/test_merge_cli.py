@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from test_generate_cli import FAST, pagedcli, rows_of
+from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.batch.shards import shard_path
 

@@ -7,28 +7,13 @@ import shutil
 import struct
 
 import pytest
+from cli_harness import FAST, pagedcli, rows_of
 from conftest import shared_data
-from typer.testing import CliRunner
 
-from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.engine.plan import model_folder
 
 PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "The fox", "Hello"))
-FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4")
-
-
-def pagedcli(*arguments, stdin=None, expect=0):
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(argument) for argument in arguments], input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
-    return result
-
-
-def rows_of(path_or_text):
-    text = path_or_text if isinstance(path_or_text, str) else path_or_text.read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_check.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
 
 
 def gpu_check(*arguments):

@@ -152,8 +152,8 @@ def test_draws_follow_the_distribution():
 @interpreted
 def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
     """Fused layers, Triton attention, padded decode and one step ahead, together."""
+    from engine_harness import make_engine, ragged_prompts, run
     from model_zoo import tiny_model
-    from test_engine import make_engine, ragged_prompts, run
 
     from pagedcli.engine.cuda_graphs import DecodeGraphs
     from pagedcli.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from batch_harness import DEFAULTS, Harness
-from test_generate_cli import FAST, pagedcli, rows_of
+from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.batch.intake import Prepared
 from pagedcli.batch.lines import Line

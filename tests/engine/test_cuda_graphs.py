@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
+from engine_harness import ragged_prompts, run
 from model_zoo import tiny_model
-from test_engine import ragged_prompts, run
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig

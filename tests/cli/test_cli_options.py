@@ -14,7 +14,7 @@ from pagedcli.cli.options import FLAGS
 from pagedcli.config import Config, EngineConfig, RunConfig, load_config
 from pagedcli.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = {"engine": EngineConfig, "sampling": SamplingParams, "run": RunConfig}
 # in a YAML file only: as flags they would need a syntax of their own, or belong to a line
 WITHOUT_FLAG = {"sampling.seed", "sampling.logit_bias", "sampling.skip_special_tokens", "sampling.detokenize"}

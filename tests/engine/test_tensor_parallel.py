@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from engine_harness import ragged_prompts, run
 from model_zoo import tiny_model
-from test_engine import ragged_prompts, run
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine import llm_engine, tensor_parallel

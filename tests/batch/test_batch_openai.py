@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from cli_harness import pagedcli, rows_of
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from test_generate_cli import pagedcli, rows_of
 
 # https://platform.openai.com/docs/guides/batch, "Preparing your batch file"
 DOCUMENTED = """\

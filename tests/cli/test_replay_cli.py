@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_replay import simulated, write
+from trace_harness import simulated, write
 from typer.testing import CliRunner
 
 from pagedcli.cli.main import app

@@ -9,6 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from simulation import Simulation
+from trace_harness import simulated, write
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
@@ -36,19 +37,6 @@ from pagedcli.inspection.perfetto import export_perfetto
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import StepSeries
 from pagedcli.inspection.trace_file import TraceReader, TraceWriter
-
-
-def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, **limits) -> list[Event]:
-    """A run in which everything happens: hits, forks, copies, chunks, preemptions, evictions, waiting, salts."""
-    rng = random.Random(seed)
-    events: list[Event] = []
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "chunked_prefill_size": 5, **limits}
-    sim = Simulation(num_blocks, 2, emit=events.append, trace_tokens=True, caching=caching, **limits)
-    for index in range(num_requests):
-        prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
-        sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
-    sim.run()
-    return events
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +156,6 @@ def test_no_event_can_be_lost_unnoticed(events):
             continue
         silent.append(type(events[index]).__name__)
     assert silent == []
-
-
-def write(path, events):
-    with TraceWriter(path) as writer:
-        for event in events:
-            writer(event)
-    return path
 
 
 def test_check_names_file_and_line(tmp_path, events):

@@ -21,9 +21,9 @@ from attention_cases import (
     whole_steps,
     worst_error,
 )
+from engine_harness import ragged_prompts
+from engine_harness import run as run_engine
 from model_zoo import tiny_model
-from test_engine import ragged_prompts
-from test_engine import run as run_engine
 
 import pagedcli
 from pagedcli.attention import cpu

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from engine_harness import ragged_prompts, run
 from interpreter import INTERPRETED, interpreted, plain, run_interpreted
 from model_zoo import tiny_model
-from test_engine import ragged_prompts, run
 
 from pagedcli.attention.select import available_backends
 from pagedcli.config import EngineConfig

@@ -1,0 +1,22 @@
+"""Run a command as a person would: arguments in, exit code and streams out."""
+
+import json
+
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+
+FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4")
+
+
+def pagedcli(*arguments, stdin=None, expect=0):
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(argument) for argument in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"
+    return result
+
+
+def rows_of(path_or_text):
+    text = path_or_text if isinstance(path_or_text, str) else path_or_text.read_text()
+    return [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,28 @@
+"""Traces of simulated runs."""
+
+import random
+
+from simulation import Simulation
+
+from pagedcli.events import Event
+from pagedcli.inspection.trace_file import TraceWriter
+
+
+def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, **limits) -> list[Event]:
+    """A run in which everything happens: hits, forks, copies, chunks, preemptions, evictions, waiting, salts."""
+    rng = random.Random(seed)
+    events: list[Event] = []
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "chunked_prefill_size": 5, **limits}
+    sim = Simulation(num_blocks, 2, emit=events.append, trace_tokens=True, caching=caching, **limits)
+    for index in range(num_requests):
+        prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+        sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
+    sim.run()
+    return events
+
+
+def write(path, events):
+    with TraceWriter(path) as writer:
+        for event in events:
+            writer(event)
+    return path
