@@ -1,6 +1,6 @@
 """Time per block operation of the block manager: python scripts/bench_block_manager.py [--blocks 1000 10000 100000]
 
-One operation is one block allocated, closed, looked up and claimed, or released. Torch is not needed.
+One operation is one block allocated, filled, looked up and claimed, or released. Torch is not needed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def measure(num_blocks: int) -> dict[str, float]:
         manager.allocate(seq, hit, len(seq.token_ids) - manager.num_computed_after(seq, hit))
 
     timed("hash", lambda seq: manager.lookup(seq), seqs)
-    timed("allocate and close", allocate, seqs)
+    timed("allocate and fill", allocate, seqs)
     timed("release", manager.deallocate, seqs)
     again = [new_seq(count + i, per_seq, i * 10_000) for i in range(count)]
     for seq in again:
@@ -49,7 +49,7 @@ def measure(num_blocks: int) -> dict[str, float]:
     others = [new_seq(2 * count + i, per_seq, 10**9 + i * 10_000) for i in range(count)]
     for seq in others:
         manager.lookup(seq)
-    timed("evict, allocate and close", allocate, others)
+    timed("evict, allocate and fill", allocate, others)
     manager.check(others)
     return timings
 

@@ -55,18 +55,18 @@ class Story:
         """The pool: a line per block, the tables, the free list."""
         self.manager.check(list(self.seqs.values()))
         size = self.manager.block_size
-        self.lines += ["", text, "block  state   refs  tokens"]
+        self.lines += ["", text, "block  state    refs  tokens"]
         for block in self.manager.blocks:
             owners = [seq for seq in self.seqs.values() if block.block_id in seq.block_table]
             if block.hash is not None:
-                state, tokens = "closed" if block.ref_count else "cached", list(block.token_ids)
+                state, tokens = "full" if block.ref_count else "cached", list(block.token_ids)
             elif owners:
                 start = owners[0].block_table.index(block.block_id) * size
-                state, tokens = "open", owners[0].token_ids[start : start + size]
+                state, tokens = "partial", owners[0].token_ids[start : start + size]
             else:
                 state, tokens = "empty", []
             self.lines.append(
-                f"{block.block_id:5}  {state:6}  {block.ref_count:4}  {' '.join(map(str, tokens))}".rstrip()
+                f"{block.block_id:5}  {state:7}  {block.ref_count:4}  {' '.join(map(str, tokens))}".rstrip()
             )
         for name, seq in self.seqs.items():
             self.lines.append(f"table of {name}: {seq.block_table}")
@@ -81,17 +81,19 @@ def pool() -> str:
     story = Story(6, 4)
     story.show("1. an empty pool")
     story.start("A", [11, 12, 13, 14, 21, 22])
-    story.show("2. A arrives with 6 tokens: one block is full and closed, one is open")
+    story.show("2. A arrives with 6 tokens: one block is full, one is partial")
     story.append("A", 23)
     story.append("A", 24)
-    story.show("3. two tokens later A's second block is full: closed, shareable")
+    story.show("3. two tokens later A's second block is full, too: shareable")
     story.start("B", [11, 12, 13, 14, 21, 22, 23, 24, 31])
     story.show(f"4. B arrives with 9 tokens, 8 of them A's: {story.num_cached} cached tokens, one fresh block")
     story.append("A", 41)
     story.end("A")
-    story.show("5. A generates 41 in a block of its own and ends: that open block goes to the front of the free list")
+    story.show(
+        "5. A generates 41 in a block of its own and ends: that partial block goes to the front of the free list"
+    )
     story.end("B")
-    story.show("6. B ends: its closed blocks stay cached, tail before head")
+    story.show("6. B ends: its full blocks stay cached, tail before head")
     story.start("C", [11, 12, 13, 14, 51])
     story.show(f"7. C begins as A did: {story.num_cached} cached tokens, block 0 is revived")
     story.start("D", list(range(61, 75)))
@@ -135,7 +137,7 @@ def growth() -> str:
         if length > 4:
             story.append("A", length)
         last = story.manager.blocks[seq.block_table[-1]]
-        state = "closed" if last.hash is not None else "new, open" if length % 4 == 1 else "open"
+        state = "full" if last.hash is not None else "new, partial" if length % 4 == 1 else "partial"
         story.say(f"{length:6}  {len(seq.block_table):6}  {state}")
     return story.text()
 
@@ -189,7 +191,7 @@ def copy_on_write() -> str:
     story = Story(4, 4)
     story.start("A", [1, 2, 3, 4, 5])
     story.fork("A", "A'")
-    story.show("A and its second sample A' share every block, the open one too")
+    story.show("A and its second sample A' share every block, the partial one too")
     copies = story.append("A'", 7)
     story.append("A", 6)
     story.show(f"A' writes first and gets a copy (block {copies[0][0]} -> {copies[0][1]}); A then writes in place")

@@ -29,7 +29,7 @@ def test_the_classic_stories_come_out_as_everyone_tells_them(doc_tables):
     assert re.search(r"S1.*table \[0, 1, 2\]", long_prompts)
     assert re.search(r"S2.*512 cached, table \[0, 1, 3\]", long_prompts)
     assert [line.split(None, 2)[2] for line in doc_tables.growth().splitlines()[1:]] == [
-        "closed", "new, open", "open", "open", "closed", "new, open",
+        "full", "new, partial", "partial", "partial", "full", "new, partial",
     ]  # fmt: skip
     assert "B: table [0, 1, 2]  reuses 2 blocks" in doc_tables.three_prompts()
     assert "reuses 0 blocks" in doc_tables.three_prompts().splitlines()[2]

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 
 
@@ -64,7 +64,7 @@ class RequestRefused(Event, frozen=True, gc=False):
 
 class PrefixLookedUp(Event, frozen=True, gc=False):
     """One prefix-cache lookup: when a waiting sequence was admitted, or when a prompt in chunks found that others had
-    meanwhile closed its next blocks (continued; recorded only if it hit)."""
+    meanwhile filled its next blocks (continued; recorded only if it hit)."""
 
     seq_id: int
     reason: Literal["new", "resumed", "continued"]  # resumed: after a preemption
@@ -86,7 +86,7 @@ class BlocksReused(Event, frozen=True, gc=False):
 
 
 class BlocksAllocated(Event, frozen=True, gc=False):
-    """Fresh blocks were taken from the front of the free list: ref_count 1, open, no hash."""
+    """Fresh blocks were taken from the front of the free list: ref_count 1, no hash."""
 
     seq_id: int
     block_ids: tuple[int, ...]
@@ -99,8 +99,8 @@ class BlockEvicted(Event, frozen=True, gc=False):
     hash: int
 
 
-class BlocksClosed(Event, frozen=True, gc=False):
-    """Open blocks became full with the tokens of this step, were hashed and are shareable from now on."""
+class BlocksFilled(Event, frozen=True, gc=False):
+    """Blocks became full with the tokens of this step, were hashed and are shareable from now on."""
 
     seq_id: int
     block_ids: tuple[int, ...]
@@ -108,15 +108,15 @@ class BlocksClosed(Event, frozen=True, gc=False):
 
 
 class BlocksReleased(Event, frozen=True, gc=False):
-    """A sequence gave blocks back in this order and they left its table: ref_count - 1 each; at 0 a closed one went to
-    the back of the free list (still cached) and an open one to its front."""
+    """A sequence released these blocks in this order: ref_count - 1 each; at 0 a full one went to the back of the free
+    list (still cached) and a partial one to its front."""
 
     seq_id: int
     block_ids: tuple[int, ...]
 
 
 class BlockCopied(Event, frozen=True, gc=False):
-    """Copy on write: the sequence's shared open block was replaced by its own copy (taken before, see
+    """Copy on write: the sequence's shared partial block was replaced by its own copy (taken before, see
     BlocksAllocated), and the shared one released (see BlocksReleased)."""
 
     seq_id: int
@@ -196,7 +196,7 @@ class StepFinished(Event, frozen=True, gc=False):
 
 AnyEvent = (
     EngineStarted | RequestAdded | RequestRefused | PrefixLookedUp | BlocksReused | BlocksAllocated | BlockEvicted
-    | BlocksClosed | BlocksReleased | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting | StepStarted
+    | BlocksFilled | BlocksReleased | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting | StepStarted
     | StepScheduled | TokensSampled | RequestFinished | StepFinished
 )  # fmt: skip
 Emit = Callable[[Event], None]

@@ -12,7 +12,7 @@ from pagedcli.events import (
     SCHEMA_VERSION,
     BlockEvicted,
     BlocksAllocated,
-    BlocksClosed,
+    BlocksFilled,
     BlocksReleased,
     BlocksReused,
     EngineStarted,
@@ -204,7 +204,7 @@ def test_a_snapshot_is_not_changed_by_later_events() -> None:
     assert snapshot.ref_counts == [1, 1, 0, 0]
     assert snapshot.seqs[0].block_table == [0, 1]
     assert state.ref_counts == [0, 0, 0, 0]
-    assert list(state.free_block_ids) == [1, 2, 3, 0]  # the open one first, the cached one last
+    assert list(state.free_block_ids) == [1, 2, 3, 0]  # the partial one first, the cached one last
     snapshot.apply(BlocksReleased(0, (1, 0)))  # the snapshot goes on by itself
     assert list(snapshot.free_block_ids) == list(state.free_block_ids)
 
@@ -238,7 +238,7 @@ def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
         (BlocksReused(0, (0,)), "no lookup of seq 0"),
         (BlockEvicted(0, 1), "holds hash None"),
         (BlockEvicted(7, 1), "there is no block 7 in a pool of 3"),
-        (BlocksClosed(0, (0,), (5,)), "not next in the block table"),
+        (BlocksFilled(0, (0,), (5,)), "not next in the block table"),
         (BlocksReleased(0, (2,)), "not the block table"),
         (PrefixLookedUp(0, "new", 5, 3, 0, 0, None, None, None, 0), "0 hits of 3 blocks, where 2 can be asked for"),
         (RequestPreempted(0, 0, 1, 0, 0), "seq 0 is waiting, not running"),

@@ -71,7 +71,7 @@ def test_the_screen_fits_exactly_and_shows_its_parts(size, num_blocks):
 
 
 def test_a_small_pool_is_drawn_block_by_block():
-    state_of = {"empty": "·", "cached": "○", "open": "▫", "closed": "■"}
+    state_of = {"empty": "·", "cached": "○", "partial": "▫", "full": "■"}
     moment = moment_of(60)
     state = moment.state
     out = console(60, 20)
@@ -82,7 +82,7 @@ def test_a_small_pool_is_drawn_block_by_block():
         if ref_count > 1:
             assert glyph == str(ref_count)
         else:
-            kind = ("closed" if cached else "open") if ref_count else ("cached" if cached else "empty")
+            kind = ("full" if cached else "partial") if ref_count else ("cached" if cached else "empty")
             assert glyph == state_of[kind]
 
 

@@ -170,20 +170,20 @@ def test_evicting_a_twin_keeps_the_entry_of_the_other():
     manager.check([a, others])
 
 
-def test_fork_copies_the_open_block_on_first_write_and_leaves_it_to_the_last():
+def test_fork_copies_the_partial_block_on_first_write_and_leaves_it_to_the_last():
     manager = BlockManager(6, 2)
     a, b, c = make_seq([1, 2, 3], 0), make_seq([1, 2, 3], 1), make_seq([1, 2, 3], 2)
     prefill(manager, a)
     manager.fork(a, b), manager.fork(a, c)
-    open_block = a.block_table[1]
-    assert manager.blocks[open_block].ref_count == 3
+    partial_block = a.block_table[1]
+    assert manager.blocks[partial_block].ref_count == 3
     for seq, token in ((b, 4), (c, 5), (a, 6)):
         seq.token_ids.append(token)
         copies = manager.may_append(seq)
         seq.num_computed_tokens += 1
-        assert copies == ([] if seq is a else [(open_block, seq.block_table[1])])
+        assert copies == ([] if seq is a else [(partial_block, seq.block_table[1])])
         manager.check([a, b, c])
-    assert a.block_table[1] == open_block
+    assert a.block_table[1] == partial_block
     assert len({seq.block_table[1] for seq in (a, b, c)}) == 3
     assert a.block_table[0] == b.block_table[0] == c.block_table[0]
 

@@ -182,7 +182,7 @@ class LLMEngine:
         """Bring work that was scheduled before the last tokens were known up to date with them."""
         work.drop_ended()
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-            self.block_manager.close_known(seq, seq.num_computed_tokens + num_new)
+            self.block_manager.fill_known(seq, seq.num_computed_tokens + num_new)
 
     def _launch(self, work: ScheduledStep, earlier: StepInFlight | None) -> StepInFlight:
         """Start the step on the device. `earlier` is the step in flight, whose tokens are not known yet."""
@@ -227,7 +227,7 @@ class LLMEngine:
         self.scheduler.report_sampled(sampled)
         for seq in sampled:
             if seq.finish_reason is None:
-                self.block_manager.close_known(seq, seq.num_computed_tokens)
+                self.block_manager.fill_known(seq, seq.num_computed_tokens)
         self.scheduler.finish(ended)
         return [output for seq in ended if (output := self._finish_sample(seq)) is not None]
 

@@ -43,7 +43,7 @@ class SamplingBatch:
         temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
         limited, adjusted, with_logprobs = [], [], []
         for row, seq in enumerate(seqs):
-            if seq.takes_likeliest:
+            if seq.is_greedy:
                 continue
             params = seq.params
             if not params.greedy:

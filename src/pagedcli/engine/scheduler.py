@@ -121,7 +121,7 @@ class Scheduler:
             if num_pending and seq.ends_when_read:
                 continue
             num_new = len(seq.token_ids) + num_pending - seq.num_computed_tokens
-            if num_new == 1 and manager.has_room(seq):  # most decodes
+            if num_new == 1 and manager.can_append_in_place(seq):  # most decodes
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
                 budget -= 1

@@ -45,6 +45,7 @@ class Sequence:
         "finished_s",
         "first_token_s",
         "guide",
+        "is_greedy",
         "logprobs",
         "max_new_tokens",
         "num_cached_prompt_tokens",
@@ -68,7 +69,6 @@ class Sequence:
         "stop_reason",
         "stop_token_ids",
         "synced_blocks",
-        "takes_likeliest",
         "token_ids",
     )
 
@@ -102,7 +102,7 @@ class Sequence:
         # asked for at each step, so worked out once
         self.penalized = params.penalized
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
-        self.takes_likeliest = params.greedy and params.logprobs is None and not changed  # and nothing else is asked
+        self.is_greedy = params.greedy and params.logprobs is None and not changed  # and nothing else is asked
 
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args
 from pagedcli.errors import TraceError
 from pagedcli.events import (
     AnyEvent,
-    BlocksClosed,
+    BlocksFilled,
     BlocksReleased,
     BlocksReused,
     Event,
@@ -68,7 +68,7 @@ class TraceChecker:
         self._lookups: dict[int, PrefixLookedUp] = {}  # the last of each running sequence
         self._unreleased: set[int] = set()  # finished sequences that still hold blocks
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
-        self._block_tokens: dict[int, tuple[int, ...]] = {}  # of closed blocks, where recorded
+        self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
         self._last_ns = 0
         self._before = self._laws("_before_")
         self._after = self._laws("_after_")
@@ -175,7 +175,7 @@ class TraceChecker:
             if held is not None and held != tuple(token_ids[index * size : (index + 1) * size]):
                 self._fail(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {index}")
 
-    def _after_blocks_closed(self, event: BlocksClosed) -> None:
+    def _after_blocks_filled(self, event: BlocksFilled) -> None:
         state, size = self.state, self.state.block_size
         assert state.engine is not None
         if not state.engine.enable_prefix_caching:
@@ -230,7 +230,7 @@ class TraceChecker:
                 if 0 <= index < len(seq.block_table):
                     block_id = seq.block_table[index]
                     if (state.hashes[block_id] is not None) != (index < num_full):
-                        self._fail(event, f"block {block_id} is not {'closed' if index < num_full else 'open'}")
+                        self._fail(event, f"block {block_id} is not {'full' if index < num_full else 'partial'}")
 
     def _before_tokens_sampled(self, event: TokensSampled) -> None:
         if event.token_ids is not None:

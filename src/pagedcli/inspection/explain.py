@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pagedcli.errors import TraceError
 from pagedcli.events import (
     BlockEvicted,
-    BlocksClosed,
+    BlocksFilled,
     Event,
     PrefixLookedUp,
     RequestAdded,
@@ -210,7 +210,7 @@ class Explainer:
         self.block_size = 0
         self._num_events = 0
         self._open: dict[int, tuple[int, Lookup]] = {}  # by sequence: when it looked up; blocks still to be computed
-        self._first_seen: dict[int, int] = {}  # hash -> event number of its first closing
+        self._first_seen: dict[int, int] = {}  # hash -> event number when it was first filled
         self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
         self._evictions = _AliveCounter()
         self._requests: dict[int, tuple[str, bool]] = {}  # of live sequences: id, salted
@@ -219,7 +219,7 @@ class Explainer:
         self._handlers: dict[type[Event], Callable[[Any, PoolState], None]] = {
             RequestAdded: self._request_added,
             PrefixLookedUp: self._prefix_looked_up,
-            BlocksClosed: self._blocks_closed,
+            BlocksFilled: self._blocks_filled,
             BlockEvicted: self._block_evicted,
             TokensSampled: self._tokens_sampled,
             RequestPreempted: self._request_preempted,
@@ -296,7 +296,7 @@ class Explainer:
         if lookup.num_unknown == 0:
             self._settle(event.seq_id)
 
-    def _blocks_closed(self, event: BlocksClosed, state: PoolState) -> None:
+    def _blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         since, lookup = self._open.get(event.seq_id, (0, None))
         index = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
         for block_hash in event.hashes:

@@ -7,19 +7,19 @@ from collections import Counter, OrderedDict
 
 
 class BlockLedger:
-    """Per block: ref_counts, hashes, parent_hashes (of the chain before a closed block), closer_seq_ids.
+    """Per block: ref_counts, hashes, parent_hashes (of the chain before a full block), filler_seq_ids.
 
-    A block is in use (ref_count > 0), cached (free and closed) or empty (free, no content).
+    A block is in use (ref_count > 0), cached (free and full) or empty (free, no content).
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[int | None] = [None] * num_blocks
         self.parent_hashes: list[int | None] = [None] * num_blocks
-        self.closer_seq_ids: list[int | None] = [None] * num_blocks
+        self.filler_seq_ids: list[int | None] = [None] * num_blocks
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
-        self.num_cached_blocks = 0  # free and closed
+        self.num_cached_blocks = 0  # free and full
         self.num_shared_blocks = 0  # ref_count 2 or more
         self.num_references = 0  # sum of the ref_counts
 
@@ -78,20 +78,20 @@ class BlockLedger:
             self.num_cached_blocks += 1
         return True
 
-    def close(self, block_id: int, block_hash: int, parent_hash: int | None, seq_id: int) -> None:
+    def mark_full(self, block_id: int, block_hash: int, parent_hash: int | None, seq_id: int) -> None:
         """A block in use is full: it can be found by its hash, unless a twin is found by it already."""
         self.hashes[block_id] = block_hash
         self.parent_hashes[block_id] = parent_hash
-        self.closer_seq_ids[block_id] = seq_id
+        self.filler_seq_ids[block_id] = seq_id
         self.hash_to_block_id.setdefault(block_hash, block_id)
 
     def evict(self, block_id: int, block_hash: int) -> None:
         """A cached block loses its content; a twin with the same content keeps its own entry."""
         if self.hash_to_block_id.get(block_hash) == block_id:
             del self.hash_to_block_id[block_hash]
-        self.hashes[block_id] = self.parent_hashes[block_id] = self.closer_seq_ids[block_id] = None
+        self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
         self.num_cached_blocks -= 1
 
     def _copy_ledger(self, other: "BlockLedger") -> None:
-        for name in ("ref_counts", "hashes", "parent_hashes", "closer_seq_ids", "hash_to_block_id", "free_block_ids"):
+        for name in ("ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "hash_to_block_id", "free_block_ids"):
             setattr(other, name, getattr(self, name).copy())

@@ -22,16 +22,16 @@ from pagedcli.inspection.words import plural, printable, waiting_reason
 _GLYPHS = {
     "empty": ("·", ".", "bright_black"),
     "cached": ("○", "o", "cyan"),
-    "open": ("▫", "-", "green"),
-    "closed": ("■", "#", "green"),
+    "partial": ("▫", "-", "green"),
+    "full": ("■", "#", "green"),
     "shared": ("S", "S", "bold magenta"),
     "followed": ("@", "@", "bold yellow"),
 }
 _LEGEND = {
     "empty": "empty",
     "cached": "cached, reusable",
-    "open": "filling",
-    "closed": "in use",
+    "partial": "filling",
+    "full": "in use",
     "shared": "shared by 2-9, + more",
     "followed": "followed",
 }
@@ -94,7 +94,7 @@ class PoolMap:
             elif num_free + num_exclusive < len(counts):
                 kind = "shared"
             elif 2 * num_free < len(counts):
-                kind = "open" if num_unhashed > num_free + num_exclusive // 2 else "closed"
+                kind = "partial" if num_unhashed > num_free + num_exclusive // 2 else "full"
             else:
                 kind = "empty" if 2 * num_unhashed > len(counts) else "cached"
             cells.append((kind, None))
@@ -122,7 +122,7 @@ def _block_cell(state: PoolState, block_id: int, followed: set[int]) -> tuple[st
     if count == 0:
         return ("empty" if state.hashes[block_id] is None else "cached"), None
     if count == 1:
-        return ("open" if state.hashes[block_id] is None else "closed"), None
+        return ("partial" if state.hashes[block_id] is None else "full"), None
     return "shared", str(count) if count < 10 else "+"
 
 

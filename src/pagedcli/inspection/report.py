@@ -108,8 +108,8 @@ class BlockFrames:
             codes.extend(bytes(state.num_blocks))
         delta = array("q")
         for block_id in sorted(self._touched):
-            ref_count, closed = state.ref_counts[block_id], state.hashes[block_id] is not None
-            code = 2 + min(ref_count, _MOST_SHARED) if ref_count > 1 else 2 * ref_count + closed
+            ref_count, full = state.ref_counts[block_id], state.hashes[block_id] is not None
+            code = 2 + min(ref_count, _MOST_SHARED) if ref_count > 1 else 2 * ref_count + full
             if code != codes[block_id]:
                 codes[block_id] = code
                 delta.append(block_id * 16 + code)

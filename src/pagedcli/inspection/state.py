@@ -15,7 +15,7 @@ from pagedcli.events import (
     BlockCopied,
     BlockEvicted,
     BlocksAllocated,
-    BlocksClosed,
+    BlocksFilled,
     BlocksReleased,
     BlocksReused,
     EngineStarted,
@@ -160,7 +160,7 @@ class PoolState(BlockLedger):
             self._fail(event, f"{event.blocks_hit} blocks from block {first} on are not {event.tokens_hit} tokens hit")
         if event.blocks_hit:
             claim = f"seq {seq.seq_id} claims the {event.blocks_hit} blocks of its lookup"
-            drops = continued and first < len(seq.block_table)  # its open block gives way first
+            drops = continued and first < len(seq.block_table)  # its partial block gives way first
             self._due = (BlocksReleased if drops else BlocksReused,), claim
             self._lookup = event
         seq.status = "prefill"
@@ -216,7 +216,7 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.num_evicted += 1
 
-    def _blocks_closed(self, event: BlocksClosed) -> None:
+    def _blocks_filled(self, event: BlocksFilled) -> None:
         seq = self._live(event, event.seq_id)
         if len(event.block_ids) != len(event.hashes):
             self._fail(event, "as many hashes as blocks are needed")
@@ -227,13 +227,13 @@ class PoolState(BlockLedger):
             if index >= len(table) or table[index] != block_id:
                 self._fail(event, f"block {block_id} is not next in the block table")
             if self.hashes[block_id] is not None:
-                self._fail(event, f"block {block_id} is closed already")
+                self._fail(event, f"block {block_id} is full already")
             if self.ref_counts[block_id] != 1:
-                self._fail(event, f"open block {block_id} is shared and cannot be written")
+                self._fail(event, f"partial block {block_id} is shared and cannot be written")
             parent_hash = self.hashes[table[index - 1]] if index else None
             if index > 0 and parent_hash is None:
-                self._fail(event, f"the block before block {block_id} is open")
-            self.close(block_id, block_hash, parent_hash, seq.seq_id)
+                self._fail(event, f"the block before block {block_id} is partial")
+            self.mark_full(block_id, block_hash, parent_hash, seq.seq_id)
             index += 1
 
     def _blocks_released(self, event: BlocksReleased) -> None:
@@ -265,7 +265,7 @@ class PoolState(BlockLedger):
         if last != event.copy_block_id:
             self._fail(event, f"block {event.copy_block_id} was not allocated before")
         if self.hashes[event.source_block_id] is not None:
-            self._fail(event, "only an open block is copied")
+            self._fail(event, "only a partial block is copied")
         seq.block_table.insert(hole[1], seq.block_table.pop())
 
     def _sequence_forked(self, event: SequenceForked) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pagedcli.events import (
-    BlocksClosed,
+    BlocksFilled,
     Event,
     PrefixLookedUp,
     RequestPreempted,
@@ -77,7 +77,7 @@ class RunStats:
         self.num_generated_tokens = 0
         self.num_preemptions = 0
         self.num_dropped_tokens = 0
-        self.num_duplicate_blocks = 0  # closed while a block of equal hash was cached already
+        self.num_duplicate_blocks = 0  # filled while a block of equal hash was cached already
         self.peak_used_blocks = 0
         self.busy_ns = 0  # steps without the time of observers
         self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
@@ -85,11 +85,11 @@ class RunStats:
 
     def apply(self, event: Event, state: PoolState) -> None:
         kind = type(event)
-        if kind is BlocksClosed:
-            assert isinstance(event, BlocksClosed)
+        if kind is BlocksFilled:
+            assert isinstance(event, BlocksFilled)
             found = state.hash_to_block_id
-            closed = zip(event.block_ids, event.hashes, strict=True)
-            self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in closed)
+            filled = zip(event.block_ids, event.hashes, strict=True)
+            self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in filled)
         elif kind is PrefixLookedUp:
             assert isinstance(event, PrefixLookedUp)
             own = state.seqs[event.seq_id].repeats

@@ -4,7 +4,7 @@ from pagedcli.events import (
     BlockCopied,
     BlockEvicted,
     BlocksAllocated,
-    BlocksClosed,
+    BlocksFilled,
     BlocksReleased,
     BlocksReused,
     EngineStarted,
@@ -106,8 +106,8 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
             return f"share blocks {_ids(event.block_ids)} with seq {event.seq_id}"
         case BlocksAllocated():
             return f"allocate blocks {_ids(event.block_ids)} to seq {event.seq_id}"
-        case BlocksClosed():
-            return f"close blocks {_ids(event.block_ids)} of seq {event.seq_id}"
+        case BlocksFilled():
+            return f"fill blocks {_ids(event.block_ids)} of seq {event.seq_id}"
         case BlocksReleased():
             return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}"
         case EngineStarted():

@@ -1,7 +1,7 @@
 """The block pool: who owns which block, what is cached in it, and in which order free ones are taken.
 
-Used by the scheduler; pure Python, knows no torch and no engine. A block is *open* (being filled, no hash) or *closed*
-(full, hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
+Used by the scheduler; pure Python, knows no torch and no engine. A block is *partial* (being filled, no hash) or *full*
+(hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from pagedcli.events import (
     BlockCopied,
     BlockEvicted,
     BlocksAllocated,
-    BlocksClosed,
+    BlocksFilled,
     BlocksReleased,
     BlocksReused,
     Emit,
@@ -46,16 +46,16 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.prefix: Prefix | None = None  # None while open or empty
+        self.prefix: Prefix | None = None  # None while partial or empty
 
     @property
     def hash(self) -> int | None:
-        """Chain hash of a closed block, None while open or empty."""
+        """Chain hash of a full block, None while partial or empty."""
         return None if self.prefix is None else self.prefix.hash
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens of a closed block, empty while open or empty."""
+        """Tokens of a full block, empty while partial or empty."""
         return () if self.prefix is None else self.prefix.token_ids
 
 
@@ -94,7 +94,7 @@ class BlockManager:
         self.used_block_ids: set[int] = set()
         self._emit = emit
         self._hash_function = hash_function
-        # closed blocks by the identity of the chain before them; kept only for the partial_tokens of events
+        # full blocks by the identity of the chain before them; kept only for the partial_tokens of events
         self._followers: dict[int | None, dict[int, None]] = {}
 
     @property
@@ -129,15 +129,15 @@ class BlockManager:
         """Whether allocate would succeed."""
         return self.num_new_blocks(seq, hit, num_new_tokens) <= len(self.free_block_ids) - hit.num_free
 
-    def has_room(self, seq: CacheUser) -> bool:
-        """Whether the next token goes into an open block of the sequence's own and does not fill it: then may_append
+    def can_append_in_place(self, seq: CacheUser) -> bool:
+        """Whether the next token goes into a partial block of the sequence's own and does not fill it: then may_append
         of one token would change nothing."""
         index = seq.num_computed_tokens // self.block_size
         num_filled = seq.num_computed_tokens - index * self.block_size
         return 0 < num_filled < self.block_size - 1 and self.blocks[seq.block_table[index]].ref_count == 1
 
     def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
-        """Fresh blocks that may_append would take, a copy of a shared open block included."""
+        """Fresh blocks that may_append would take, a copy of a shared partial block included."""
         num_tokens = seq.num_computed_tokens + num_new_tokens
         needed = -(-num_tokens // self.block_size) - len(seq.block_table)
         return needed + self._must_copy(seq)
@@ -149,8 +149,8 @@ class BlockManager:
     # ------------------------------------------------------------------ changes
 
     def allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> None:
-        """Give a sequence without blocks its hits, then fresh blocks for num_new_tokens more, and close those that
-        this step fills. Sets its num_cached_tokens and num_computed_tokens.
+        """Give a sequence without blocks its hits, then fresh blocks for num_new_tokens more, and mark those full
+        that this step fills. Sets its num_cached_tokens and num_computed_tokens.
 
         The hit must be of this very moment, and can_allocate true.
         """
@@ -164,7 +164,7 @@ class BlockManager:
         self._grow(seq, num_new_tokens)
 
     def reuse_more(self, seq: CacheUser) -> int:
-        """Take over blocks that others have closed since this sequence's prefill began, in place of its open one.
+        """Take over blocks that others have filled since this sequence's prefill began, in place of its partial one.
         Returns how many tokens need no computing any more."""
         first = seq.num_computed_tokens // self.block_size
         num_full_blocks = len(seq.token_ids) // self.block_size
@@ -180,31 +180,31 @@ class BlockManager:
             hit = PrefixHit(tuple(found), 0, num_full_blocks - first)
             self._emit(self._looked_up(seq, hit, first, num_after - num_before))
         if first < len(seq.block_table):
-            self._drop_open_block(seq)
+            self._drop_partial_block(seq)
         self._claim(seq, tuple(found))
         seq.num_cached_tokens = (first + len(found)) * self.block_size
         seq.num_computed_tokens = num_after
         return num_after - num_before
 
     def may_append(self, seq: CacheUser, num_new_tokens: int = 1) -> list[tuple[int, int]]:
-        """Make room for the next tokens of a sequence that has blocks and close the blocks that they fill.
+        """Make room for the next tokens of a sequence that has blocks and mark the blocks full that they fill.
 
-        Returns the block copies (source, copy) to be made before the step writes: at most one, of an open block
+        Returns the block copies (source, copy) to be made before the step writes: at most one, of a partial block
         shared by fork. can_append must be true.
         """
         assert self.can_append(seq, num_new_tokens), "ask can_append first"
-        copies = [self._copy_open_block(seq)] if self._must_copy(seq) else []
+        copies = [self._copy_partial_block(seq)] if self._must_copy(seq) else []
         self._grow(seq, num_new_tokens)
         return copies
 
-    def close_known(self, seq: CacheUser, num_computed_tokens: int) -> None:
-        """Close the last full block if its last token, one of the num_computed_tokens, was not known to may_append."""
+    def fill_known(self, seq: CacheUser, num_computed_tokens: int) -> None:
+        """Mark the last block full if its last token, one of the num_computed_tokens, was not known to may_append."""
         end = len(seq.token_ids) // self.block_size
         if self.enable_prefix_caching and len(seq.token_ids) == end * self.block_size <= num_computed_tokens:
-            self._close(seq, end - 1, end)
+            self._mark_full(seq, end - 1, end)
 
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
-        """Let a new sequence with the parent's tokens share all its blocks. The open one is copied on first write."""
+        """Let a new sequence with the parent's tokens share all its blocks; a partial one is copied on first write."""
         assert not child.block_table, "a forked sequence has no blocks yet"
         for block_id in parent.block_table:
             self.blocks[block_id].ref_count += 1
@@ -307,7 +307,7 @@ class BlockManager:
             self._emit(BlockEvicted(block.block_id, prefix.hash))
 
     def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
-        """Fresh blocks for num_new_tokens after the computed ones; close the blocks which these fill."""
+        """Fresh blocks for num_new_tokens after the computed ones; mark the blocks full which these fill."""
         num_tokens = seq.num_computed_tokens + num_new_tokens
         num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
         if num_missing > 0:
@@ -316,15 +316,15 @@ class BlockManager:
             if self._emit is not None:
                 self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
         if self.enable_prefix_caching:
-            num_known = min(num_tokens, len(seq.token_ids))  # a token may still be on its way: see close_known
-            self._close(seq, seq.num_computed_tokens // self.block_size, num_known // self.block_size)
+            num_known = min(num_tokens, len(seq.token_ids))  # a token may still be on its way: see fill_known
+            self._mark_full(seq, seq.num_computed_tokens // self.block_size, num_known // self.block_size)
 
-    def _close(self, seq: CacheUser, first: int, end: int) -> None:
+    def _mark_full(self, seq: CacheUser, first: int, end: int) -> None:
         """Hash and register the blocks first ... end-1 of the table, which this step makes full."""
         if first >= end:
             return
         self._extend_prefixes(seq, end)
-        closed: list[int] = []
+        filled: list[int] = []
         for index in range(first, end):
             block = self.blocks[seq.block_table[index]]
             if block.prefix is not None:  # a hit whose last token is computed again, not written
@@ -336,23 +336,23 @@ class BlockManager:
                 prefix = twin
                 self._share_prefix(seq, index, twin)
             block.prefix = prefix
-            closed.append(block.block_id)
+            filled.append(block.block_id)
             if self._emit is not None:
                 parent = None if prefix.parent is None else prefix.parent.hash
                 self._followers.setdefault(parent, {})[block.block_id] = None
-        if self._emit is not None and closed:
-            hashes = tuple(prefix.hash for prefix in seq.prefixes[first:end])[-len(closed) :]
-            self._emit(BlocksClosed(seq.seq_id, tuple(closed), hashes))
+        if self._emit is not None and filled:
+            hashes = tuple(prefix.hash for prefix in seq.prefixes[first:end])[-len(filled) :]
+            self._emit(BlocksFilled(seq.seq_id, tuple(filled), hashes))
 
     def _must_copy(self, seq: CacheUser) -> bool:
-        """Whether the next token goes into an open block that a fork shares."""
+        """Whether the next token goes into a partial block that a fork shares."""
         index = seq.num_computed_tokens // self.block_size
         if index >= len(seq.block_table):
             return False
         block = self.blocks[seq.block_table[index]]
         return block.prefix is None and block.ref_count > 1
 
-    def _copy_open_block(self, seq: CacheUser) -> tuple[int, int]:
+    def _copy_partial_block(self, seq: CacheUser) -> tuple[int, int]:
         index = seq.num_computed_tokens // self.block_size
         source_id, copy_id = seq.block_table[index], self._take_oldest()
         seq.block_table[index] = copy_id
@@ -376,7 +376,7 @@ class BlockManager:
             self.free_block_ids.move_to_end(block_id, last=False)  # empty ones never push out cached ones
         return True
 
-    def _drop_open_block(self, seq: CacheUser) -> None:
+    def _drop_partial_block(self, seq: CacheUser) -> None:
         block_id = seq.block_table.pop()
         self._release(block_id)
         if self._emit is not None:
@@ -434,7 +434,7 @@ class BlockManager:
             name = f"block {block.block_id}"
             assert (block.ref_count == 0) == (block.block_id in free), f"{name}: ref_count and free list disagree"
             assert block.ref_count >= 0, f"{name}: ref_count {block.ref_count}"
-            assert block.prefix is None or len(block.token_ids) == self.block_size, "a closed block is not full"
+            assert block.prefix is None or len(block.token_ids) == self.block_size, "a hashed block is not full"
         for hash_value, block_id in self.hash_to_block_id.items():
             assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
         in_eviction_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
