@@ -11,10 +11,11 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
-LOW = {"errors", "events", "sampling_params", "config"}
+LOW = {"errors", "events", "files", "sampling_params", "config"}
 ALLOWED = {
     "errors": set(),
     "events": {"errors"},
+    "files": {"errors"},
     "sampling_params": {"errors"},
     "config": {"errors", "sampling_params"},
     "kvcache": LOW,
@@ -24,10 +25,10 @@ ALLOWED = {
     "models": {*LOW, "kvcache", "attention", "layers", "native"},
     "engine": {*LOW, "kvcache", "attention", "layers", "models", "native", "assets"},
     "batch": {*LOW, "kvcache", "engine", "models"},
-    "inspection": {"errors", "events", "kvcache"},
+    "inspection": {"errors", "events", "files", "kvcache"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
 }
-TORCH_FREE = ("errors.py", "events.py", "config.py", "sampling_params.py", "kvcache", "inspection", "cli",
+TORCH_FREE = ("errors.py", "events.py", "files.py", "config.py", "sampling_params.py", "kvcache", "inspection", "cli",
               "engine/sequence.py", "engine/scheduler.py", "engine/outputs.py")  # fmt: skip
 ONLY_IN = {"typer": {"cli"}, "rich": {"cli", "inspection"}, "flash_attn": {"attention"}}
 

@@ -120,7 +120,21 @@ def test_report_is_written(trace, tmp_path):
     said = pagedcli("report", trace, "-o", path).stderr
     assert str(path) in said
     assert path.read_text().startswith("<!doctype html>")
-    assert "cannot write" in pagedcli("report", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
+    assert "there is no folder" in pagedcli("report", trace, "-o", tmp_path / "no" / "report.html", expect=2).stderr
+
+
+def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
+    before = trace.read_bytes()
+    other = tmp_path / "other"
+    other.write_text("precious")
+    for command in (("report", trace), ("replay", trace, "--export", "perfetto")):
+        said = pagedcli(*command, "-o", trace, "--overwrite", expect=2).stderr
+        assert "the trace are the same file" in said
+        assert "exists already" in pagedcli(*command, "-o", other, expect=2).stderr
+        assert other.read_text() == "precious"
+        pagedcli(*command, "-o", other, "--overwrite")
+        other.write_text("precious")
+    assert trace.read_bytes() == before
 
 
 FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2", "--device", "cpu")

@@ -13,6 +13,7 @@ from rich.console import Console
 from pagedcli.cli.terminal import say
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
+from pagedcli.files import check_files, whole_file
 from pagedcli.inspection.check import check_trace
 from pagedcli.inspection.live import StepPrinter
 from pagedcli.inspection.moment import Moment
@@ -59,6 +60,7 @@ def replay(
         str | None,
         typer.Option("-o", "--output-file", help="Of --export. Default: stdout.", show_default=False),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --export.")] = False,
     format_: Annotated[StepFormat, typer.Option("--format", help="Of what is printed.")] = StepFormat.TABLE,
 ) -> None:
     """Look at a recorded run again, forward and back. Needs no model and no GPU.
@@ -82,7 +84,7 @@ def replay(
     if check:
         _check(trace, format_)
     elif export is not None:
-        _export(trace, output_file)
+        _export(trace, output_file, overwrite=overwrite)
     elif step is not None or no_live or format_ is StepFormat.JSON:
         _print_steps(trace, step, follow, format_)
     elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -117,15 +119,16 @@ def _check(trace: Path, format_: StepFormat) -> None:
     )
 
 
-def _export(trace: Path, output_file: str | None) -> None:
+def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
 
     reader = TraceReader(trace)
     if output_file in (None, "-"):
         export_perfetto(reader, sys.stdout.buffer)
     else:
         path = Path(str(output_file))
+        check_files({"the trace": trace}, {"the export": path}, overwrite=overwrite)
         try:
-            with path.open("wb") as file:
+            with whole_file(path, overwrite=overwrite) as file:
                 export_perfetto(reader, file)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -9,6 +9,7 @@ from pagedcli.cli.explain import recorded_decoder
 from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
+from pagedcli.files import check_files, whole_file
 from pagedcli.inspection.report import render_report
 from pagedcli.inspection.trace_file import TraceReader
 
@@ -28,6 +29,7 @@ def report(
             show_default=False,
         ),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page.")] = False,
 ) -> None:
     """Write one self-contained HTML page of a recorded run: no network, works from a file.
 
@@ -39,12 +41,14 @@ def report(
       pagedcli report run.jsonl.zst -o report.html
     """  # fmt: skip
     path = output_file or Path(trace.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
+    check_files({"the trace": trace}, {"the page": path}, overwrite=overwrite)
     reader = TraceReader(trace)
     page = render_report(reader, recorded_decoder(trace, tokenizer))
     for note in reader.notes:
         say(f"note: {note}")
     try:
-        path.write_bytes(page)
+        with whole_file(path, overwrite=overwrite) as file:
+            file.write(page)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     say(f"{path}: {len(page) / 1e6:.1f} MB, open it in a browser")

@@ -1,0 +1,138 @@
+"""The rule for every file that a command writes: check all paths first, write under another name, then rename.
+
+Used by every command and package that writes files; must not know what is in them.
+"""
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from pagedcli.errors import UsageError
+
+_STREAM_FOLDERS = ("/dev/fd/", "/proc/")
+_STREAM_NAMES = ("/dev/stdin", "/dev/stdout", "/dev/stderr")
+
+
+def check_files(reads: Mapping[str, Path | None], writes: Mapping[str, Path | None], *, overwrite: bool) -> None:
+    """Refuse, before anything is opened, a command that would destroy a file.
+
+    Keys say what each file is in a message: 'the input', '--record'. A path that is None was not given. Devices and
+    pipes are never refused.
+    Raises: UsageError for a file that is named twice, a folder, a missing parent folder, and a file that exists
+            already, unless `overwrite`.
+    """
+    check_distinct(reads, writes)
+    if not overwrite:
+        for what, path in writes.items():
+            check_new(what, path)
+
+
+def check_distinct(reads: Mapping[str, Path | None], writes: Mapping[str, Path | None]) -> None:
+    """The part of check_files about the files of one command. Raises: UsageError."""
+    taken = [(what, path) for what, path in reads.items() if path is not None and not is_stream(path)]
+    for what, path in writes.items():
+        if path is None or is_stream(path):
+            continue
+        if path.is_dir():
+            raise UsageError(f"{what} is {path}, which is a folder")
+        if not path.parent.is_dir():
+            raise UsageError(f"{what} is {path}, but there is no folder {path.parent}", hint=f"mkdir -p {path.parent}")
+        for other, other_path in taken:
+            if _is_same(path, other_path):
+                raise UsageError(f"{what} and {other} are the same file, {path}", hint="give each a file of its own")
+        taken.append((what, path))
+
+
+def check_new(what: str, path: Path | None, *, replaceable: bytes | None = None) -> None:
+    """Refuse to replace a file, except one that begins with the bytes `replaceable`. Raises: UsageError."""
+    if path is None or is_stream(path) or not os.path.lexists(path):
+        return
+    if replaceable is not None:
+        with suppress(OSError), path.open("rb") as file:
+            if file.read(len(replaceable)) == replaceable:
+                return
+    raise UsageError(f"{what}: {path} exists already", hint="use --overwrite, or another name")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a device or a pipe, such as /dev/null or /dev/stdout, which a rename would destroy."""
+    name = os.path.abspath(path)
+    if name in _STREAM_NAMES or name.startswith(_STREAM_FOLDERS):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+class PendingFile:
+    """A file that appears under its name with `commit`, whole and on the disk, or not at all.
+
+    It is written under `temporary`, in the same folder (by default a hidden name that is not in use). A link is
+    followed; a device or a pipe is written directly.
+    Raises: OSError, here and in every method; FileExistsError if `path` exists and must not be replaced.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool, temporary: Path | None = None) -> None:
+        self.path = path if is_stream(path) else Path(os.path.realpath(path))
+        self._overwrite = overwrite
+        self._is_direct = is_stream(path)
+        if self._is_direct:
+            self.temporary = path
+        else:
+            hidden = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
+            self.temporary = hidden if temporary is None else temporary
+        self.file: BinaryIO = self.temporary.open("wb" if self._is_direct else "xb")
+
+    def commit(self) -> None:
+        """Flush, sync, rename, and sync the folder."""
+        self.file.flush()
+        if self._is_direct:
+            self.file.close()
+            return
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if not self._overwrite and self.path.exists():
+            raise FileExistsError(errno.EEXIST, "the file has appeared meanwhile", str(self.path))
+        os.replace(self.temporary, self.path)
+        sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove what was written. Does nothing after `commit`."""
+        self.file.close()
+        if not self._is_direct:
+            with suppress(FileNotFoundError):
+                self.temporary.unlink()
+
+
+@contextmanager
+def whole_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
+    """A file that appears when the block ends, and not at all if it raises; see PendingFile. Raises: OSError."""
+    pending = PendingFile(path, overwrite=overwrite)
+    try:
+        yield pending.file
+        pending.commit()
+    except BaseException:
+        with suppress(OSError):
+            pending.discard()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a rename to the disk. Not every system can open a folder."""
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    if os.path.realpath(path) == os.path.realpath(other):
+        return True
+    try:
+        return path.samefile(other)  # hard links, and file systems that ignore case
+    except OSError:
+        return False
