@@ -28,8 +28,20 @@ ALLOWED = {
     "inspection": {"errors", "events", "files", "kvcache"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
 }
-TORCH_FREE = ("errors.py", "events.py", "files.py", "config.py", "sampling_params.py", "kvcache", "inspection", "cli",
-              "engine/sequence.py", "engine/scheduler.py", "engine/outputs.py")  # fmt: skip
+TORCH_FREE = (
+    "errors.py",
+    "events.py",
+    "files.py",
+    "config.py",
+    "sampling_params.py",
+    "kvcache",
+    "inspection",
+    "cli",
+    "engine/engine_plan.py",
+    "engine/outputs.py",
+    "engine/scheduler.py",
+    "engine/sequence.py",
+)
 ONLY_IN = {"typer": {"cli"}, "rich": {"cli", "inspection"}, "flash_attn": {"attention"}}
 
 

@@ -10,7 +10,7 @@ from pagedcli.cli.tables import Column, Table
 from pagedcli.config import EngineConfig
 
 if TYPE_CHECKING:
-    from pagedcli.engine.plan import Plan
+    from pagedcli.engine.engine_plan import Plan
     from pagedcli.models.spec import ModelSpec
 
 

@@ -16,7 +16,7 @@ from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
 
 if TYPE_CHECKING:
-    from pagedcli.engine.plan import Plan
+    from pagedcli.engine.engine_plan import Plan
 
 
 def say_model(model: str) -> None:

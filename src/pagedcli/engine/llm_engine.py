@@ -13,7 +13,6 @@ from pagedcli.config import EngineConfig
 from pagedcli.engine.in_flight import Executor, StepClock, StepInFlight, TimedEmit
 from pagedcli.engine.loading import load_engine
 from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
-from pagedcli.engine.plan import runs_ahead
 from pagedcli.engine.sampler import SamplingBatch, depends_on_tokens
 from pagedcli.engine.scheduler import ScheduledStep, Scheduler
 from pagedcli.engine.sequence import Guide, Sequence, StopChecker
@@ -56,7 +55,7 @@ class LLMEngine:
         self._builder = StepBuilder(
             max_num_seqs=config.max_num_seqs, max_model_len=self.plan.max_model_len, block_size=config.block_size
         )
-        self.runs_ahead = runs_ahead(config, self.runner.device)
+        self.runs_ahead = self.plan.runs_ahead
         self._in_flight: StepInFlight | None = None
         self.stats = EngineStats()
         self._requests: dict[str, Request] = {}

@@ -12,11 +12,11 @@ import torch
 from pagedcli.attention.base import AttentionBackend, dtype_name
 from pagedcli.config import EngineConfig
 from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes, graph_bytes, why_no_graphs
+from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.kv_scales import kv_scales
 from pagedcli.engine.memory import measure_budget
 from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.engine.plan import (
-    Plan,
     choose_backend,
     choose_num_blocks,
     model_folder,
@@ -25,6 +25,7 @@ from pagedcli.engine.plan import (
     resolve_kv_dtype,
     resolve_max_model_len,
     resolve_max_num_batched_tokens,
+    runs_ahead,
 )
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, block_bytes
@@ -128,6 +129,13 @@ def load_engine(
         no_graphs=no_graphs,
         kv_dtype=dtype_name(kv_dtype),
         kv_scales=scales,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        chunked_prefill_size=config.chunked_prefill_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        preemption_policy=config.preemption_policy,
+        runs_ahead=runs_ahead(config, device),
+        seed=config.seed,
     )
     runner = ModelRunner(
         model,

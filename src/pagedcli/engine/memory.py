@@ -15,8 +15,9 @@ import torch
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import EngineConfig
+from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.plan import Plan, available_memory, resolve_max_num_batched_tokens
+from pagedcli.engine.plan import available_memory, resolve_max_num_batched_tokens
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape, blocks_for

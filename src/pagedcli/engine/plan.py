@@ -1,7 +1,6 @@
 """What this machine will do with an EngineConfig: device, dtype, backend, and how many blocks fit and why."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,35 +17,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a CPU gains nothing by more, and holds the prompts of fewer at a time
 CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What this machine will do with an EngineConfig. Computed once, never changed."""
-
-    model: str
-    device: str
-    dtype: str
-    backend: str
-    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
-    block_size: int  # tokens
-    block_bytes: int  # over all layers, K and V
-    num_blocks: int
-    num_blocks_reason: str  # what set num_blocks, in words
-    max_model_len: int  # tokens
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    weight_bytes: int
-    budget: MemoryBudget | None  # the measured terms where memory was measured
-    graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
-    no_graphs: str | None = None  # why there are none
-    kv_dtype: str = "auto"  # of the KV cache
-    kv_scales: tuple[float, float] | None = None  # what one unit of K and of V in an fp8 cache stands for
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that the pool holds."""
-        return self.num_blocks * self.block_size
 
 
 def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagedcli.engine.engine_plan import PreemptionPolicy
 from pagedcli.engine.sequence import Sequence, SequenceStatus
 from pagedcli.errors import ConfigError
 from pagedcli.events import (
@@ -19,7 +20,6 @@ from pagedcli.events import (
 )
 from pagedcli.kvcache.block_manager import BlockManager
 
-PreemptionPolicy = Literal["last", "largest"]
 WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
 
 

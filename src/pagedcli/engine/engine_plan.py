@@ -1,0 +1,47 @@
+"""The plan of an engine: everything that was decided before its first step. Read by EngineCore and by all reports.
+
+Needs no torch, so that a plan can be made up where there is no model.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagedcli.kvcache.budget import MemoryBudget
+
+PreemptionPolicy = Literal["last", "largest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this machine will do with an EngineConfig. Computed once, never changed."""
+
+    model: str
+    device: str
+    dtype: str
+    backend: str
+    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
+    block_size: int  # tokens
+    block_bytes: int  # over all layers, K and V
+    num_blocks: int
+    num_blocks_reason: str  # what set num_blocks, in words
+    max_model_len: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weight_bytes: int
+    budget: MemoryBudget | None  # the measured terms where memory was measured
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
+    no_graphs: str | None = None  # why there are none
+    kv_dtype: str = "auto"  # of the KV cache
+    kv_scales: tuple[float, float] | None = None  # what one unit of K and of V in an fp8 cache stands for
+    chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: the whole budget
+    enable_prefix_caching: bool = True
+    preemption_policy: PreemptionPolicy = "last"
+    runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
+    seed: int = 0  # of requests that bring none
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.block_size
