@@ -27,6 +27,7 @@ ALLOWED = {
     "batch": {*LOW, "kvcache", "engine", "models"},
     "inspection": {"errors", "events", "files", "kvcache"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
+    "distributed": {*LOW, "kvcache", "engine", "models", "batch"},
 }
 TORCH_FREE = (
     "errors.py",
@@ -42,7 +43,13 @@ TORCH_FREE = (
     "engine/scheduler.py",
     "engine/sequence.py",
 )
-ONLY_IN = {"typer": {"cli"}, "rich": {"cli", "inspection"}, "flash_attn": {"attention"}}
+ONLY_IN = {
+    "typer": {"cli"},
+    "rich": {"cli", "inspection"},
+    "flash_attn": {"attention"},
+    "pyarrow": {"batch", "distributed"},
+    "ray": {"distributed"},
+}
 
 
 def python_files():

@@ -1,0 +1,199 @@
+"""Which rows go to which worker: rows ordered by the chain hashes of their first blocks and cut by tokens.
+
+Used by the distributed run and by `pagedcli plan --workers`; works on arrays, has no text, no files and no cluster.
+Rows that share a prefix become neighbours at every depth at once, so a contiguous share of them computes it once.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedcli.kvcache.prefix_hash import Prefix, hash_block, token_bytes
+
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # in blocks: how much of a prompt's beginning its key holds
+_TOKEN_BYTES = 8
+_CUT_TOLERANCE = 0.1  # of one part's cost: how far a cut may move to fall between two prefixes
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+
+def chain_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str | None = None) -> list[int]:
+    """The block manager's hash of each full block, the first block's first."""
+    data, step = token_bytes(token_ids), block_size * _TOKEN_BYTES
+    prefix = None if cache_salt is None else Prefix.salt(cache_salt).hash
+    hashes = []
+    for start in range(0, len(data) - step + 1, step):
+        prefix = hash_block(data[start : start + step], prefix)
+        hashes.append(prefix)
+    return hashes
+
+
+class PrefixKeys:
+    """What the order of rows needs to know of each: 8 bytes per depth, and its tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._keys = array("Q")
+        self._num_prompt_tokens = array("q")
+        self._num_output_tokens = array("q")
+
+    def __len__(self) -> int:
+        return len(self._num_prompt_tokens)
+
+    def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
+        """Add the next row; a row that will be refused has no tokens."""
+        hashes = chain_hashes(token_ids[: DEPTHS[-1] * self.block_size], self.block_size, cache_salt)
+        self._keys.extend(hashes[depth - 1] if depth <= len(hashes) else 0 for depth in DEPTHS)
+        self._num_prompt_tokens.append(len(token_ids))
+        self._num_output_tokens.append(num_output_tokens)
+
+    def ordered(self) -> "OrderedRows":
+        """All rows, those that begin alike next to each other."""
+        keys = np.frombuffer(self._keys, np.uint64).reshape(-1, len(DEPTHS)) if len(self) else np.empty((0, 1))
+        rows = np.lexsort(keys.T[::-1])  # the last key counts most, and equal rows keep the order of the input
+        keys = keys[rows]
+        equal = (keys[1:] == keys[:-1]) & (keys[1:] != 0)
+        depth = np.concatenate([[0], np.cumprod(equal, axis=1).sum(axis=1)])[: len(self)].astype(np.int64)
+        shared = np.array((0, *DEPTHS))[depth] * self.block_size
+        num_prompt = np.frombuffer(self._num_prompt_tokens, np.int64)[rows]
+        num_output = np.frombuffer(self._num_output_tokens, np.int64)[rows]
+        return OrderedRows(rows, shared, num_prompt - shared + num_output)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedRows:
+    """Rows in the order of their prefixes."""
+
+    rows: Ints  # indexes in the input
+    shared_tokens: Ints  # that each has in common with the one before it, exact to a depth below
+    costs: Ints  # tokens that each has to compute after it: of the prompt, and the output
+
+    def parts(self, num_parts: int) -> list[Ints]:
+        """At most num_parts contiguous pieces of about equal cost, none of them empty."""
+        ends = [*balanced_cuts(self.costs, self.shared_tokens, num_parts), len(self.rows)]
+        starts = [0, *ends[:-1]]
+        return [self.rows[start:end] for start, end in zip(starts, ends, strict=True) if end > start]
+
+
+def balanced_cuts(costs: Ints, shared_tokens: Ints, num_parts: int) -> list[int]:
+    """Where to cut a sequence of rows into parts of about equal cost: the first row of each part but the first.
+
+    Of the places within a tenth of a part's cost from the ideal one, the cut takes the one where least is shared.
+    """
+    before = np.concatenate([[0], np.cumsum(costs)])
+    slack = _CUT_TOLERANCE * before[-1] / num_parts
+    cuts: list[int] = []
+    for part in range(1, num_parts):
+        ideal = before[-1] * part / num_parts
+        low, high = np.searchsorted(before, [ideal - slack, ideal + slack + 1])
+        near = np.arange(low, min(high, len(costs)))
+        if not len(near):
+            near = np.array([min(low, len(costs))])
+            cuts.append(int(near[0]))
+            continue
+        distance = np.abs(before[near] - ideal)
+        cuts.append(int(near[np.lexsort((distance, shared_tokens[near]))[0]]))
+    return list(np.maximum.accumulate(cuts)) if cuts else []
+
+
+class PartQueue:
+    """Who does which part next: each worker its own share from the front; one that is done takes the last part of
+    the worker with most left."""
+
+    def __init__(self, costs: Sequence[int], num_workers: int) -> None:
+        self._costs = list(costs)
+        cuts = balanced_cuts(np.array(self._costs), np.zeros(len(self._costs), np.int64), num_workers)
+        ends = [*cuts, len(self._costs)]
+        self._left = [list(range(start, end)) for start, end in zip([0, *cuts], ends, strict=True)]
+        self.num_stolen = 0  # parts
+
+    def take(self, worker: int) -> int | None:
+        """The next part of a worker, None if no part is left."""
+        if self._left[worker]:
+            return self._left[worker].pop(0)
+        victim = max(self._left, key=lambda parts: (sum(self._costs[part] for part in parts), len(parts)))
+        if not victim:
+            return None
+        self.num_stolen += 1
+        return victim.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker gets, in tokens, under a prefix cache that never evicts."""
+
+    num_rows: int
+    num_prompt_tokens: int
+    num_computed_tokens: int  # of the prompts
+    num_output_tokens: int
+
+
+class SharePlan:
+    """Predicts the shares of workers on the prompts of a file: 8 bytes per full block of them."""
+
+    def __init__(self, block_size: int) -> None:
+        self.keys = PrefixKeys(block_size)
+        self._hashes = array("Q")
+        self._num_blocks = array("q")
+        self._num_prompt_tokens = array("q")
+        self._num_output_tokens = array("q")
+
+    def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
+        """Add the next row."""
+        hashes = chain_hashes(token_ids, self.keys.block_size, cache_salt)
+        self.keys.add(token_ids, num_output_tokens, cache_salt)
+        self._hashes.extend(hashes)
+        self._num_blocks.append(len(hashes))
+        self._num_prompt_tokens.append(len(token_ids))
+        self._num_output_tokens.append(num_output_tokens)
+
+    def ways(self, num_workers: int) -> dict[str, list[Share]]:
+        """The shares of num_workers workers by way of distribution."""
+        num_rows, places = len(self.keys), np.arange(len(self.keys))
+        bucketed = np.zeros(num_rows, np.int64)
+        for worker, rows in enumerate(self.keys.ordered().parts(num_workers)):
+            bucketed[rows] = worker
+        shuffled = np.random.default_rng(0).permutation(num_rows)
+        return {
+            "bucketed by prefix": self._shares(bucketed, num_workers),
+            "round-robin": self._shares(places % num_workers, num_workers),
+            "random": self._shares(shuffled % num_workers, num_workers),
+        }
+
+    def _shares(self, worker_of_row: Ints, num_workers: int) -> list[Share]:
+        num_prompt = np.frombuffer(self._num_prompt_tokens, np.int64)
+        num_output = np.frombuffer(self._num_output_tokens, np.int64)
+        num_blocks = np.frombuffer(self._num_blocks, np.int64)
+        hashes = np.frombuffer(self._hashes, np.uint64)
+        worker_of_block = np.repeat(worker_of_row, num_blocks)
+        shares = []
+        for worker in range(num_workers):
+            mine, blocks = worker_of_row == worker, hashes[worker_of_block == worker]
+            num_hits = len(blocks) - len(np.unique(blocks))
+            total = int(num_prompt[mine].sum())
+            computed = total - num_hits * self.keys.block_size
+            shares.append(Share(int(mine.sum()), total, computed, int(num_output[mine].sum())))
+        return shares
+
+
+def balance(shares: Sequence[Share]) -> float:
+    """Most tokens that a worker has to compute, over the mean: 1 is perfect."""
+    work = [share.num_computed_tokens + share.num_output_tokens for share in shares]
+    return max(work) * len(work) / max(sum(work), 1)
+
+
+def facts(shares: Sequence[Share]) -> dict[str, Any]:
+    """What a way of distribution gives, over all workers."""
+    prompt = sum(share.num_prompt_tokens for share in shares)
+    computed = sum(share.num_computed_tokens for share in shares)
+    return {
+        "num_prompt_tokens": prompt,
+        "num_computed_tokens": computed,
+        "hit_rate": 1 - computed / prompt if prompt else 0.0,
+        "max_over_mean": balance(shares),
+        "num_rows_per_worker": [share.num_rows for share in shares],
+    }

@@ -1,0 +1,132 @@
+"""Rows that begin alike go to one worker, workers get equal work, and a worker that is done helps the others."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedcli.distributed.partition import PartQueue, PrefixKeys, SharePlan, balance, chain_hashes, facts
+from pagedcli.engine.sequence import Sequence
+from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.sampling_params import SamplingParams
+
+BLOCK = 4
+
+
+def keys_of(prompts, num_output_tokens=1):
+    keys = PrefixKeys(BLOCK)
+    for prompt in prompts:
+        keys.add(prompt, num_output_tokens)
+    return keys
+
+
+def families(num_families, num_rows, *, num_shared=8, num_own=3):
+    """Rows of several families, mixed: those of a family begin with the same tokens."""
+    rows = [
+        [family * 1000 + place for place in range(num_shared)] + [500 + row] * num_own
+        for row in range(num_rows)
+        for family in range(num_families)
+    ]
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def test_the_chain_hash_is_that_of_the_block_manager():
+    manager, tokens = BlockManager(8, BLOCK), list(range(11))
+    for salt in (None, "tenant"):
+        seq = Sequence(0, "0", tokens, SamplingParams(), max_new_tokens=1, cache_salt=salt)
+        manager.lookup(seq)
+        assert chain_hashes(tokens, BLOCK, salt) == [prefix.hash for prefix in seq.prefixes]
+
+
+def test_rows_of_a_family_are_neighbours_whatever_their_order_in_the_file():
+    prompts = families(5, 7)
+    rows = keys_of(prompts).ordered().rows
+    firsts = [prompts[row][0] for row in rows]
+    assert sum(a != b for a, b in pairwise(firsts)) == 4
+    assert sorted(rows) == list(range(len(prompts)))
+
+
+def test_rows_that_share_more_are_nearer():
+    system = list(range(8))
+    prompts = [system + [100 * (row % 3)] * 8 + [row] for row in range(12)]  # one system prompt, three documents
+    documents = [prompts[row][8] for row in keys_of(prompts).ordered().rows]
+    assert sum(a != b for a, b in pairwise(documents)) == 2
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=40),
+    num_parts=st.integers(1, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_row_is_in_exactly_one_part(prompts, num_parts):
+    parts = keys_of(prompts).ordered().parts(num_parts)
+    assert len(parts) <= num_parts
+    assert all(len(part) for part in parts)
+    assert sorted(np.concatenate(parts)) == list(range(len(prompts)))
+
+
+def test_parts_are_balanced_by_tokens_and_not_by_rows():
+    prompts = [[row] * (40 if row < 10 else 10) for row in range(50)]
+    parts = keys_of(prompts).ordered().parts(4)
+    work = [sum(len(prompts[row]) for row in part) for part in parts]
+    assert max(work) <= 1.2 * sum(work) / 4
+    assert len({len(part) for part in parts}) > 1
+
+
+def test_a_cut_falls_between_two_families_if_that_is_near_enough():
+    prompts = families(4, 10)
+    parts = keys_of(prompts).ordered().parts(2)
+    families_of = [{prompts[row][0] for row in part} for part in parts]
+    assert not families_of[0] & families_of[1]
+
+
+def test_one_family_is_still_shared_out_to_all_workers():
+    parts = keys_of(families(1, 40)).ordered().parts(4)
+    assert all(8 <= len(part) <= 11 for part in parts)
+
+
+def test_a_worker_that_is_done_takes_the_last_part_of_the_one_with_most_left():
+    queue = PartQueue([1] * 8, num_workers=2)
+    assert [queue.take(0) for _ in range(4)] == [0, 1, 2, 3]
+    assert queue.take(0) == 7
+    assert queue.num_stolen == 1
+    assert [queue.take(1) for _ in range(4)] == [4, 5, 6, None]
+
+
+@given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=20), turns=st.lists(st.integers(0, 2), max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_no_part_is_given_out_twice_and_none_is_forgotten(costs, turns):
+    queue = PartQueue(costs, num_workers=3)
+    taken = [queue.take(worker) for worker in [*turns, *[0] * (len(costs) + 1)]]
+    assert sorted(part for part in taken if part is not None) == list(range(len(costs)))
+
+
+def test_the_prediction_is_what_block_managers_that_never_evict_find():
+    prompts = families(6, 10, num_shared=13, num_own=5)
+    plan = SharePlan(BLOCK)
+    for prompt in prompts:
+        plan.add(prompt, 2)
+    for name, shares in plan.ways(3).items():
+        if name != "round-robin":
+            continue
+        for worker, share in enumerate(shares):
+            manager, num_cached = BlockManager(500, BLOCK), 0
+            for place, prompt in enumerate(prompts[worker::3]):
+                seq = Sequence(place, str(place), prompt, SamplingParams(), max_new_tokens=1)
+                manager.allocate(seq, manager.lookup(seq), len(prompt) - seq.num_cached_tokens)
+                num_cached += seq.num_cached_tokens
+                manager.deallocate(seq)
+            assert share.num_prompt_tokens - share.num_computed_tokens == num_cached
+
+
+def test_bucketed_shares_compute_least_and_are_balanced():
+    plan = SharePlan(BLOCK)
+    for prompt in families(12, 20, num_shared=40, num_own=5):
+        plan.add(prompt, 4)
+    ways = {name: facts(shares) for name, shares in plan.ways(4).items()}
+    computed = {name: way["num_computed_tokens"] for name, way in ways.items()}
+    assert computed["bucketed by prefix"] < min(computed["round-robin"], computed["random"])
+    assert balance(plan.ways(4)["bucketed by prefix"]) < 1.1
