@@ -40,6 +40,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     max_num_batched_tokens: int
     chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
     enable_prefix_caching: bool
+    part: int = 1  # of the trace of a resumed run, which begins with an empty pool; set by the reader of several files
 
 
 class RequestAdded(Event, frozen=True, gc=False):

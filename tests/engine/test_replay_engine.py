@@ -10,6 +10,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.errors import RequestError
 from pagedcli.inspection.check import TraceChecker, check_trace
+from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.trace_file import TraceReader, TraceWriter
 from pagedcli.sampling_params import SamplingParams
@@ -86,7 +87,7 @@ def test_the_figures_of_the_fold_are_those_of_the_engine(model):
     config = EngineConfig(
         model=str(model), dtype="float32", device="cpu", num_gpu_blocks_override=10, block_size=2, max_num_seqs=4
     )
-    engine = LLMEngine(config, emit=moment.apply)
+    engine = LLMEngine(config, emit=pool_fold(moment))
     for number in range(8):
         engine.add_request(str(number), [3, 4, 5, 3 + number % 3], SamplingParams(temperature=0, max_tokens=9))
     while engine.has_unfinished_requests():

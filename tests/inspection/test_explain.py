@@ -6,20 +6,16 @@ import pytest
 from simulation import Simulation
 
 from pagedcli.inspection.explain import Explainer, divergence_text
-from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.fold import pool_fold
 
 
 class Explained:
     """A simulation whose events are explained."""
 
     def __init__(self, num_blocks=100, block_size=4, **limits):
-        self.state, self.explainer = PoolState(), Explainer()
+        self.explainer = Explainer()
         limits = {"max_num_batched_tokens": 1000, "max_num_seqs": 8, "trace_tokens": True, **limits}
-        self.sim = Simulation(num_blocks, block_size, emit=self.apply, **limits)
-
-    def apply(self, event):
-        self.state.apply(event)
-        self.explainer.apply(event, self.state)
+        self.sim = Simulation(num_blocks, block_size, emit=pool_fold(self.explainer), **limits)
 
     def run(self, *prompts, max_new_tokens=1, cache_salt=None):
         """Each prompt alone, one after the other. Returns their lookups."""

@@ -32,6 +32,7 @@ from pagedcli.events import (
     TokensSampled,
 )
 from pagedcli.inspection.check import check_events, check_trace
+from pagedcli.inspection.fold import EventList, fold, pool_fold
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.perfetto import export_perfetto
 from pagedcli.inspection.replay import Replay
@@ -174,7 +175,7 @@ def test_hits_follow_the_law(num_requests, num_shared, block_size):
     """N requests that share P tokens, block S: hits = (N - 1) x floor(P / S) x S."""
     moment = Moment()
     sim = Simulation(
-        4000 // block_size + 20, block_size, emit=moment.apply, max_num_batched_tokens=8192, max_num_seqs=8
+        4000 // block_size + 20, block_size, emit=pool_fold(moment), max_num_batched_tokens=8192, max_num_seqs=8
     )
     for index in range(num_requests):
         sim.add([5] * num_shared + [100 + index] * 3, 2)
@@ -187,7 +188,7 @@ def test_hits_follow_the_law(num_requests, num_shared, block_size):
 def test_own_hits_after_a_preemption_are_not_hits_from_others():
     """Requests without anything in common hit nothing from each other, whatever they find again of themselves."""
     moment = Moment()
-    sim = Simulation(20, 2, emit=moment.apply, max_num_seqs=3, max_num_batched_tokens=64)
+    sim = Simulation(20, 2, emit=pool_fold(moment), max_num_seqs=3, max_num_batched_tokens=64)
     for index in range(3):
         sim.add(range(100 * index, 100 * index + 12), 6)
     sim.run()
@@ -207,8 +208,7 @@ def same(a: Moment, b: Moment) -> None:
 def test_any_walk_through_a_trace_shows_what_a_fresh_fold_shows(tmp_path, events, monkeypatch, snapshot_bytes):
     monkeypatch.setattr("pagedcli.inspection.replay._SNAPSHOT_BYTES", snapshot_bytes)
     fresh, moments = Moment(), []
-    for event in events:
-        fresh.apply(event)
+    for event in pool_fold(fresh).steps(EventList(events)):
         if isinstance(event, StepScheduled):
             moments.append(fresh.copy())
     moments.append(fresh)
@@ -244,8 +244,7 @@ def test_landmarks_are_the_steps_where_it_happened(tmp_path, events):
 
 def all_steps(events):
     moment, steps = Moment(), []
-    for event in events:
-        moment.apply(event)
+    for event in pool_fold(moment).steps(EventList(events)):
         if isinstance(event, StepFinished):
             steps.append(moment.state.step)
     return steps
@@ -264,8 +263,7 @@ def test_a_damaged_trace_can_be_looked_at_up_to_the_damage(tmp_path, events):
 def test_following_a_request_keeps_all_its_events(events):
     moment = Moment(follow="request-2")
     seq_ids = {event.seq_id for event in events if isinstance(event, RequestAdded) and event.request_id == "request-2"}
-    for event in events:
-        moment.apply(event)
+    fold(EventList(events), moment)
     assert moment.follow_seq_ids == seq_ids
     words = moment.last_words(1000)
     assert any("add seq 2: request request-2" in line for line in words)
@@ -298,9 +296,7 @@ def test_perfetto_export_has_a_row_per_sequence_and_the_counters(tmp_path, event
 
 def test_series_adds_up_to_the_totals(events):
     moment, series = Moment(), StepSeries()
-    for event in events:
-        moment.apply(event)
-        series.apply(event, moment.state)
+    fold(EventList(events), moment, series)
     columns = series.columns
     assert len(series) == moment.stats.num_steps
     assert sum(columns["new_tokens"]) == moment.stats.num_computed_tokens

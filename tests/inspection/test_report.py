@@ -11,7 +11,7 @@ import pytest
 from simulation import Simulation
 
 from pagedcli.events import StepScheduled
-from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.report import BlockFrames, embedded_json, render_report
 from pagedcli.inspection.trace_file import TraceReader, TraceWriter
 
@@ -70,12 +70,11 @@ def test_the_page_holds_the_run_and_nothing_from_outside(tmp_path):
 
 
 def test_frames_fold_to_the_pool_of_every_step(tmp_path):
-    moment, frames, pools = Moment(), BlockFrames(), []
-    for event in TraceReader(recorded(tmp_path / "run.jsonl")):
-        moment.apply(event)
-        frames.apply(event, moment)
+    frames, pools = BlockFrames(), []
+    folding = pool_fold(frames)
+    for event in folding.steps(TraceReader(recorded(tmp_path / "run.jsonl"))):
         if isinstance(event, StepScheduled):
-            state = moment.state
+            state = folding.state
             pools.append([code(state, block_id) for block_id in range(state.num_blocks)])
     folded = [0] * 40
     for delta, pool in zip(frames.grouped(1), pools, strict=True):

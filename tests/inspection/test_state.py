@@ -25,6 +25,7 @@ from pagedcli.events import (
     StepStarted,
     TokensSampled,
 )
+from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.state import PoolState
 from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.kvcache.prefix_hash import Prefix, compute_hash
@@ -80,13 +81,14 @@ class FoldMachine(RuleBasedStateMachine):
         colliding=st.booleans(),
     )
     def start(self, num_blocks: int, block_size: int, caching: bool, colliding: bool) -> None:
-        self.state = PoolState()
-        self.state.apply(engine_started(num_blocks, block_size))
+        self.emit = pool_fold()
+        self.state = self.emit.state
+        self.emit(engine_started(num_blocks, block_size))
         self.manager = BlockManager(
             num_blocks,
             block_size,
             enable_prefix_caching=caching,
-            emit=self.state.apply,
+            emit=self.emit,
             hash_function=(lambda tokens, prefix: 7) if colliding else compute_hash,
         )
         self.waiting: list[User] = []
@@ -94,7 +96,7 @@ class FoldMachine(RuleBasedStateMachine):
         self.next_seq_id = 0
 
     def add(self, user: User, sample_index: int = 0) -> None:
-        self.state.apply(
+        self.emit(
             RequestAdded(
                 user.seq_id, f"r{user.seq_id}", sample_index, user.num_prompt_tokens, 16, bool(user.cache_salt)
             )
@@ -130,7 +132,7 @@ class FoldMachine(RuleBasedStateMachine):
         if user not in self.running:
             self.running.append(user)
         if user.num_computed_tokens == len(user.token_ids):
-            self.state.apply(TokensSampled((user.seq_id,)))
+            self.emit(TokensSampled((user.seq_id,)))
             user.token_ids.append(len(user.token_ids) % 2)
 
     @precondition(lambda self: self.running)
@@ -168,14 +170,14 @@ class FoldMachine(RuleBasedStateMachine):
         user.num_preemptions += 1
         self.running.remove(user)
         self.waiting.insert(0, user)
-        self.state.apply(RequestPreempted(user.seq_id, user.seq_id, 1, dropped, freed))
+        self.emit(RequestPreempted(user.seq_id, user.seq_id, 1, dropped, freed))
 
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         user = data.draw(st.sampled_from(self.running + self.waiting))
         seq = self.state.seqs[user.seq_id]
-        self.state.apply(RequestFinished(user.seq_id, "abort", seq.num_output_tokens))
+        self.emit(RequestFinished(user.seq_id, "abort", seq.num_output_tokens))
         self.manager.deallocate(user)
         (self.running if user in self.running else self.waiting).remove(user)
 
@@ -238,26 +240,27 @@ def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
         (BlocksReused(0, (0,)), "no lookup of seq 0"),
         (BlockEvicted(0, 1), "holds hash None"),
         (BlockEvicted(7, 1), "there is no block 7 in a pool of 3"),
-        (BlocksFilled(0, (0,), (5,)), "not next in the block table"),
+        (BlocksFilled(0, (0,), (5,)), "not neighbours in the block table"),
         (BlocksReleased(0, (2,)), "not the block table"),
         (PrefixLookedUp(0, "new", 5, 3, 0, 0, None, None, None, 0), "0 hits of 3 blocks, where 2 can be asked for"),
         (RequestPreempted(0, 0, 1, 0, 0), "seq 0 is waiting, not running"),
         (RequestFinished(0, "stop", 3), "0 output tokens, not 3"),
         (StepScheduled(0, (0,), (1,), 0), "step 0 is not the one that runs"),
         (engine_started(3, 2), "a second start"),
+        (engine_started(3, 2, part=3), "a second start"),
     ],
 )
 def test_an_impossible_event_is_refused(event: object, message: str) -> None:
-    state = PoolState()
-    state.apply(engine_started(3, 2))
-    state.apply(RequestAdded(0, "r0", 0, 5, 16, False))
+    fold = pool_fold()
+    fold(engine_started(3, 2))
+    fold(RequestAdded(0, "r0", 0, 5, 16, False))
     with pytest.raises(TraceError, match=message):
-        state.apply(event)  # type: ignore[arg-type]
+        fold(event)  # type: ignore[arg-type]
 
 
 def test_events_before_the_start_are_refused() -> None:
     with pytest.raises(TraceError, match="before engine_started"):
-        PoolState().apply(StepStarted(0, 0))
+        pool_fold()(StepStarted(0, 0))
 
 
 def test_a_walk_over_a_hundred_thousand_blocks_ends_in_the_ledgers_of_the_manager() -> None:

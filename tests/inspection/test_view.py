@@ -14,6 +14,7 @@ from rich.console import Console
 from simulation import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
+from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.live import LiveView, StepPrinter
 from pagedcli.inspection.moment import Moment
@@ -38,10 +39,11 @@ def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
     """A busy moment: right after a step was scheduled."""
     rng = random.Random(7)
     moment = Moment()
+    fold = pool_fold(moment)
     kept = []
 
     def emit(event):
-        moment.apply(event)
+        fold(event)
         if isinstance(event, StepScheduled):
             kept[:] = [moment.copy()]
 
@@ -149,8 +151,7 @@ def test_nothing_is_said_by_colour_alone():
 
 
 def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
-    moment = Moment()
-    sim = Simulation(8, 4, emit=moment.apply, max_num_batched_tokens=100)
+    sim = Simulation(8, 4, max_num_batched_tokens=100)
     sim.add([1, 2, 3, 4, 5, 6, 7, 8], 5)
     sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
     sim.add([0, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
@@ -196,9 +197,10 @@ def test_the_reason_of_a_waiting_sequence_is_shown():
 def test_a_preemption_in_words():
     lines = []
     moment = Moment()
+    fold = pool_fold(moment)
 
     def emit(event):
-        moment.apply(event)
+        fold(event)
         if (words := describe(event, moment.state.step_number, moment.state.engine)) and " preempt " in words:
             lines.append(words)
 
@@ -211,7 +213,7 @@ def test_a_preemption_in_words():
 
 def test_text_from_requests_cannot_steer_the_terminal():
     moment = Moment()
-    sim = Simulation(8, 2, emit=moment.apply)
+    sim = Simulation(8, 2, emit=pool_fold(moment))
     sim.add([1, 2, 3], 2)
     evil = "\x1b[2J\x1b]0;owned\x07\u202e"
     moment.state.seqs[0].request_id = evil

@@ -15,6 +15,7 @@ from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file
 from pagedcli.inspection.check import check_trace
+from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.live import StepPrinter
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.perfetto import export_perfetto
@@ -140,11 +141,8 @@ def _print_steps(trace: Path, step: int | None, follow: str | None, format_: Ste
 
     reader = TraceReader(trace)
     printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
-    for event in reader:
-        try:
-            printer.on_event(event)
-        except TraceError as error:
-            raise TraceError(f"{trace}:{reader.line_number}: {error.message}") from error
+    for event in printer.fold.steps(reader):
+        printer.show(event)
         if step is not None and printer.num_printed:
             return
     _say_notes(reader.notes)
@@ -158,11 +156,7 @@ def _print_steps(trace: Path, step: int | None, follow: str | None, format_: Ste
 def _print_lines(trace: Path, follow: str | None) -> None:
 
     reader, moment = TraceReader(trace), Moment(follow=follow)
-    for event in reader:
-        try:
-            moment.apply(event)
-        except TraceError as error:
-            raise TraceError(f"{trace}:{reader.line_number}: {error.message}") from error
+    for event in pool_fold(moment).steps(reader):
         if isinstance(event, BlockEvicted):
             continue  # those of one step stand in one line
         for line in moment.new_words():

@@ -1,4 +1,4 @@
-"""Why each prefix lookup hit or missed, and what the best possible cache would have saved. A third fold.
+"""Why each prefix lookup hit or missed, and what the best possible cache would have saved.
 
 Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded it also finds where prompts diverge.
 """
@@ -7,9 +7,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from pagedcli.errors import TraceError
 from pagedcli.events import (
     BlockEvicted,
     BlocksFilled,
@@ -20,8 +19,9 @@ from pagedcli.events import (
     RequestPreempted,
     TokensSampled,
 )
+from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.fold import EventSource, fold
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_file import TraceReader
 
 Reason = Literal[
     "all_hit", "evicted", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix", "different_salt",
@@ -173,15 +173,10 @@ class Totals:
         self.less_than_block += max(0, lookup.num_shared_tokens - lookup.num_shared_blocks * size)
 
 
-def explain_trace(reader: TraceReader) -> tuple["Explainer", PoolState]:
-    """Fold a whole trace file. Raises TraceError like the reader, or where the trace contradicts itself."""
-    explainer, state = Explainer(), PoolState()
-    for event in reader:
-        try:
-            state.apply(event)
-        except TraceError as error:
-            raise TraceError(f"{reader.path}:{reader.line_number}: {error.message}") from error
-        explainer.apply(event, state)
+def explain_trace(source: EventSource) -> tuple["Explainer", PoolState]:
+    """Fold a whole trace. Raises TraceError like the source, or where the trace contradicts itself."""
+    explainer = Explainer()
+    state = fold(source, explainer)
     explainer.finish()
     return explainer, state
 
@@ -202,8 +197,8 @@ def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] 
     )
 
 
-class Explainer:
-    """Collects every lookup. `apply` is called after the state has the event; `finish` after the last one."""
+class Explainer(View[PoolState]):
+    """Collects every lookup. Call `finish` after the last event."""
 
     def __init__(self) -> None:
         self.lookups: list[Lookup] = []
@@ -216,22 +211,11 @@ class Explainer:
         self._requests: dict[int, tuple[str, bool]] = {}  # of live sequences: id, salted
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
         self._earlier: list[tuple[tuple[int, ...], int, str, bool]] = []  # tokens seen before, sorted
-        self._handlers: dict[type[Event], Callable[[Any, PoolState], None]] = {
-            RequestAdded: self._request_added,
-            PrefixLookedUp: self._prefix_looked_up,
-            BlocksFilled: self._blocks_filled,
-            BlockEvicted: self._block_evicted,
-            TokensSampled: self._tokens_sampled,
-            RequestPreempted: self._request_preempted,
-            RequestFinished: self._request_finished,
-        }
 
     def apply(self, event: Event, state: PoolState) -> None:
-        """Take in the next event."""
+        """Take in an event that the state has."""
         self._num_events += 1
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event, state)
+        super().apply(event, state)
 
     def finish(self) -> None:
         """Settle the lookups whose blocks were never computed."""
@@ -252,13 +236,13 @@ class Explainer:
 
     # ------------------------------------------------------------------ events
 
-    def _request_added(self, event: RequestAdded, state: PoolState) -> None:
+    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
         self.block_size = state.block_size
         self._requests[event.seq_id] = event.request_id, event.salted
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
-    def _prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
         if event.reason == "continued":
             self._taken_over(event)
             return
@@ -296,7 +280,7 @@ class Explainer:
         if lookup.num_unknown == 0:
             self._settle(event.seq_id)
 
-    def _blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         since, lookup = self._open.get(event.seq_id, (0, None))
         index = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
         for block_hash in event.hashes:
@@ -318,19 +302,19 @@ class Explainer:
         if lookup is not None and lookup.num_unknown == 0:
             self._settle(event.seq_id)
 
-    def _block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
         if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
             self._ghosts[event.hash] = self._evictions.append(), state.step_number
 
-    def _tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
             if seq_id in self._token_ids:
                 self._token_ids[seq_id].append(token_id)
 
-    def _request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
         self._settle(event.seq_id)
 
-    def _request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
         self._settle(event.seq_id)
         token_ids = self._token_ids.pop(event.seq_id, None)
         if token_ids is not None and event.num_output_tokens:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from pagedcli.errors import TraceError
 from pagedcli.events import EngineStarted, Event, StepFinished, StepScheduled
+from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summary
@@ -35,6 +36,7 @@ class StepPrinter:
         self, console: Console, *, follow: str | None = None, only_step: int | None = None, as_json: bool = False
     ) -> None:
         self.moment = Moment(follow=follow)
+        self.fold = pool_fold(self.moment)
         self.num_printed = 0
         self._console = console
         self._only_step = only_step
@@ -42,7 +44,11 @@ class StepPrinter:
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the engine. Raises TraceError if it contradicts the ones before."""
-        self.moment.apply(event)
+        self.fold(event)
+        self.show(event)
+
+    def show(self, event: Event) -> None:
+        """Print the step if this event, which the fold has, completes what its forward pass sees."""
         if isinstance(event, StepScheduled) and self._only_step in (None, event.step):
             self.num_printed += 1
             if self._as_json:
@@ -63,6 +69,7 @@ class LiveView:
         self, console: Console, *, title: str = "pagedcli trace", follow: str | None = None, paused: bool = False
     ) -> None:
         self.moment = Moment(follow=follow)
+        self._fold = pool_fold(self.moment)
         self._console = console
         self._title = title
         self._paused = paused
@@ -93,7 +100,7 @@ class LiveView:
         if self._damage is not None:
             return
         try:
-            self.moment.apply(event)
+            self._fold(event)
         except TraceError as error:
             self._damage = error.message
             return

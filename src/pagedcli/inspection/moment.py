@@ -1,4 +1,4 @@
-"""Everything a view shows of one moment of a run: the pool, the figures and the last events.
+"""Everything a screen shows of one moment of a run: the pool, the figures and the last events.
 
 Used by the live view and by replay, so that they cannot disagree.
 """
@@ -20,6 +20,7 @@ from pagedcli.events import (
     RequestRefused,
     SequenceForked,
 )
+from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, Hits, RunStats, memory_use, num_recomputed_tokens, pool_counts
 from pagedcli.inspection.words import describe, event_seq_ids, plural
@@ -36,24 +37,24 @@ _NOTABLE = (
 _KEPT_EVENTS = 400
 
 
-class Moment:
-    """Folds events into a state, its statistics and a short memory of events.
+class Moment(View[PoolState]):
+    """A state, its statistics and a short memory of events.
 
     `follow` is a request id, or `seq:31` for one sequence: its blocks are marked and all its events kept.
     """
 
     def __init__(self, *, follow: str | None = None) -> None:
-        self.state = PoolState()
+        self.state = PoolState()  # that of the fold, from the first event on
         self.stats = RunStats()
         self.follow = follow
         self.follow_seq_ids: set[int] = set()
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
         self._num_unsaid = 0  # events since new_words
 
-    def apply(self, event: Event) -> None:
-        """Take in the next event. Raises TraceError if it is impossible now."""
-        self.state.apply(event)
-        self.stats.apply(event, self.state)
+    def apply(self, event: Event, state: PoolState) -> None:
+        """Take in an event that the state has."""
+        self.state = state
+        self.stats.apply(event, state)
         if self.follow is None:
             if isinstance(event, _NOTABLE):
                 self._keep(event)

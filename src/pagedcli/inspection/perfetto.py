@@ -8,48 +8,58 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pagedcli.errors import TraceError
 from pagedcli.events import RequestFinished, RequestPreempted, StepFinished, StepStarted
+from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.fold import EventSource, fold
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import RunStats
 from pagedcli.inspection.timeline import SeqTimeline, Timelines
-from pagedcli.inspection.trace_file import TraceReader
 
 _ENGINE, _SEQUENCES = 1, 2  # process ids in the viewer
 
 
-def export_perfetto(reader: TraceReader, file: BinaryIO) -> None:
-    """Write the whole trace. Raises TraceError like the reader, or where the trace contradicts itself."""
-    out = _Writer(file)
-    state, stats, timelines = PoolState(), RunStats(), Timelines()
-    starts: list[float] = []  # per step, from the first
-    first_step = 0
-    ended: list[int] = []  # sequences that ended in the current step, whose end is not known yet
-    for event in reader:
-        try:
-            state.apply(event)
-        except TraceError as error:
-            raise TraceError(f"{reader.path}:{reader.line_number}: {error.message}") from error
-        stats.apply(event, state)
-        timelines.apply(event, state)
-        if isinstance(event, StepStarted):
-            if not starts:
-                first_step, out.zero_ns = event.step, event.time_ns
-            starts.append(out.at(event.time_ns))
-        elif isinstance(event, StepFinished):
-            out.step(state, stats)
-            for seq_id in ended:
-                out.sequence(timelines.seqs.pop(seq_id), starts, first_step)
-            ended.clear()
-        elif isinstance(event, RequestPreempted):
-            name = f"preempted for seq {event.for_seq_id}"
-            out.write(ph="i", s="t", name=name, pid=_SEQUENCES, tid=event.seq_id, ts=starts[-1] if starts else 0.0)
-        elif isinstance(event, RequestFinished):
-            ended.append(event.seq_id)
-    timelines.finish(state)
-    for seq in timelines.seqs.values():
-        out.sequence(seq, starts, first_step)
-    out.close()
+def export_perfetto(source: EventSource, file: BinaryIO) -> None:
+    """Write the whole trace. Raises TraceError like the source, or where the trace contradicts itself."""
+    stats, timelines = RunStats(), Timelines()
+    rows = _Rows(_Writer(file), stats, timelines)
+    rows.finish(fold(source, stats, timelines, rows))
+
+
+class _Rows(View[PoolState]):
+    """Writes each step when it is over, and each sequence when the end of its last phase is known."""
+
+    def __init__(self, out: "_Writer", stats: RunStats, timelines: Timelines) -> None:
+        self._out = out
+        self._stats = stats
+        self._timelines = timelines
+        self._starts: list[float] = []  # per step, from the first
+        self._first_step = 0
+        self._ended: list[int] = []  # sequences that ended in the current step
+
+    def on_step_started(self, event: StepStarted, state: PoolState) -> None:
+        if not self._starts:
+            self._first_step, self._out.zero_ns = event.step, event.time_ns
+        self._starts.append(self._out.at(event.time_ns))
+
+    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._out.step(state, self._stats)
+        for seq_id in self._ended:
+            self._out.sequence(self._timelines.seqs.pop(seq_id), self._starts, self._first_step)
+        self._ended.clear()
+
+    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+        name, ts = f"preempted for seq {event.for_seq_id}", self._starts[-1] if self._starts else 0.0
+        self._out.write(ph="i", s="t", name=name, pid=_SEQUENCES, tid=event.seq_id, ts=ts)
+
+    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+        self._ended.append(event.seq_id)
+
+    def finish(self, state: PoolState) -> None:
+        """Write the sequences that the trace leaves unfinished."""
+        self._timelines.finish(state)
+        for seq in self._timelines.seqs.values():
+            self._out.sequence(seq, self._starts, self._first_step)
+        self._out.close()
 
 
 class _Writer:

@@ -6,10 +6,12 @@ A stop is the moment right after a step was scheduled, which is what its forward
 from bisect import bisect_left, bisect_right
 from typing import Literal
 
+import msgspec
+
 from pagedcli.errors import TraceError
-from pagedcli.events import BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepScheduled
+from pagedcli.events import AnyEvent, BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepScheduled
+from pagedcli.inspection.fold import EventSource, Fold, pool_fold
 from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.trace_file import TraceReader
 
 Landmark = Literal["preemption", "eviction", "miss"]
 _SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
@@ -19,28 +21,27 @@ class Replay:
     """All stops of a trace. The events stay encoded; snapshots of the fold make going back cheap.
 
     A trace that breaks a law in the middle can be looked at up to there; `damage` then says what is wrong.
-    Raises: TraceError if not even one step is sound; UsageError if the file cannot be read.
+    Raises: TraceError if not even one step is sound; UsageError if the source cannot be read.
     """
 
-    def __init__(self, reader: TraceReader, *, follow: str | None = None) -> None:
+    def __init__(self, source: EventSource, *, follow: str | None = None) -> None:
         self.steps: list[int | None] = []  # per stop the step, None: the end
         self.damage: str | None = None
-        self._reader = reader
-        self._chunks: list[bytes] = []  # per stop the lines that lead to it from the one before
+        self._encode = msgspec.json.Encoder().encode
+        self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+        self._chunks: list[bytes] = []  # per stop the events that lead to it from the one before
         self._landmarks: dict[Landmark, list[int]] = {"preemption": [], "eviction": [], "miss": []}  # stops, rising
         self._position = -1
         self._moment = Moment(follow=follow)
         self._snapshots: dict[int, Moment] = {-1: self._moment.copy()}  # by stop
         self._interval = 32  # stops between snapshots
-        self._read()
+        self._read(source)
 
-    def _read(self) -> None:
-        reader, lines = self._reader, list[bytes]()
+    def _read(self, source: EventSource) -> None:
+        lines: list[bytes] = []
         try:
-            for line in reader.lines():
-                event = reader.decode(line)
-                self._moment.apply(event)
-                lines.append(line)
+            for event in pool_fold(self._moment).steps(source):
+                lines.append(self._encode(event))
                 self._note_landmark(event)
                 if isinstance(event, StepScheduled):
                     self._add_stop(event.step, lines)
@@ -48,8 +49,7 @@ class Replay:
         except TraceError as error:
             if not self.steps:
                 raise
-            place = "" if error.message.startswith(str(reader.path)) else f"{reader.path}:{reader.line_number}: "
-            self.damage = place + error.message
+            self.damage = error.message
             self._position, self._moment = -1, self._snapshots[-1].copy()
         else:
             self._add_stop(None, lines)
@@ -101,11 +101,11 @@ class Replay:
         nearest = nearest if nearest in self._snapshots else -1
         if not nearest <= self._position <= stop:
             self._position, self._moment = nearest, self._snapshots[nearest].copy()
+        again = Fold(self._moment.state, self._moment)  # the laws have seen these events
         while self._position < stop:
             self._position += 1
-            for line in self._chunks[self._position].split(b"\n"):
-                if line:
-                    self._moment.apply(self._reader.decode(line))
+            for line in self._chunks[self._position].splitlines():
+                again(self._decoder.decode(line))
         return self._moment
 
     def stop_of_step(self, step: int) -> int | None:

@@ -13,10 +13,20 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.errors import TraceError
-from pagedcli.events import BlockEvicted, Event, StepScheduled
+from pagedcli.events import (
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksFilled,
+    BlocksReleased,
+    BlocksReused,
+    SequenceForked,
+    StepScheduled,
+)
+from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text
+from pagedcli.inspection.fold import fold
 from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import StepSeries
 from pagedcli.inspection.timeline import Timelines
 from pagedcli.inspection.trace_file import TraceReader
@@ -27,6 +37,7 @@ _GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "
 _STATUSES = ("waiting", "prefill", "decode", "preempted")
 _MOST_SHARED = 11  # owners of a block told apart on the map
 
+_Blocks = BlocksReused | BlocksAllocated | BlocksFilled | BlocksReleased | SequenceForked
 Decode = Callable[[tuple[int, ...]], str]
 
 
@@ -36,26 +47,18 @@ def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
     Raises: TraceError like the reader, or where the trace contradicts itself.
     """
     moment, series, timelines, explainer, frames = Moment(), StepSeries(), Timelines(), Explainer(), BlockFrames()
-    for event in reader:
-        try:
-            moment.apply(event)
-        except TraceError as error:
-            raise TraceError(f"{reader.path}:{reader.line_number}: {error.message}") from error
-        series.apply(event, moment.state)
-        timelines.apply(event, moment.state)
-        explainer.apply(event, moment.state)
-        frames.apply(event, moment)
+    state = fold(reader, moment, series, timelines, explainer, frames)
     explainer.finish()
-    timelines.finish(moment.state)
-    frames.add(moment)
+    timelines.finish(state)
+    frames.add(state)
     group = max(1, -(-len(series) // MAX_FRAMES))
     document = {
         "file": reader.path.name,
         "notes": reader.notes,
-        "engine": msgspec.to_builtins(moment.state.engine),
+        "engine": msgspec.to_builtins(state.engine),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
-        "numUnfinished": len(moment.state.seqs),
-        "refused": [msgspec.to_builtins(event) for event in moment.state.refused[:1000]],
+        "numUnfinished": len(state.seqs),
+        "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],
         "firstStep": frames.first_step,
         "numSteps": len(series),
         "group": group,
@@ -78,7 +81,7 @@ def embedded_json(document: Any) -> str:
     return text
 
 
-class BlockFrames:
+class BlockFrames(View[PoolState]):
     """The pool at every step as the changes since the step before: block_id * 16 + what it is.
 
     0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more.
@@ -90,20 +93,22 @@ class BlockFrames:
         self._codes = bytearray()
         self._touched: set[int] = set()
 
-    def apply(self, event: Event, moment: Moment) -> None:
-        """Called after the moment has the event."""
-        if isinstance(event, StepScheduled):
-            if not self.deltas:
-                self.first_step = event.step
-            self.add(moment)
-        elif isinstance(event, BlockEvicted):
-            self._touched.add(event.block_id)
-        else:
-            self._touched.update(getattr(event, "block_ids", ()))
+    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        if not self.deltas:
+            self.first_step = event.step
+        self.add(state)
 
-    def add(self, moment: Moment) -> None:
+    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+        self._touched.add(event.block_id)
+
+    def _touch(self, event: _Blocks, state: PoolState) -> None:
+        self._touched.update(event.block_ids)
+
+    on_blocks_reused = on_blocks_allocated = on_blocks_filled = on_blocks_released = on_sequence_forked = _touch
+
+    def add(self, state: PoolState) -> None:
         """A frame of the pool as it stands."""
-        state, codes = moment.state, self._codes
+        codes = self._codes
         if not codes:
             codes.extend(bytes(state.num_blocks))
         delta = array("q")

@@ -1,4 +1,4 @@
-"""Figures of a run, each with its window and unit: hit rates, work lost, memory. A second fold, beside PoolState.
+"""Figures of a run, each with its window and unit: hit rates, work lost, memory. Views of PoolState.
 
 Used by the views and the report; knows no terminal.
 """
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from pagedcli.events import (
     BlocksFilled,
-    Event,
     PrefixLookedUp,
     RequestPreempted,
     StepFinished,
     StepScheduled,
     TokensSampled,
 )
+from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
 
 ROLLING_STEPS = 100
@@ -66,8 +66,8 @@ class Hits:
         (self.own if own else self.from_others).add(event, sign)
 
 
-class RunStats:
-    """Totals of the run and of its last ROLLING_STEPS steps. `apply` is called after the state has the event."""
+class RunStats(View[PoolState]):
+    """Totals of the run and of its last ROLLING_STEPS steps."""
 
     def __init__(self) -> None:
         self.run = Hits()
@@ -83,34 +83,29 @@ class RunStats:
         self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
         self._window: deque[tuple[int, int, list[tuple[PrefixLookedUp, bool]]]] = deque()  # per step: busy ns, tokens
 
-    def apply(self, event: Event, state: PoolState) -> None:
-        kind = type(event)
-        if kind is BlocksFilled:
-            assert isinstance(event, BlocksFilled)
-            found = state.hash_to_block_id
-            filled = zip(event.block_ids, event.hashes, strict=True)
-            self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in filled)
-        elif kind is PrefixLookedUp:
-            assert isinstance(event, PrefixLookedUp)
-            own = state.seqs[event.seq_id].repeats
-            self.run.add(event, own=own)
-            self.rolling.add(event, own=own)
-            self._lookups.append((event, own))
-        elif kind is StepScheduled:
-            assert isinstance(event, StepScheduled)
-            self.num_computed_tokens += sum(event.num_new_tokens)
-            self.peak_used_blocks = max(self.peak_used_blocks, state.num_used_blocks)
-        elif kind is TokensSampled:
-            assert isinstance(event, TokensSampled)
-            self.num_generated_tokens += len(event.seq_ids)
-        elif kind is RequestPreempted:
-            assert isinstance(event, RequestPreempted)
-            self.num_preemptions += 1
-            self.num_dropped_tokens += event.num_tokens_dropped
-        elif kind is StepFinished:
-            self._step_finished(state)
+    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+        found = state.hash_to_block_id
+        filled = zip(event.block_ids, event.hashes, strict=True)
+        self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in filled)
 
-    def _step_finished(self, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        own = state.seqs[event.seq_id].repeats
+        self.run.add(event, own=own)
+        self.rolling.add(event, own=own)
+        self._lookups.append((event, own))
+
+    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        self.num_computed_tokens += sum(event.num_new_tokens)
+        self.peak_used_blocks = max(self.peak_used_blocks, state.num_used_blocks)
+
+    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+        self.num_generated_tokens += len(event.seq_ids)
+
+    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+        self.num_preemptions += 1
+        self.num_dropped_tokens += event.num_tokens_dropped
+
+    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
         step = state.step
         assert step is not None
         self.num_steps += 1
@@ -118,8 +113,8 @@ class RunStats:
         self._window.append((step.busy_ns, step.num_sampled, self._lookups))
         self._lookups = []
         if len(self._window) > ROLLING_STEPS:
-            for event, own in self._window.popleft()[2]:
-                self.rolling.add(event, own=own, sign=-1)
+            for lookup, own in self._window.popleft()[2]:
+                self.rolling.add(lookup, own=own, sign=-1)
 
     def copy(self) -> "RunStats":
         """A snapshot that later events do not change."""
@@ -196,8 +191,8 @@ def num_recomputed_tokens(state: PoolState) -> int:
     return live + sum(seq.num_recomputed_tokens for seq in state.finished.values())
 
 
-class StepSeries:
-    """One number per step and column, for curves: what the report and the Perfetto export draw."""
+class StepSeries(View[PoolState]):
+    """One number per step and column, for curves. The pool is seen as the step's forward pass sees it."""
 
     COLUMNS = (
         "start_ns", "busy_ns", "used", "shared", "cached", "running", "waiting", "new_tokens", "sampled",
@@ -212,25 +207,27 @@ class StepSeries:
     def __len__(self) -> int:
         return len(self.columns["start_ns"])
 
-    def apply(self, event: Event, state: PoolState) -> None:
-        """Called after the state has the event. The pool is seen as the step's forward pass sees it."""
-        if isinstance(event, PrefixLookedUp):
-            self._hits.add(event, own=state.seqs[event.seq_id].repeats)
-        elif type(event) is StepScheduled:
-            running = len(state.running())
-            self._at_schedule = (
-                state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
-                len(state.seqs) - running, sum(event.num_new_tokens),
-            )  # fmt: skip
-            self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
-        elif type(event) is StepFinished and self._at_schedule:
-            step = state.step
-            assert step is not None
-            hits, self._hits = self._hits, Hits()
-            row = (
-                step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
-                hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,
-                self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
-            )  # fmt: skip
-            for column, value in zip(self.columns.values(), row, strict=True):
-                column.append(value)
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        self._hits.add(event, own=state.seqs[event.seq_id].repeats)
+
+    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        running = len(state.running())
+        self._at_schedule = (
+            state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
+            len(state.seqs) - running, sum(event.num_new_tokens),
+        )  # fmt: skip
+        self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
+
+    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        step = state.step
+        assert step is not None
+        if not self._at_schedule:
+            return
+        hits, self._hits = self._hits, Hits()
+        row = (
+            step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
+            hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,
+            self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
+        )  # fmt: skip
+        for column, value in zip(self.columns.values(), row, strict=True):
+            column.append(value)

@@ -1,9 +1,8 @@
-"""What each sequence did in which steps: waiting, prefill, decode, preempted. A fold for the report and Perfetto."""
+"""What each sequence did in which steps: waiting, prefill, decode, preempted. A view for the report and Perfetto."""
 
 from dataclasses import dataclass, field
 
 from pagedcli.events import (
-    Event,
     PrefixLookedUp,
     RequestAdded,
     RequestFinished,
@@ -11,6 +10,7 @@ from pagedcli.events import (
     SequenceForked,
     TokensSampled,
 )
+from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.records import Status
 from pagedcli.inspection.state import PoolState
 
@@ -36,34 +36,35 @@ class SeqTimeline:
     num_output_tokens: int = 0
 
 
-class Timelines:
-    """`apply` is called after the state has the event; `finish` after the last one."""
+class Timelines(View[PoolState]):
+    """Call `finish` after the last event."""
 
     def __init__(self) -> None:
         self.seqs: dict[int, SeqTimeline] = {}
 
-    def apply(self, event: Event, state: PoolState) -> None:
-        """Take in the next event."""
-        step = state.step
-        # between two steps, what happens belongs to the next one
-        now = 0 if step is None else step.step + (step.end_ns is not None)
-        if isinstance(event, TokensSampled):
-            for seq_id in event.seq_ids:
-                if self.seqs[seq_id].phases[-1].status == "prefill":
-                    self._enter(seq_id, "decode", now + 1)
-        elif isinstance(event, RequestAdded):
-            self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, event.num_prompt_tokens)
-            self._enter(event.seq_id, "waiting", now)
-        elif isinstance(event, PrefixLookedUp) and event.reason != "continued":
-            self._enter(event.seq_id, "prefill", now)
-        elif isinstance(event, SequenceForked):
-            self._enter(event.seq_id, "decode", now + 1)
-        elif isinstance(event, RequestPreempted):
-            self._enter(event.seq_id, "preempted", now)
-        elif isinstance(event, RequestFinished):
-            seq = self.seqs[event.seq_id]
-            self._end(seq, now)
-            seq.finish_reason, seq.num_output_tokens = event.reason, event.num_output_tokens
+    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+        self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, event.num_prompt_tokens)
+        self._enter(event.seq_id, "waiting", _now(state))
+
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        if event.reason != "continued":
+            self._enter(event.seq_id, "prefill", _now(state))
+
+    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+        self._enter(event.seq_id, "decode", _now(state) + 1)
+
+    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+        for seq_id in event.seq_ids:
+            if self.seqs[seq_id].phases[-1].status == "prefill":
+                self._enter(seq_id, "decode", _now(state) + 1)
+
+    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+        self._enter(event.seq_id, "preempted", _now(state))
+
+    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+        seq = self.seqs[event.seq_id]
+        self._end(seq, _now(state))
+        seq.finish_reason, seq.num_output_tokens = event.reason, event.num_output_tokens
 
     def finish(self, state: PoolState) -> None:
         """Close the phases of sequences that the trace leaves unfinished."""
@@ -81,3 +82,9 @@ class Timelines:
         seq.phases[-1].last_step = last_step
         if last_step < seq.phases[-1].first_step:  # it did not last a step
             seq.phases.pop()
+
+
+def _now(state: PoolState) -> int:
+    """The current step; between two steps the next one, to which what happens belongs."""
+    step = state.step
+    return 0 if step is None else step.step + (step.end_ns is not None)

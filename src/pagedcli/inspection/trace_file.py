@@ -96,12 +96,20 @@ class TraceReader:
         self.notes: list[str] = []
         self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
-    def __iter__(self) -> Iterator[Event]:
-        for line in self.lines():
-            yield self.decode(line)
+    @property
+    def place(self) -> str:
+        """File and line of the event given last."""
+        return f"{self.path}:{self.line_number}"
 
-    def lines(self) -> Iterator[bytes]:
-        """The undecoded lines, the first one checked. line_number follows."""
+    def __iter__(self) -> Iterator[Event]:
+        for line in self._lines():
+            try:
+                yield self._decoder.decode(line)
+            except msgspec.DecodeError as error:  # a ValidationError is one, too
+                raise TraceError(f"{self.place}: {error}") from error
+
+    def _lines(self) -> Iterator[bytes]:
+        """The undecoded lines, the first one checked."""
         self.line_number = 0
         for line in self._split():
             self.line_number += 1
@@ -110,13 +118,6 @@ class TraceReader:
             yield line
         if self.line_number == 0:
             raise TraceError(f"{self.path}: the file is empty, not a trace")
-
-    def decode(self, line: bytes) -> Event:
-        """The event of the line at line_number."""
-        try:
-            return self._decoder.decode(line)
-        except msgspec.DecodeError as error:  # a ValidationError is one, too
-            raise TraceError(f"{self.path}:{self.line_number}: {error}") from error
 
     def _check_first(self, line: bytes) -> None:
         try:

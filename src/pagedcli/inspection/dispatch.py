@@ -1,0 +1,37 @@
+"""Dispatch by the type of an event: one method per event, named after it. Used by the state, the laws and all views."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pagedcli.events import Event
+
+S = TypeVar("S", contravariant=True)
+Handler = Callable[..., None]
+
+
+def handlers_of(cls: type, prefix: str) -> dict[type[Event], Handler]:
+    """The methods of a class that are called `prefix` + the tag of an event. Raises TypeError for a name that is none,
+    which would never be called."""
+    by_tag = {event_type.__struct_config__.tag: event_type for event_type in Event.__subclasses__()}
+    names = [name for name in dir(cls) if name.startswith(prefix)]
+    unknown = [name for name in names if name.removeprefix(prefix) not in by_tag]
+    if unknown:
+        raise TypeError(f"{cls.__name__} handles events that do not exist: {', '.join(unknown)}")
+    return {by_tag[name.removeprefix(prefix)]: getattr(cls, name) for name in names}
+
+
+class View(Generic[S]):
+    """Something that is folded along a state S: a method `on_<event>(event, state)` for each type of event it needs,
+    called when the state has the event."""
+
+    _on: ClassVar[dict[type[Event], Handler]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._on = handlers_of(cls, "on_")
+
+    def apply(self, event: Event, state: S) -> None:
+        """Take in an event that the state has."""
+        handler = self._on.get(type(event))
+        if handler is not None:
+            handler(self, event, state)

@@ -1,0 +1,279 @@
+"""What a pool can do: refuses each event that is impossible in the state it meets, so that the state trusts the rest.
+
+Used by every fold of our engine's events. Further laws, which no state needs, are in check.py.
+"""
+
+from itertools import islice
+from typing import Any, NoReturn
+
+from pagedcli.errors import TraceError
+from pagedcli.events import (
+    SCHEMA_VERSION,
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksFilled,
+    BlocksReleased,
+    BlocksReused,
+    EngineStarted,
+    Event,
+    PrefixLookedUp,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestRefused,
+    RequestWaiting,
+    SequenceForked,
+    StepFinished,
+    StepScheduled,
+    StepStarted,
+    TokensSampled,
+)
+from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.records import SeqState, StepRecord
+from pagedcli.inspection.state import PoolState
+
+MOST_BLOCKS = 1 << 23  # rebuilding a pool takes about 200 bytes per block
+MOST_TOKENS = 1 << 40  # of a sequence, and per block: sums stay in 64 bits
+MOST_NS = 1 << 62
+
+
+def refuse(event: Event, what: str) -> NoReturn:
+    """Raise the TraceError of an event that cannot be."""
+    raise TraceError(f"{event.__struct_config__.tag}: {what}")
+
+
+class PoolLaws(View[PoolState]):
+    """`check` is called before the state has the event. Some changes take several events; what is due next is kept."""
+
+    def __init__(self) -> None:
+        self._due: tuple[tuple[type[Event], ...], str] | None = None  # what must come next, in the middle of what
+        self._evicted: set[int] = set()  # blocks not yet taken by BlocksAllocated
+        self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
+        self._lookup: PrefixLookedUp | None = None  # its hits are claimed next
+        self._num_just_freed = 0  # blocks that the last BlocksReleased made free
+
+    def check(self, event: Event, state: PoolState) -> None:
+        """Raises TraceError if the event is impossible in this state."""
+        if type(event) not in self._on:
+            raise TraceError(f"{type(event).__name__} is not an event of schema version {SCHEMA_VERSION}")
+        if state.engine is None and type(event) is not EngineStarted:
+            refuse(event, "comes before engine_started, which must be the first record")
+        due, self._due = self._due, None
+        if due is not None and type(event) not in due[0]:
+            refuse(event, f"comes where {due[1]}")
+        self.apply(event, state)
+
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        if event.part != (1 if state.engine is None else state.engine.part + 1):
+            refuse(event, "a second start in one trace")
+        if not 1 <= event.num_blocks <= MOST_BLOCKS or not 1 <= event.block_size <= MOST_TOKENS:
+            refuse(
+                event,
+                f"a pool of {event.num_blocks:,} blocks of {event.block_size:,} tokens; "
+                f"at most {MOST_BLOCKS:,} blocks can be looked at",
+            )
+        if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
+            refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
+
+    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+        if state.seq(event.seq_id) is not None:
+            refuse(event, f"seq {event.seq_id} exists already")
+        if not 1 <= event.num_prompt_tokens <= MOST_TOKENS or not 1 <= event.max_new_tokens <= MOST_TOKENS:
+            refuse(
+                event,
+                f"seq {event.seq_id} has {event.num_prompt_tokens} prompt tokens "
+                f"and may generate {event.max_new_tokens}",
+            )
+
+    def on_request_refused(self, event: RequestRefused, state: PoolState) -> None:
+        """Always possible."""
+
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        seq, size = self._live(event, state), state.block_size
+        continued = event.reason == "continued"
+        if continued != seq.running or (seq.block_table and not continued):
+            refuse(event, f"{event.reason}, but seq {seq.seq_id} is {seq.status} with blocks {seq.block_table}")
+        first = seq.num_computed_tokens // size if continued else 0
+        asked = event.num_tokens // size - first
+        if event.blocks_asked != asked or not continued <= event.blocks_hit <= asked:
+            refuse(event, f"{event.blocks_hit} hits of {event.blocks_asked} blocks, where {asked} can be asked for")
+        num_computed = min((first + event.blocks_hit) * size, event.num_tokens - 1)
+        before = seq.num_computed_tokens if continued else 0
+        if event.tokens_hit != num_computed - before or (continued and event.tokens_hit < 1):
+            refuse(event, f"{event.blocks_hit} blocks from block {first} on are not {event.tokens_hit} tokens hit")
+        if event.blocks_hit:
+            claim = f"seq {seq.seq_id} claims the {event.blocks_hit} blocks of its lookup"
+            drops = continued and first < len(seq.block_table)  # its partial block gives way first
+            self._due = (BlocksReleased if drops else BlocksReused,), claim
+            self._lookup = event
+
+    def on_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
+        seq = self._live(event, state)
+        lookup, self._lookup = self._lookup, None
+        if lookup is None or lookup.seq_id != event.seq_id or lookup.blocks_hit != len(event.block_ids):
+            refuse(event, f"no lookup of seq {event.seq_id} that hit {len(event.block_ids)} blocks comes before")
+        before = seq.block_table[-1] if seq.block_table else None
+        for block_id in event.block_ids:
+            block_hash = state.hashes[self._block(event, block_id, state)]
+            if block_hash is None or state.hash_to_block_id.get(block_hash) != block_id:
+                refuse(event, f"block {block_id} cannot be found under a hash")
+            if before is not None and state.parent_hashes[block_id] != state.hashes[before]:
+                refuse(event, f"block {block_id} does not follow block {before} in its chain")
+            before = block_id
+
+    def on_blocks_allocated(self, event: BlocksAllocated, state: PoolState) -> None:
+        self._live(event, state)
+        oldest = list(islice(state.free_block_ids, len(event.block_ids)))
+        oldest += [-1] * (len(event.block_ids) - len(oldest))
+        for block_id, expected in zip(event.block_ids, oldest, strict=True):
+            if block_id != expected:
+                named = "no block is free" if expected < 0 else f"the oldest free block is {expected}"
+                refuse(event, f"block {block_id} was taken, but {named}")
+            if state.hashes[block_id] is not None:
+                refuse(event, f"block {block_id} still holds cached content")
+        self._evicted.difference_update(event.block_ids)
+        if self._evicted:
+            refuse(event, f"evicted blocks {sorted(self._evicted)} were not taken")
+
+    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+        block_id = self._block(event, event.block_id, state)
+        if block_id not in state.free_block_ids:
+            refuse(event, f"block {block_id} is in use")
+        if state.hashes[block_id] is None or state.hashes[block_id] != event.hash:
+            refuse(event, f"block {block_id} holds hash {state.hashes[block_id]}")
+        self._evicted.add(block_id)
+        self._due = (BlockEvicted, BlocksAllocated), "the evicted blocks are allocated"
+
+    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+        table, block_ids = self._live(event, state).block_table, event.block_ids
+        if not block_ids or len(block_ids) != len(event.hashes):
+            refuse(event, f"{len(event.hashes)} hashes for {len(block_ids)} blocks")
+        index = table.index(block_ids[0]) if block_ids[0] in table else len(table)
+        if tuple(table[index : index + len(block_ids)]) != block_ids:
+            refuse(event, f"blocks {list(block_ids)} are not neighbours in the block table")
+        if index > 0 and state.hashes[table[index - 1]] is None:
+            refuse(event, f"the block before block {block_ids[0]} is partial")
+        for block_id in block_ids:
+            if state.hashes[block_id] is not None:
+                refuse(event, f"block {block_id} is full already")
+            if state.ref_counts[block_id] != 1:
+                refuse(event, f"partial block {block_id} is shared and cannot be written")
+
+    def on_blocks_released(self, event: BlocksReleased, state: PoolState) -> None:
+        seq = state.seqs.get(event.seq_id) or state.finished.get(event.seq_id)
+        if seq is None:
+            refuse(event, f"seq {event.seq_id} is unknown")
+        table, block_ids = seq.block_table, event.block_ids
+        if self._lookup is not None:
+            if block_ids != tuple(table[-1:]) or self._lookup.seq_id != seq.seq_id:
+                refuse(event, f"blocks {list(block_ids)} are not the last one of the block table {table}")
+            self._due = (BlocksReused,), f"seq {seq.seq_id} claims the blocks of its lookup"
+        elif block_ids and block_ids == tuple(reversed(table)):
+            if seq.running:
+                self._due = (RequestPreempted,), f"seq {seq.seq_id}, which released its blocks, should be preempted"
+        elif len(block_ids) == 1 and block_ids[0] in table:
+            self._hole = (seq.seq_id, block_ids[0])
+            self._due = (BlockCopied,), f"block {block_ids[0]} of seq {seq.seq_id} is replaced by its copy"
+        else:
+            refuse(event, f"blocks {list(block_ids)} are not the block table {table} from its tail")
+        self._num_just_freed = sum(state.ref_counts[block_id] == 1 for block_id in block_ids)
+
+    def on_block_copied(self, event: BlockCopied, state: PoolState) -> None:
+        seq = self._live(event, state)
+        hole, self._hole = self._hole, None
+        if hole != (seq.seq_id, event.source_block_id):
+            refuse(event, f"block {event.source_block_id} was not released before")
+        last = seq.block_table[-1] if seq.block_table else None
+        if last != event.copy_block_id:
+            refuse(event, f"block {event.copy_block_id} was not allocated before")
+        if state.hashes[event.source_block_id] is not None:
+            refuse(event, "only a partial block is copied")
+
+    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+        child, parent = self._live(event, state), state.seqs.get(event.parent_seq_id)
+        if parent is None:
+            refuse(event, f"seq {event.parent_seq_id} is not live")
+        if event.block_ids != tuple(parent.block_table):
+            refuse(event, f"the parent's block table is {parent.block_table}")
+        if event.num_computed_tokens != parent.num_computed_tokens:
+            refuse(event, f"the parent has {parent.num_computed_tokens} computed tokens")
+        if child.block_table or child is parent:
+            refuse(event, f"seq {child.seq_id} has blocks already")
+
+    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+        seq = self._live(event, state)
+        if not seq.running:
+            refuse(event, f"seq {seq.seq_id} is {seq.status}, not running")
+        if event.num_tokens_dropped != seq.num_computed_tokens:
+            refuse(event, f"seq {seq.seq_id} had {seq.num_computed_tokens} computed tokens")
+        if event.num_blocks_freed != self._num_just_freed:
+            refuse(event, f"{self._num_just_freed} blocks became free, not {event.num_blocks_freed}")
+        if seq.block_table:
+            refuse(event, f"seq {seq.seq_id} still has blocks {seq.block_table}")
+
+    def on_request_waiting(self, event: RequestWaiting, state: PoolState) -> None:
+        if self._live(event, state).running:
+            refuse(event, f"seq {event.seq_id} is running")
+
+    def on_step_started(self, event: StepStarted, state: PoolState) -> None:
+        if not 0 <= event.time_ns <= MOST_NS or not 0 <= event.step <= MOST_TOKENS:
+            refuse(event, f"step {event.step} at {event.time_ns} ns")
+        if state.step is not None and event.step != state.step.step + 1:
+            refuse(event, f"step {event.step} comes after step {state.step_number}")
+        if state.step is not None and state.step.end_ns is None:
+            refuse(event, "the step before has not finished")
+
+    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        self._current(event, event.step, state)
+        if len(event.seq_ids) != len(event.num_new_tokens):
+            refuse(event, "as many counts as sequences are needed")
+        if len(set(event.seq_ids)) != len(event.seq_ids):
+            refuse(event, "a sequence twice in one step")
+        for seq_id, num_new_tokens in zip(event.seq_ids, event.num_new_tokens, strict=True):
+            seq = self._live_seq(event, seq_id, state)
+            if not seq.running:
+                refuse(event, f"seq {seq_id} is {seq.status}, not running")
+            left = seq.num_tokens - seq.num_computed_tokens
+            if not 1 <= num_new_tokens <= left:
+                refuse(event, f"{num_new_tokens} new tokens of seq {seq_id}, which has {left} left to compute")
+
+    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+        if len(set(event.seq_ids)) != len(event.seq_ids):
+            refuse(event, "a sequence twice in one step")
+        for seq_id in event.seq_ids:
+            seq = self._live_seq(event, seq_id, state)
+            if not seq.running or seq.num_computed_tokens != seq.num_tokens:
+                computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"
+                refuse(event, f"seq {seq_id} ({seq.status}) has {computed}")
+
+    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+        seq = self._live(event, state)
+        if event.num_output_tokens != seq.num_output_tokens:
+            refuse(event, f"seq {seq.seq_id} has {seq.num_output_tokens} output tokens, not {event.num_output_tokens}")
+
+    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._current(event, event.step, state)
+        if not 0 <= event.time_ns <= MOST_NS:
+            refuse(event, f"at {event.time_ns} ns")
+
+    # ------------------------------------------------------------------ parts
+
+    def _block(self, event: Event, block_id: int, state: PoolState) -> int:
+        if not 0 <= block_id < state.num_blocks:
+            refuse(event, f"there is no block {block_id} in a pool of {state.num_blocks}")
+        return block_id
+
+    def _live(self, event: Any, state: PoolState) -> SeqState:
+        return self._live_seq(event, event.seq_id, state)
+
+    def _live_seq(self, event: Event, seq_id: int, state: PoolState) -> SeqState:
+        seq = state.seqs.get(seq_id)
+        if seq is None:
+            refuse(event, f"seq {seq_id} is {'finished' if seq_id in state.finished else 'unknown'}")
+        return seq
+
+    def _current(self, event: Event, step: int, state: PoolState) -> StepRecord:
+        if state.step is None or state.step.step != step or state.step.end_ns is not None:
+            refuse(event, f"step {step} is not the one that runs")
+        return state.step
