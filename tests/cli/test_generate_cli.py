@@ -362,3 +362,20 @@ def test_stdin_is_read_as_bytes_not_as_text(monkeypatch):
     monkeypatch.setattr("sys.stdin", stdin)
     result = pagedcli("generate", "-", *FAST, stdin=b'{"prompt": "a"}\n{"prompt": "\xff"}\n', expect=3)
     assert rows_of(result.stdout)[1]["error"]["code"] == "invalid_utf8"
+
+
+@pytest.mark.parametrize("flags", [("--kv-cache-memory", "900GiB"), ("--num-gpu-blocks-override", str(10**12))])
+def test_a_pool_larger_than_the_memory_is_refused(tmp_path, flags):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(PROMPTS)
+    result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, expect=2)
+    assert "asks for a KV cache of" in result.stderr
+    assert "GiB of memory are available" in result.stderr
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "mps:0"])
+def test_a_device_that_no_backend_serves_is_refused(tmp_path, device):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(PROMPTS)
+    result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--device", device, expect=2)
+    assert f"device is '{device}', but pagedcli runs on cpu and cuda only" in result.stderr

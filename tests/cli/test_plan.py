@@ -149,6 +149,19 @@ def test_waste_blocks_and_pools_by_hand():
     assert found.recommended_block_size() == 32  # one block of 32 wastes the same two slots and needs half the table
 
 
+def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_rest():
+    found = PromptPlan()
+    found.add(0, list(range(40)), 20, n=3)  # at 16: 2 full blocks of the prompt, and for each sample 2 of its own
+    found.add(1, list(range(100, 110)), 6)  # 1 block
+    row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
+    assert row["num_blocks"] == 2 + 3 * 2 + 1
+    assert row["waste"] == pytest.approx(1 - (32 + 3 * 28 + 16) / (9 * 16))
+    assert found.output_tokens == 66
+    pools = {row["enough_for"]: row["num_blocks"] for row in found.pool_rows(16, 4)}
+    assert pools["the 4 longest sequences at once: no preemption"] == 9
+    assert found.recommended_num_blocks(16, 3) == 8
+
+
 def test_percentiles_and_histogram():
     found = PromptPlan()
     for length in (1, 2, 3, 4, 100):
@@ -195,6 +208,27 @@ def test_max_tokens_of_the_default_are_lowered_to_the_model_length_and_a_flag_is
     found = as_json("-", "--max-tokens", 49, stdin=line, expect=3)
     assert found["bad_row_codes"] == {"context_length_exceeded": 1}
     assert found["recommended_block_size"] is None
+
+
+def test_token_ids_outside_the_vocabulary_are_bad_rows():
+    lines = "".join(json.dumps({"prompt": [token_id], "max_tokens": 2}) + "\n" for token_id in (2**63, 10**6, 5))
+    found = as_json("-", stdin=lines, expect=3)
+    assert [row["code"] for row in found["bad_rows"]] == ["invalid_token_id"] * 2
+    assert found["num_valid_rows"] == 1
+
+
+def test_the_reason_for_the_block_size_is_the_rule_that_chose_it():
+    """At 8 tokens per block the file takes 8 % fewer slots, but smaller blocks than 16 are never recommended."""
+    lines = "".join(json.dumps({"prompt": [i] * 90, "max_tokens": 10}) + "\n" for i in range(3, 6))
+    result = plan("-", "--format", "json", stdin=lines)
+    found = json.loads(result.stdout)
+    slots = {row["block_size"]: row["num_slots"] for row in found["block_sizes"]}
+    assert found["recommended_block_size"] == 16
+    assert slots[8] * 1.02 < slots[16]
+    screen = " ".join(plan("-", stdin=lines).stdout.split())
+    assert (
+        "recommended block size: 16, the largest from 16 on that takes at most 2% more slots than the best of" in screen
+    )
 
 
 def test_a_missing_field_is_a_bad_row():

@@ -168,3 +168,11 @@ def test_the_parts_of_all_ranks_make_up_the_whole(model, size):
         expected = full["layers.0.qkv.bias"][first : first + spec.num_kv_heads * spec.head_dim]
         assert torch.equal(torch.cat(distinct), expected)
         assert torch.equal(parts[-1]["final_norm"], full["final_norm"])
+
+
+def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    worker = tensor_parallel._start_worker(EngineConfig(device="cuda:99"), 1, 2, str(tmp_path / "store"))
+    assert "cuda:99" in worker.obituary()
+    assert not (tmp_path / "ran").exists()

@@ -1,13 +1,17 @@
 """config.json -> ModelSpec: old and new files mean the same, and what cannot run is refused with the reason."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
 from model_zoo import NATIVE_FAMILIES, cached_model
 
+from pagedcli.config import EngineConfig
+from pagedcli.engine.plan import resolve_max_model_len
 from pagedcli.errors import ModelError
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.rope import RopeSpec
@@ -245,3 +249,67 @@ def test_the_hub_is_asked_for_weights_and_text_but_not_for_other_formats(monkeyp
         names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
     assert list(wanted) == names[:4]
+
+
+# ---------------------------------------------------------------------- hostile folders
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but must be at most 4,096"),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer is 1000000000"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+        ({"architectures": 5}, "architectures is 5, not a list of names"),
+        ({"architectures": [5]}, "architectures is [5], not a list of names"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor is 0.0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": float("inf")}}, "factor is inf"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": -1}}, "is -1"),
+        ({"rope_scaling": 5}, "rope_scaling"),
+    ],
+)
+def test_a_hostile_config_is_refused_at_once(fields, reason, tmp_path):
+    assert reason in refusal_of(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"model_type": "\xff\xfe"}', "codec can't decode"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "limit"),
+        (b" " * (2**26 + 1), "67,108,865 bytes"),
+    ],
+)
+def test_a_config_that_is_not_json_is_refused(content, reason, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=reason):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "is a FIFO, not a file"),
+        (Path.mkdir, "is a folder, not a file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device or socket"),
+        (lambda path: path.symlink_to(path.parent / "absent"), "No such file"),
+    ],
+    ids=["FIFO", "folder", "link loop", "device", "dangling link"],
+)
+def test_what_is_no_file_is_refused_before_it_is_opened(make, reason, name, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(ModelError, match=reason) as caught:
+        resolve_model(str(tmp_path))
+    assert name in caught.value.message
+
+
+def test_a_model_that_claims_a_million_positions_or_more_gets_a_bounded_table(tmp_path):
+    spec = spec_of(tmp_path, max_position_embeddings=10**12)
+    assert resolve_max_model_len(EngineConfig(), spec) == 2**20
+    assert resolve_max_model_len(EngineConfig(max_model_len=2**21), spec) == 2**21

@@ -1,6 +1,7 @@
 """The C++ library: found, built, kept and loaded safely, and right on processors other than this one."""
 
 import ctypes
+import logging
 import os
 import platform
 import stat
@@ -39,6 +40,30 @@ def test_no_compiler_is_a_reason_with_a_way_out(monkeypatch, tmp_path):
     with pytest.raises(BackendError, match="no C\\+\\+ compiler found") as caught:
         build.find_compiler()
     assert "ziglang" in caught.value.hint
+
+
+def test_the_compiler_of_a_package_is_not_taken_from_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "1")
+    command = build.find_compiler().command
+    (tmp_path / "ziglang.py").write_text("open('ran', 'w')")
+    subprocess.run([*command, "--version"], cwd=tmp_path, capture_output=True, check=False)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("is_kept", "words"), [(True, "once on this machine"), (False, "again in each process")])
+def test_a_build_is_reported_before_and_after(monkeypatch, tmp_path, caplog, is_kept, words):
+    compiler = tmp_path / "quick++"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; : > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(logging.getLogger("pagedcli"), "level", logging.INFO)
+    build.build(build.Compiler((str(compiler),), "1"), tmp_path / "made.so", is_kept=is_kept)
+    before, after = caplog.messages
+    assert words in before
+    assert before.startswith("compiling the native CPU kernels with")
+    assert after.startswith("compiled the native CPU kernels in 0.")
 
 
 def test_named_compiler_that_is_missing_is_not_replaced_by_another(monkeypatch):

@@ -1,8 +1,11 @@
 """`pagedcli`: the commands and what happens when one fails. Commands are imported when they are called."""
 
+import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -52,7 +55,8 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _log_on_stderr():
+                return super().invoke(ctx)
         except PagedcliError as error:
             if _debug():
                 traceback.print_exc()
@@ -75,6 +79,26 @@ class _Commands(TyperGroup):
             say(f"error: {type(error).__name__}: {error}")
             say("hint: this is a bug in pagedcli; PAGEDCLI_DEBUG=1 shows the traceback")
             raise typer.Exit(1) from error
+
+
+class _SayHandler(logging.Handler):
+    """Writes what the library reports, such as a build of the native kernels, as lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    logger, handler = logging.getLogger("pagedcli"), _SayHandler()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class _Command(TyperCommand):

@@ -14,7 +14,7 @@ from pagedcli.cli.terminal import say
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
 from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
-from pagedcli.inspection.prompt_plan import UNIT, PromptPlan
+from pagedcli.inspection.prompt_plan import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptPlan
 from pagedcli.kvcache.budget import blocks_for
 
 _MAX_SHOWN = 10
@@ -204,8 +204,9 @@ def _block_size_table(plan: PromptPlan, engine: EngineConfig) -> Table:
     notes = [
         "hit rate: cached / prompt tokens of the whole file, unlimited cache, last token never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: the whole file, shared ones once",
-        f"recommended block size: {best}, the largest within 2 % of the fewest slots",
-        f"recommended pool: {num_blocks:,} blocks of it: {engine.max_num_seqs:,} rows at once are never preempted",
+        f"recommended block size: {best}, the largest from {SMALLEST_RECOMMENDED} on that takes at most"
+        f" {MORE_SLOTS:.0%} more slots than the best of them",
+        f"recommended pool: {num_blocks:,} blocks of it; {engine.max_num_seqs:,} sequences at once are never preempted",
     ]
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 

@@ -25,6 +25,7 @@ FieldOption = Annotated[
         show_default=False,
     ),
 ]
+_LARGEST_ID = 2**63 - 1  # where the size of the vocabulary is not known
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
 
@@ -82,6 +83,7 @@ def scan_prompts(
             check_head(document, head)
             request = parser.parse(document if field is None else _take_field(document, field), head)
             token_ids = encode_request(encoder, request, config.run.system_prompt)
+            _check_ids(token_ids, _LARGEST_ID + 1 if spec is None else spec.vocab_size)
             max_tokens = _max_tokens(
                 request.params.max_tokens,
                 given=request.max_tokens_given or max_tokens_given,
@@ -90,7 +92,7 @@ def scan_prompts(
             )
             if grammars is not None:
                 grammars.guides(request.params)  # a grammar that does not compile is a bad row
-            scan.plan.add(line.number, token_ids, max_tokens, cache_salt=request.cache_salt)
+            scan.plan.add(line.number, token_ids, max_tokens, n=request.params.n, cache_salt=request.cache_salt)
         except RequestError as error:
             scan.bad_codes[error.code] += 1
             if len(scan.bad_rows) < MAX_LISTED:
@@ -108,6 +110,13 @@ def _take_field(document: dict[str, Any], field: str) -> dict[str, Any]:
         value = value[0]
     key = "messages" if isinstance(value, list) and value and isinstance(value[0], dict) else "prompt"
     return {key: value}
+
+
+def _check_ids(token_ids: list[int], vocab_size: int) -> None:
+    """Raises: RequestError for an id outside the vocabulary."""
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})")
 
 
 def _max_tokens(max_tokens: int | None, *, given: bool, num_prompt: int, max_model_len: int | None) -> int:

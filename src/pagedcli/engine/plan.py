@@ -16,6 +16,7 @@ from pagedcli.models.spec import ModelSpec
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a CPU gains nothing by more, and holds the prompts of fewer at a time
+LONGEST_DEFAULT = 2**20  # tokens of a request unless told otherwise: tables are built for every position
 CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
 
 
@@ -33,6 +34,8 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         message = f"device is {name!r}, which torch does not know"
         raise ConfigError(message, hint="use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}, but pagedcli runs on cpu and cuda only", hint="use --device cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
         raise ConfigError(message, hint="use --device cpu")
@@ -127,7 +130,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens of prompt and output together. Raises: ConfigError if the model's positions end earlier."""
     limit = spec.max_position_embeddings
     if config.max_model_len is None:
-        return limit
+        return min(limit, LONGEST_DEFAULT)
     if config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}",
@@ -139,15 +142,18 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def choose_num_blocks(
     config: EngineConfig, *, block_bytes: int, max_model_len: int, budget: MemoryBudget | None
 ) -> tuple[int, str]:
-    """Blocks in the pool, and what set the number. `budget` is the measured memory of a GPU, None on a CPU."""
+    """Blocks in the pool, and what set the number. `budget` is the measured memory of a GPU, None on a CPU.
+
+    Raises: ConfigError if no block fits, or if more are asked for than there is memory.
+    """
+    available = available_memory() if budget is None else budget.available
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, "num_gpu_blocks_override"
-    if config.kv_cache_memory is not None:
+        num_blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif config.kv_cache_memory is not None:
         num_blocks, reason = config.kv_cache_memory // block_bytes, f"kv_cache_memory {config.kv_cache_memory} bytes"
     elif budget is not None:
         num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
     else:
-        available = available_memory()
         num_bytes = min(CPU_KV_BYTES, available // 2)
         most = blocks_for(max_model_len, config.block_size) * config.max_num_seqs
         num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
@@ -157,6 +163,12 @@ def choose_num_blocks(
         raise ConfigError(
             _no_blocks(block_bytes, reason, budget),
             hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
+        )
+    if num_blocks * block_bytes > available:
+        raise ConfigError(
+            f"{reason} asks for a KV cache of {num_blocks * block_bytes / 2**30:,.2f} GiB, but only "
+            f"{max(0, available) / 2**30:,.2f} GiB of memory are available",
+            hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
         )
     return num_blocks, reason
 

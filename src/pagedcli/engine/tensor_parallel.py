@@ -188,8 +188,9 @@ class _Worker:
 
 def _start_worker(config: EngineConfig, rank: int, size: int, store: str) -> _Worker:
     ours, theirs = socket.socketpair()
-    # a program of its own, not multiprocessing: that would run the caller's main module a second time
-    command = [sys.executable, "-m", "pagedcli.engine.tensor_parallel", str(theirs.fileno())]
+    # a program of its own, not multiprocessing: that would run the caller's main module a second time;
+    # -P: nor may a torch.py in the current folder run
+    command = [sys.executable, "-P", "-m", "pagedcli.engine.tensor_parallel", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     pipe: Connection[Any, Any] = Connection(ours.detach())

@@ -1,13 +1,13 @@
 """What a prompt file would do to a KV cache, without generating: lengths, shared prefixes, ideal hit rates, waste.
 
-Used by `pagedcli plan` and `profile-memory --prompts`; knows no text and no files. It is told each prompt's token ids
-once and keeps only hashes of prefixes, 12 to 20 bytes for each 8 tokens that no earlier prompt began with.
+Used by `pagedcli plan` and `profile-memory --prompts`; handles neither text nor files. It receives each prompt's token
+ids once and keeps only hashes of prefixes, 12 to 20 bytes for each 8 tokens that no earlier prompt began with.
 """
 
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,15 @@ import xxhash
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.kvcache.budget import blocks_for
 
+SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels take no smaller ones
+MORE_SLOTS = 0.02  # that a larger block size may take than the best one
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MIN_RECENT = 65536
 Row = dict[str, Any]
 
 
 class PrefixIndex:
-    """Which prefixes of whole units came before, and in which row first: sorted arrays beside a small recent dict."""
+    """Which prefixes of whole units came before, and in which row first: sorted arrays and a small recent dict."""
 
     def __init__(self) -> None:
         self._digests = np.empty(0, dtype=np.uint64)
@@ -97,8 +99,31 @@ class _Tally:
     """Totals at one block size, in tokens and blocks over all prompts."""
 
     hit_tokens: int = 0
-    num_blocks: int = 0  # of prompt and output
+    num_blocks: int = 0  # of prompt and output; samples of a prompt share its full blocks
+    num_tokens: int = 0  # in those blocks
     hit_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a request's blocks depend on. Lengths in tokens."""
+
+    num_total: int  # of one sample, prompt and output
+    num_samples: int = 1
+    num_prompt: int = 0  # 0 for a single sample, which shares no block with itself
+
+    def shared_blocks(self, block_size: int) -> int:
+        return self.num_prompt // block_size
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks at full length; the samples share the full blocks of their prompt."""
+        shared = self.shared_blocks(block_size)
+        return shared + self.num_samples * (blocks_for(self.num_total, block_size) - shared)
+
+    def num_tokens(self, block_size: int) -> int:
+        """Tokens in those blocks."""
+        shared = self.shared_blocks(block_size) * block_size
+        return shared + self.num_samples * (self.num_total - shared)
 
 
 @dataclass(slots=True)
@@ -107,19 +132,22 @@ class PromptPlan:
 
     num_prompts: int = 0
     prompt_tokens: int = 0
-    output_tokens: int = 0  # what the rows may generate
+    output_tokens: int = 0  # that the rows may generate, all samples counted
     num_repeated: int = 0  # prompts equal to an earlier one
     prompt_lengths: Counter[int] = field(default_factory=Counter)
-    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output
+    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sample
+    _shapes: Counter[_Shape] = field(default_factory=Counter)
     _index: PrefixIndex = field(default_factory=PrefixIndex)
     _whole: PrefixIndex = field(default_factory=PrefixIndex)  # whole prompts
     _shared: dict[int, _Shared] = field(default_factory=dict)
     _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
 
-    def add(self, row: int, token_ids: Sequence[int], max_tokens: int, *, cache_salt: str | None = None) -> None:
-        """Count a prompt that may generate max_tokens tokens.
+    def add(
+        self, row: int, token_ids: Sequence[int], max_tokens: int, *, n: int = 1, cache_salt: str | None = None
+    ) -> None:
+        """Count a prompt with n samples of at most max_tokens tokens each. Token ids fit into 64 bits.
 
-        Hits are those of an unlimited cache that knows the earlier prompts; the last token is never one, because its
+        Hits are those of an unlimited cache that holds the earlier prompts; the last token is never one, because its
         logits are the next token. What requests generate is not in the cache here.
         """
         num_prompt = len(token_ids)
@@ -130,16 +158,19 @@ class PromptPlan:
         self._index.add(digests[num_known:], row)
         self.num_prompts += 1
         self.prompt_tokens += num_prompt
-        self.output_tokens += max_tokens
+        self.output_tokens += n * max_tokens
         self.num_repeated += self._whole.first_row(whole) is not None
         self._whole.add([whole], row)
         self.prompt_lengths[num_prompt] += 1
         self.total_lengths[num_total] += 1
+        shape = _Shape(num_total) if n == 1 else _Shape(num_total, n, num_prompt)
+        self._shapes[shape] += 1
         for size, tally in self._tallies.items():
             hit_blocks = num_known * UNIT // size
             tally.hit_tokens += min(hit_blocks * size, num_prompt - 1)
             tally.hit_blocks += hit_blocks
-            tally.num_blocks += blocks_for(num_total, size)
+            tally.num_blocks += shape.num_blocks(size)
+            tally.num_tokens += shape.num_tokens(size)
 
     def _note_shared(self, row: int, digests: Sequence[int]) -> None:
         parent: int | None = None
@@ -163,7 +194,6 @@ class PromptPlan:
         take if nothing were evicted, shared blocks counted once.
         """
         rows = []
-        num_tokens = self.prompt_tokens + self.output_tokens
         for size, tally in self._tallies.items():
             slots = tally.num_blocks * size
             rows.append(
@@ -171,7 +201,7 @@ class PromptPlan:
                     "block_size": size,
                     "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
                     "hit_tokens": tally.hit_tokens,
-                    "waste": 1 - num_tokens / slots if slots else 0.0,
+                    "waste": 1 - tally.num_tokens / slots if slots else 0.0,
                     "num_blocks": tally.num_blocks - tally.hit_blocks,
                     "num_slots": slots - tally.hit_blocks * size,
                     "longest_table": blocks_for(max(self.total_lengths, default=0), size),
@@ -179,13 +209,12 @@ class PromptPlan:
             )
         return rows
 
-    def recommended_block_size(self, *, tolerance: float = 0.02) -> int:
-        """The largest block size of at least 16 (what the GPU kernels take) at which the whole file takes at most
-        `tolerance` more slots than at the best: larger blocks mean shorter tables, smaller ones more sharing."""
-        slots: dict[int, int] = {
-            row["block_size"]: row["num_slots"] for row in self.block_size_rows() if row["block_size"] >= 16
-        }
-        return max(size for size in slots if slots[size] <= min(slots.values()) * (1 + tolerance))
+    def recommended_block_size(self) -> int:
+        """The largest block size of at least SMALLEST_RECOMMENDED at which the whole file takes at most MORE_SLOTS more
+        slots than at the best of them: larger blocks mean shorter tables, smaller ones more sharing."""
+        rows = [row for row in self.block_size_rows() if row["block_size"] >= SMALLEST_RECOMMENDED]
+        most = min(row["num_slots"] for row in rows) * (1 + MORE_SLOTS)
+        return max(int(row["block_size"]) for row in rows if row["num_slots"] <= most)
 
     def longest_shared(self, limit: int = 5) -> list[Row]:
         """Shared prefixes, those that save most tokens first. A prefix is left out if a longer one is shared by just
@@ -243,11 +272,11 @@ class PromptPlan:
     def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
         """Pools of different sizes, in blocks, and what each is enough for. The last row is there only for a block
         size of BLOCK_SIZES, whose hits are counted."""
-        num_seqs = min(max_num_seqs, self.num_prompts)
+        num_seqs = min(max_num_seqs, sum(shape.num_samples * count for shape, count in self._shapes.items()))
         rows = [
             {"enough_for": "the longest row alone", "num_blocks": self._longest_blocks(1, block_size)},
             {
-                "enough_for": f"the {num_seqs:,} longest rows at once: no preemption",
+                "enough_for": f"the {num_seqs:,} longest sequences at once: no preemption",
                 "num_blocks": self._longest_blocks(max_num_seqs, block_size),
             },
         ]
@@ -263,9 +292,21 @@ class PromptPlan:
         """The smallest pool that surely preempts nothing, at a block size of BLOCK_SIZES."""
         return min(self._longest_blocks(max_num_seqs, block_size), self._all_blocks(block_size))
 
-    def _longest_blocks(self, num_rows: int, block_size: int) -> int:
-        """Blocks of the longest rows together, without sharing."""
-        return sum(blocks_for(length, block_size) for length in _largest(self.total_lengths, num_rows))
+    def _longest_blocks(self, num_seqs: int, block_size: int) -> int:
+        """The most blocks that requests with num_seqs sequences in all take, at least, without sharing between
+        requests. Rows are whole: the last one taken may bring more samples than are left."""
+
+        def per_sequence(shape: _Shape) -> float:
+            return shape.num_blocks(block_size) / shape.num_samples
+
+        num_blocks = 0
+        for shape in sorted(self._shapes, key=per_sequence, reverse=True):
+            num_rows = min(self._shapes[shape], blocks_for(num_seqs, shape.num_samples))
+            num_blocks += num_rows * shape.num_blocks(block_size)
+            num_seqs -= num_rows * shape.num_samples
+            if num_seqs <= 0:
+                break
+        return num_blocks
 
     def _all_blocks(self, block_size: int) -> int:
         """Blocks of all rows together, shared ones once."""
@@ -281,12 +322,3 @@ def percentile(lengths: Counter[int], share: float) -> int:
         if num_seen >= wanted:
             break
     return length
-
-
-def _largest(lengths: Counter[int], limit: int) -> Iterator[int]:
-    for length in sorted(lengths, reverse=True):
-        for _ in range(min(lengths[length], limit)):
-            yield length
-        limit -= lengths[length]
-        if limit <= 0:
-            return

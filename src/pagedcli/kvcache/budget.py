@@ -61,9 +61,14 @@ class MemoryBudget:
         return self.peak - self.current
 
     @property
+    def available(self) -> int:
+        """Bytes that nobody uses while the largest step runs."""
+        return self.total - self.used - self.activations - self.graphs
+
+    @property
     def kv_cache(self) -> int:
         """Bytes left for the KV cache; negative if there is nothing left."""
-        return int(self.total * self.utilization) - self.used - self.activations - self.graphs
+        return self.available - (self.total - int(self.total * self.utilization))
 
     def num_blocks(self, bytes_per_block: int) -> int:
         """Whole blocks that fit, at least 0."""

@@ -1,5 +1,6 @@
-"""Where a model is: in the package, in a local folder, or behind a Hub id that is downloaded into one."""
+"""Where a model is: in the package, in a local folder, or on the Hub, from where it is downloaded into one."""
 
+import stat
 from importlib.resources import files
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from pagedcli.errors import ModelError
 
 # *.py is fetched for models with code of their own; it runs only with --trust-remote-code
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_SUFFIXES = tuple(pattern.removeprefix("*") for pattern in _WANTED)
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
 
 
@@ -23,6 +25,7 @@ def resolve_model(
         return Path(str(files("pagedcli.assets"))) / "demo"
     path = Path(model).expanduser()
     if path.is_dir():
+        check_files(path)
         return path
     if path.is_file():
         raise ModelError(
@@ -32,6 +35,21 @@ def resolve_model(
     if _looks_like_path(model):
         raise ModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
     return _download(model, revision, download_dir, weights)
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder in which something that is no file has the name of one: opening a FIFO would never return.
+
+    Raises: ModelError that names it.
+    """
+    try:
+        modes = {path: path.stat().st_mode for path in folder.iterdir() if path.name.endswith(_SUFFIXES)}
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename}: {error.strerror}", hint="download the model again") from error
+    for path, mode in modes.items():
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device or socket"
+            raise ModelError(f"{path} is {what}, not a file", hint="remove it, or download the model again")
 
 
 def _looks_like_path(model: str) -> bool:

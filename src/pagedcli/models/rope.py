@@ -71,6 +71,7 @@ def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: 
         fields = msgspec.convert(config, _ConfigJson)
     except msgspec.ValidationError as error:
         raise ModelError(f"{where}: {error}", hint="compare the file with the original on the Hub") from error
+    _check_positive(fields, where)
     for form in ("rope_parameters", "rope_scaling"):
         if any(isinstance(value, dict) for value in (config.get(form) or {}).values()):
             raise ModelError(f"{where}: {form} differs between layers, which is not supported for this family")
@@ -109,6 +110,17 @@ def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: 
             attention_factor=_attention_factor(rope, factor),
         )
     return RopeSpec(theta=theta)
+
+
+def _check_positive(fields: _ConfigJson, where: Path) -> None:
+    for part in (fields, fields.rope_parameters, fields.rope_scaling):
+        for name, value in msgspec.structs.asdict(part).items() if part is not None else ():
+            if (
+                isinstance(value, float | int)
+                and name not in ("truncate", "mscale", "mscale_all_dim")
+                and not 0 < value < math.inf
+            ):
+                raise ModelError(f"{where}: {name} is {value}, but must be positive and finite")
 
 
 def _attention_factor(rope: _RopeJson, factor: float) -> float:

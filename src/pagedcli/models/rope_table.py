@@ -7,6 +7,8 @@ from torch import Tensor
 
 from pagedcli.models.rope import RopeSpec
 
+_ROWS = 2**14  # positions computed at a time
+
 
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of every position.
@@ -14,9 +16,13 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torc
     Shapes:  returns [P, D] of dtype: D/2 cosines, then D/2 sines, computed in float32 and then rounded.
     Units:   num_positions P in tokens.
     """
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(dtype)
+    frequencies = inverse_frequencies(rope, head_dim)
+    table = torch.empty((num_positions, head_dim), dtype=dtype)
+    for start in range(0, num_positions, _ROWS):  # a million positions in float32 would take gigabytes meanwhile
+        rows = table[start : start + _ROWS]
+        angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
+        rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor)
+    return table
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

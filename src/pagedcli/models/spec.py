@@ -66,6 +66,17 @@ _FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", 32, None, 32768, (None, None), "by layer", qkv_bias=True, out_bias=False),
     "qwen3": _Family("Qwen3ForCausalLM", 32, 128, 32768, (None, None), "by layer", qk_norm=True),
 }
+# Beyond any model: a damaged or hostile file must not keep a loop busy for hours.
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2**12),
+}
+_LARGEST_JSON = 2**26  # bytes; the weight index of a model of 100,000 tensors has 2**23
 NATIVE_MODEL_TYPES = frozenset(_FAMILIES)
 _T = TypeVar("_T")
 _Ids = int | list[int] | None
@@ -129,12 +140,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise ModelError(f"no model folder at {path.parent}", hint="check the path given with -m/--model")
     try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _LARGEST_JSON:
+            raise ModelError(f"{path} has {num_bytes:,} bytes, allowed: {_LARGEST_JSON:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
             f"{path.parent} has no {path.name}", hint="use a Hugging Face model folder (config.json, *.safetensors)"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
         raise ModelError(f"cannot read {path}: {error}", hint="download the file again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object", hint="download the file again")
@@ -152,6 +166,15 @@ def check_supported(config: dict[str, Any], path: Path) -> None:
         )
     if config.get("is_encoder_decoder") is True:
         raise ModelError(f"{path} is an encoder-decoder model; only decoder-only language models run here")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(f"{path / 'config.json'}: architectures is {architectures!r}, not a list of names")
+    text_config = config.get("text_config")
+    for fields in (config, text_config if isinstance(text_config, dict) else {}):
+        for name in _LARGEST.keys() & fields.keys():
+            if isinstance(fields[name], int) and fields[name] > _LARGEST[name]:
+                where = f"{path / 'config.json'}: {name}"
+                raise ModelError(f"{where} is {fields[name]}, but must be at most {_LARGEST[name]:,}")
 
 
 def stop_ids(path: Path, config_ids: _Ids) -> tuple[int, ...]:

@@ -154,6 +154,9 @@ class CheckpointWeights:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{index_path} has no weight_map", hint="download the file again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ModelError(f"{index_path} names {name!r}, which is no file of this folder")
         names = sorted(set(weight_map.values()))
         for name in names:
             if not (self._path / name).is_file():

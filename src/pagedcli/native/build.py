@@ -1,4 +1,6 @@
-"""Finds a C++ compiler, builds the sources beside this file once per machine and loads the result.
+"""Finds a C++ compiler, builds the sources in this folder once per machine and loads the result.
+
+A build takes seconds and is reported to the logger "pagedcli" before and after, which the command line shows.
 
 The library lives in the user's cache directory under a name that hashes sources, compiler, flags and processor, so an
 update of any of them builds anew and a home directory shared by different machines is safe.
@@ -32,7 +34,7 @@ log = logging.getLogger("pagedcli")
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded library and what a person may want to know of how it came about."""
+    """The loaded library and how it came about."""
 
     functions: ctypes.CDLL  # calls release the GIL
     notes: tuple[str, ...]
@@ -70,7 +72,7 @@ def _outcome() -> NativeLibrary | BackendError:
         directory, notes = cache_directory()
         path = directory / f"kernels-{build_key(compiler)}.so"
         if not path.exists():
-            notes += (build(compiler, path),)
+            notes += (build(compiler, path, is_kept=not notes),)
         functions = ctypes.CDLL(str(path))
     except BackendError as error:
         return error
@@ -99,7 +101,8 @@ def find_compiler() -> Compiler:
             return Compiler((found, *command[1:]), f"{real} {about.st_size} {about.st_mtime_ns} {command[1:]}")
     if importlib.util.find_spec("ziglang") is not None:
         version = importlib.metadata.version("ziglang")
-        return Compiler((sys.executable, "-m", "ziglang", "c++"), f"ziglang {version}")
+        # -P: a ziglang.py in the current folder must not run
+        return Compiler((sys.executable, "-P", "-m", "ziglang", "c++"), f"ziglang {version}")
     raise BackendError(
         "no C++ compiler found (tried $CXX, c++, g++, clang++, ziglang)",
         hint="install g++ or clang++, or: pip install ziglang",
@@ -146,12 +149,15 @@ def cache_directory() -> tuple[Path, tuple[str, ...]]:
     return directory, ()
 
 
-def build(compiler: Compiler, path: Path) -> str:
-    """Compile the sources to `path`, atomically, and say so. Two processes may do this at once: the last one wins.
+def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
+    """Compile the sources to `path`, atomically. Returns how long it took, in words. Two processes may do this at
+    once: the last one wins.
 
     Raises: BackendError with the compiler's first error line.
     """
-    log.info("compiling the native CPU kernels, once: %s", " ".join(compiler.command))
+    how_often = "once on this machine" if is_kept else "again in each process: the cache folder is not writable"
+    command = " ".join(compiler.command)
+    log.info("compiling the native CPU kernels with %s, 10 to 20 seconds, %s", command, how_often)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(scratch)
@@ -162,7 +168,9 @@ def build(compiler: Compiler, path: Path) -> str:
         library = folder / path.name
         _run_compiler(compiler, ["-shared", *objects, "-o", str(library)])
         os.replace(library, path)
-    return f"compiled the native CPU kernels in {time.monotonic() - started:.1f} s (once, kept in {path.parent})"
+    seconds = time.monotonic() - started
+    log.info("compiled the native CPU kernels in %.1f s", seconds)
+    return f"compiled the native CPU kernels in {seconds:.1f} s ({f'kept in {path.parent}' if is_kept else 'not kept'})"
 
 
 def _run_compiler(compiler: Compiler, arguments: list[str]) -> None:
