@@ -485,7 +485,7 @@ def memory(scale: Scale) -> Result:
     from dataclasses import fields
 
     from pagedcli.kvcache.budget import ModelSizes, StepShape
-    from pagedcli.models.spec import read_spec
+    from pagedcli.models.reading import read_spec
 
     with tempfile.TemporaryDirectory() as folder:
         # on a CPU the native decoder packs its weights, which needs some room of its own

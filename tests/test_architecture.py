@@ -92,6 +92,67 @@ def test_imports_only_go_downwards(path):
             assert not any(name.split(".")[0] == module for name in imports(path)), f"{module} belongs to {packages}"
 
 
+def modules():
+    """Dotted name -> file of every module of the package."""
+    found = {}
+    for path in python_files():
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def import_graph():
+    """Module -> modules that it imports at any level, or names in a string to import them later."""
+    known = modules()
+    del known["pagedcli"]  # the package itself holds __version__, and LLM for its users only
+    graph = {}
+    for name, path in known.items():
+        used = imports(path)
+        # `from package import module` is an import of the module alone
+        used -= {module.rpartition(".")[0] for module in used & known.keys()} - plain_imports(path)
+        strings = {node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                   if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
+        graph[name] = (used | strings) & known.keys() - {name}
+    return graph
+
+
+def plain_imports(path):
+    """Modules of which a name that is no module is imported."""
+    known = modules()
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom)
+            and any(f"{node.module}.{alias.name}" not in known for alias in node.names)}  # fmt: skip
+
+
+def circles(graph):
+    """The groups of modules that import each other, directly or not (Tarjan's strongly connected components)."""
+    order, low, stack, found = {}, {}, [], []
+
+    def visit(name):
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            found.extend([sorted(group)] if len(group) > 1 else [])
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(import_graph()) == []
+
+
 @pytest.mark.parametrize("part", TORCH_FREE)
 def test_light_parts_never_import_torch(part):
     target = SRC / part

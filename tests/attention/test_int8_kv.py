@@ -39,7 +39,7 @@ from pagedcli.engine.self_test import look_up_texts
 from pagedcli.engine.sequence import Sequence
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.kvcache.budget import SCALE_BYTES, head_bytes
-from pagedcli.models.spec import read_spec
+from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
 from pagedcli.sampling_params import SamplingParams
 

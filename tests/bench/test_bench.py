@@ -12,7 +12,7 @@ from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
-from pagedcli.models.spec import read_spec
+from pagedcli.models.reading import read_spec
 
 # seconds on 37 GB/s and 464 GFLOP/s: the table of the machine on which the peers were measured
 PUBLISHED_FLOOR = {"W1": 16.0, "W2": 26.0, "W3": 17.1, "W4": 6.1, "W5": 2.3, "W6": 42.0, "W7": 2.65}

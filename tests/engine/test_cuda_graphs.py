@@ -12,7 +12,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.engine import cuda_graphs
 from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes, why_no_graphs
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.models.spec import read_spec
+from pagedcli.models.reading import read_spec
 from pagedcli.sampling_params import SamplingParams
 
 

@@ -22,8 +22,8 @@ from pagedcli.engine.tensor_parallel import WorkerFailure
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters, shard_spec
-from pagedcli.models.spec import read_spec
 from pagedcli.models.weights import CheckpointWeights, DummyWeights
 from pagedcli.sampling_params import SamplingParams
 

@@ -33,7 +33,7 @@ from pagedcli.kvcache.budget import (
     concurrency,
 )
 from pagedcli.kvcache.cards import CARDS, card_memory
-from pagedcli.models.spec import read_spec
+from pagedcli.models.reading import read_spec
 
 GIB = 2**30
 QWEN3_06B = ModelSizes(

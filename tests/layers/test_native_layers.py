@@ -13,9 +13,9 @@ from paged_harness import PagedHarness, paged_logits, ragged_sequences, transfor
 from pagedcli.attention.base import AttentionSpec, PagedBatch
 from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.layers.sampling import likeliest_tokens
-from pagedcli.models.base import load_model
 from pagedcli.models.cpu_decoder import CpuDecoder
-from pagedcli.models.spec import read_spec
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
 from pagedcli.native.structs import bind
 

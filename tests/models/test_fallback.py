@@ -11,9 +11,9 @@ from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.base import load_model
 from pagedcli.models.fallback_refusals import AttentionTrace, refuse_by_config, shortest_window
-from pagedcli.models.spec import read_spec
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -70,7 +70,7 @@ def test_bfloat16_stays_near_float32(family, tmp_path_factory):
 def test_spec_comes_from_the_config_and_the_way_it_runs_is_announced(tmp_path_factory):
     path = cached_model("granite", tmp_path_factory)
     spec = read_spec(path)
-    assert (spec.native, spec.model_type, spec.architecture) == (False, "granite", "GraniteForCausalLM")
+    assert (spec.is_fallback, spec.model_type, spec.architecture) == (True, "granite", "GraniteForCausalLM")
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 16)
     assert (spec.eos_token_ids, spec.bos_token_id, spec.dtype) == ((2,), 1, "float32")
     model = load(path)

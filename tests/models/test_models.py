@@ -7,8 +7,8 @@ from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.base import load_model
-from pagedcli.models.spec import read_spec
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from pagedcli.config import EngineConfig
 from pagedcli.engine.plan import resolve_max_model_len
 from pagedcli.errors import ModelError
 from pagedcli.models.hub import resolve_model
+from pagedcli.models.reading import read_spec
 from pagedcli.models.rope import RopeSpec
-from pagedcli.models.spec import read_spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,7 +50,7 @@ def test_a_bare_llama_config_gets_the_defaults_of_its_family(tmp_path):
     assert (spec.num_kv_heads, spec.head_dim, spec.max_position_embeddings) == (8, 8, 2048)
     assert (spec.rms_norm_eps, spec.rope) == (1e-6, RopeSpec(type="default", theta=10000.0))
     assert (spec.bos_token_id, spec.eos_token_ids, spec.dtype) == (1, (2,), "float32")
-    assert spec.native
+    assert not spec.is_fallback
     assert {spec.tie_word_embeddings, spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm} == {False}
 
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.base import load_model
 from pagedcli.models.decoder import decoder_parameters
-from pagedcli.models.spec import read_spec
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
 from pagedcli.models.weights import CheckpointWeights, DummyWeights
 
 CPU = torch.device("cpu")

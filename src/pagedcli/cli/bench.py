@@ -143,7 +143,7 @@ def kernels(
     from pagedcli.bench.machine import measure_machine
     from pagedcli.bench.throughput import workload_config
     from pagedcli.engine.plan import model_folder, resolve_dtype, resolve_kv_dtype
-    from pagedcli.models.spec import read_spec
+    from pagedcli.models.reading import read_spec
 
     engine_config = load_config(config, flags).config.engine
     if engine_config.device not in ("auto", "cpu"):

@@ -148,7 +148,7 @@ def _backend_rows(device: "torch.device") -> list[dict[str, Any]]:
     from pagedcli.attention.select import available_backends
     from pagedcli.config import EngineConfig
     from pagedcli.engine.plan import model_folder, resolve_dtype
-    from pagedcli.models.spec import read_spec
+    from pagedcli.models.reading import read_spec
 
     config = EngineConfig()
     spec = read_spec(model_folder(config))

@@ -46,7 +46,7 @@ def expect_engine(engine: EngineConfig, spec: "ModelSpec") -> EngineFacts:
     from pagedcli.engine.plan import choose_backend, resolve_device, resolve_dtype, resolve_kv_dtype
     from pagedcli.layers.linear import unpacked_note
     from pagedcli.layers.parallel import ParallelContext
-    from pagedcli.models.base import runs_in_one_call
+    from pagedcli.models.loading import runs_in_one_call
     from pagedcli.models.sharding import shard_spec
 
     device, dtype = resolve_device(engine.device), resolve_dtype(engine.dtype, spec)
@@ -64,7 +64,7 @@ def expect_engine(engine: EngineConfig, spec: "ModelSpec") -> EngineFacts:
         kv_scales=None,
         graph_sizes=tuple(bucket_sizes(engine.max_num_seqs)) if no_graphs is None else (),
         no_graphs=no_graphs,
-        notes=(() if in_one_call or not spec.native else unpacked_note(device, dtype))
+        notes=(() if in_one_call or spec.is_fallback else unpacked_note(device, dtype))
         + (("the scales of the fp8 cache are measured at the start",) if scaled else ()),
     )
 

@@ -60,7 +60,7 @@ def model_folder(engine: EngineConfig) -> Path:
 
 def model_spec(folder: Path, engine: EngineConfig) -> "ModelSpec | None":
     """The model in a folder; None for a folder without config.json, as a tokenizer's own."""
-    from pagedcli.models.spec import read_spec
+    from pagedcli.models.reading import read_spec
 
     if not (folder / "config.json").is_file():
         return None
@@ -115,7 +115,7 @@ def largest_step(engine: EngineConfig, device_type: str, length: int) -> StepSha
 
 def expect_machine(engine: EngineConfig, spec: "ModelSpec") -> Machine | None:
     """What this machine would give the model, without loading it. None for a model whose weights are not predicted."""
-    if not spec.native:
+    if spec.is_fallback:
         return None
     import torch
 

@@ -90,13 +90,13 @@ def read_described(gpu: str | None, gpu_memory: str | None, **parts: str | None)
 
 
 def profile_described(engine: EngineConfig, given: Described) -> Profile:
-    from pagedcli.models.spec import read_spec
+    from pagedcli.models.reading import read_spec
 
     spec = read_spec(model_folder(engine), trust_remote_code=engine.trust_remote_code)
     length, dtype = max_model_len(engine, spec), model_dtype(engine, spec)
     cache_dtype = _described_kv_dtype(engine, dtype)
     step, sizes, itemsize = largest_step(engine, "cuda", length), model_sizes(engine, spec), ITEMSIZE[dtype]
-    if not spec.native and given.current is None:
+    if spec.is_fallback and given.current is None:
         raise UsageError(
             f"the memory of {spec.architecture} is not predicted", hint="give --used, --peak and --current as well"
         )
@@ -147,7 +147,7 @@ def profile_here(engine: EngineConfig) -> Profile:
     """Load the model, run the largest step and measure."""
     from pagedcli.engine.memory import measure_terms, other_holders
     from pagedcli.engine.plan import resolve_device
-    from pagedcli.models.spec import read_spec
+    from pagedcli.models.reading import read_spec
 
     length = max_model_len(engine, read_spec(model_folder(engine), trust_remote_code=engine.trust_remote_code))
     step = largest_step(engine, resolve_device(engine.device).type, length)
@@ -170,7 +170,7 @@ def profile_here(engine: EngineConfig) -> Profile:
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
         measured=measured,
-        predicted=MemoryTerms(**given | expected) if spec.native else None,
+        predicted=MemoryTerms(**given | expected) if not spec.is_fallback else None,
         block_bytes=plan.block_bytes,
         num_blocks=num_blocks,
         reason=reason,

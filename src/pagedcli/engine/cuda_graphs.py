@@ -42,7 +42,7 @@ def why_no_graphs(config: EngineConfig, spec: ModelSpec, device: torch.device, b
         return f"{device} has none"
     if config.enforce_eager:
         return "enforce_eager"
-    if not spec.native:
+    if spec.is_fallback:
         return f"{spec.architecture} runs through transformers"
     if not getattr(backend, "graph_safe", False):
         return f"backend {backend.name} asks the host for lengths"

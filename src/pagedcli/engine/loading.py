@@ -30,9 +30,11 @@ from pagedcli.engine.plan import (
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, block_bytes
 from pagedcli.layers.parallel import SINGLE, ParallelContext
-from pagedcli.models.base import CausalLM, load_model
+from pagedcli.models.base import CausalLM
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_spec
-from pagedcli.models.spec import ModelSpec, read_spec
+from pagedcli.models.spec import ModelSpec
 from pagedcli.native.threads import limit_threads
 
 

@@ -61,7 +61,7 @@ def choose_backend(
 
     Raises: BackendError if none runs; ConfigError for a cache that the model's implementation has not.
     """
-    if kv_dtype == torch.int8 and not spec.native:
+    if kv_dtype == torch.int8 and spec.is_fallback:
         raise ConfigError(
             f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
             hint="use --kv-cache-dtype auto",

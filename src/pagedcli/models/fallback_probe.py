@@ -4,22 +4,30 @@ It catches what no config field announces: positions that are ignored (ALiBi), t
 (convolutions, token shift), state carried from step to step.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.models.base import CausalLM
 from pagedcli.models.fallback_refusals import refusal
-
-if TYPE_CHECKING:
-    from pagedcli.models.transformers_fallback import TransformersLM
 
 _CHUNKS = ((4, 3), (2, 3))  # two sequences of 7 and 5 tokens, each computed in two steps
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # relative error of a token's logits
 # In 16 bits a mixture of experts may route a token or two differently after rounding.
 _ALLOWED_OUTLIERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 2}
+
+
+class ProbedModel(CausalLM, Protocol):
+    """A model whose forward can run through another backend than its own."""
+
+    def forward_through(
+        self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
+    ) -> Tensor:
+        """CausalLM.forward, over a cache of that backend's layout."""
+        ...
 
 
 @torch.inference_mode()
@@ -30,7 +38,7 @@ def own_logits(model: Any, vocab_size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def check_equal(paged: "TransformersLM", expected: Tensor, dtype: torch.dtype) -> None:
+def check_equal(paged: ProbedModel, expected: Tensor, dtype: torch.dtype) -> None:
     """Raise ModelError if the paged cache gives other logits than `expected`, which own_logits made.
 
     Through the reference backend: what is asked here is whether the model suits a paged cache, not the kernels.
@@ -46,7 +54,7 @@ def check_equal(paged: "TransformersLM", expected: Tensor, dtype: torch.dtype) -
         )
 
 
-def _paged_logits(paged: "TransformersLM", dtype: torch.dtype, device: torch.device) -> Tensor:
+def _paged_logits(paged: ProbedModel, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same logits from both sequences together, in two steps."""
     spec, backend, block_size = paged.spec, ReferenceAttention(), 2
     ids = _probe_ids(spec.vocab_size, device)

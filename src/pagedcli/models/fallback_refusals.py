@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedcli.errors import ModelError
-from pagedcli.models.base import window_refusal
+from pagedcli.models.refusals import window_refusal
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})

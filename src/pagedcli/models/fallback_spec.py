@@ -1,4 +1,4 @@
-"""The ModelSpec of a family that is not native, from transformers' config classes. Used by models.spec."""
+"""The ModelSpec of a family that is not native, from transformers' config classes. Used by models.reading."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,9 @@ import transformers
 from transformers import AutoConfig
 
 from pagedcli.errors import ModelError
+from pagedcli.models.config_json import stop_ids
 from pagedcli.models.fallback_refusals import refusal, refuse_by_config, shortest_window
-from pagedcli.models.spec import ModelSpec, stop_ids
+from pagedcli.models.spec import ModelSpec
 
 
 def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -55,7 +56,7 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         eos_token_ids=stop_ids(path, first("eos_token_id")),
         bos_token_id=first("bos_token_id"),
         dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),
-        native=False,
+        is_fallback=True,
     )
 
 

@@ -17,7 +17,7 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
     size = parallel.size
     if size == 1:
         return spec
-    if not spec.native:
+    if spec.is_fallback:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but {spec.architecture} runs through transformers, on one device only",
             hint="use --tensor-parallel-size 1",

@@ -1,7 +1,7 @@
 """The explicit fallback: any other causal language model of transformers, run over our paged cache.
 
 Its attention calls come to us through transformers' AttentionInterface; everything between them is transformers' own
-code. Loaded by models.base when a family is not native; with fallback_*.py all that knows transformers.
+code. Loaded by models.loading when a family is not native; with fallback_*.py all that knows transformers.
 """
 
 import inspect

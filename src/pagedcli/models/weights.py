@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
-from pagedcli.models.spec import read_json
+from pagedcli.models.config_json import read_json
 
 Init = Literal["normal", "ones"]
 

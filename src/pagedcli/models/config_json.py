@@ -1,0 +1,93 @@
+"""The JSON files of a model folder: read, converted, and refused with the file and the field. Free of torch."""
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagedcli.errors import ModelError
+
+_T = TypeVar("_T")
+Ids = int | list[int] | None
+# Beyond any model: a damaged or hostile file must not keep a loop busy for hours.
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2**12),
+}
+_LARGEST_JSON = 2**26  # bytes; the weight index of a model of 100,000 tensors has 2**23
+
+
+class _GenerationJson(msgspec.Struct):
+    eos_token_id: Ids = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. NaN and Infinity are accepted, as Hugging Face writes them.
+
+    Raises: ModelError that names the file and, for broken JSON, the line and column.
+    """
+    if not path.parent.is_dir():
+        raise ModelError(f"no model folder at {path.parent}", hint="check the path given with -m/--model")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _LARGEST_JSON:
+            raise ModelError(f"{path} has {num_bytes:,} bytes, allowed: {_LARGEST_JSON:,}")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.parent} has no {path.name}", hint="use a Hugging Face model folder (config.json, *.safetensors)"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
+        raise ModelError(f"cannot read {path}: {error}", hint="download the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object", hint="download the file again")
+    return content
+
+
+def check_supported(config: dict[str, Any], path: Path) -> None:
+    """Refuse what neither our decoder nor the fallback runs. Raises ModelError with the reason."""
+    if config.get("quantization_config") is not None:
+        quantization = config["quantization_config"]
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise ModelError(
+            f"{path} holds quantized weights (quantization_config: {method}), which are not supported",
+            hint="use the float32, bfloat16 or float16 version of the model",
+        )
+    if config.get("is_encoder_decoder") is True:
+        raise ModelError(f"{path} is an encoder-decoder model; only decoder-only language models run here")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(f"{path / 'config.json'}: architectures is {architectures!r}, not a list of names")
+    text_config = config.get("text_config")
+    for fields in (config, text_config if isinstance(text_config, dict) else {}):
+        for name in _LARGEST.keys() & fields.keys():
+            if isinstance(fields[name], int) and fields[name] > _LARGEST[name]:
+                where = f"{path / 'config.json'}: {name}"
+                raise ModelError(f"{where} is {fields[name]}, but must be at most {_LARGEST[name]:,}")
+
+
+def stop_ids(path: Path, config_ids: Ids) -> tuple[int, ...]:
+    """End-of-sequence ids: those of generation_config.json first, then those that only config.json has."""
+    generation_path = path / "generation_config.json"
+    generation = _GenerationJson()
+    if generation_path.is_file():
+        generation = convert(read_json(generation_path), _GenerationJson, generation_path)
+    return tuple(dict.fromkeys(_as_list(generation.eos_token_id) + _as_list(config_ids)))
+
+
+def convert(content: dict[str, Any], kind: type[_T], where: Path) -> _T:
+    """The fields of a struct from a JSON object. Raises: ModelError that names the file and the field."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{where}: {error}", hint="compare the file with the original on the Hub") from error
+
+
+def _as_list(ids: Ids) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else ids
