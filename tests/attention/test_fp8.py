@@ -149,7 +149,7 @@ def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
 
 @plain
 def test_kernels_compile_for_an_fp8_cache(tmp_path):
-    from test_triton import SHARED_LIMIT, Compiled, kernel_constants
+    from triton_compile import SHARED_LIMIT, Compiled, kernel_constants
 
     from pagedcli.attention import triton_kernels as kernels
     from pagedcli.attention import triton_paged as paged

@@ -171,7 +171,7 @@ def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):
-    from test_triton import NAMES, SHARED_LIMIT, Compiled
+    from triton_compile import NAMES, SHARED_LIMIT, Compiled
 
     from pagedcli.layers import triton_kernels as kernels
     from pagedcli.layers import triton_layers, triton_sampling

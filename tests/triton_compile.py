@@ -1,0 +1,58 @@
+"""Triton kernels compiled for a GPU that is not here, and what ptxas says of them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+# Shared memory one program may use, and that of a whole multiprocessor less 1 KiB per program, in bytes.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class Compiled:
+    """One kernel compiled for a GPU that is not here: what ptxas says of it."""
+
+    def __init__(self, function, types, constants, capability, num_warps, tmp_path):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = function.arg_names
+        aligned = [n for n in types if types[n].startswith("*") or n in ("q_stride", "k_stride", "v_stride")]
+        source = ASTSource(
+            fn=function,
+            signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        self.ptx = compiled.asm["ptx"]
+        self.shared_bytes = compiled.metadata.shared
+        ptx_file = tmp_path / "kernel.ptx"
+        ptx_file.write_text(self.ptx)
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
+        command = [str(ptxas), "-v", "--gpu-name", architecture, str(ptx_file), "-o", str(tmp_path / "kernel.cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        self.spilled_bytes = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+        self.registers = int(re.search(r"Used (\d+) registers", report)[1])
+
+    def copy_widths(self):
+        """Bytes of each asynchronous copy to shared memory."""
+        return [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", self.ptx)]
+
+
+def kernel_constants(dtype, head_dim, group, block_size, capability):
+    """Types and constants of a launch as TritonAttention makes it."""
+    from pagedcli.attention import triton_paged as paged
+
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    decode, prefill = paged.tile_configs(dtype, block_d, divmod(capability, 10))
+    data = f"*{NAMES[dtype]}"
+    tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data)
+    lists = dict.fromkeys(("item_seq_ptr", "cu_q_ptr", "num_tokens_ptr", "table_ptr"), "*i32")
+    types = {**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "factor": "fp32", "v_scale": "fp32"}
+    constants = {"H": 8 * group, "G": 8, "S": block_size, "D": head_dim, "BLOCK_D": block_d, "UPCAST": False}
+    return decode, prefill, types, constants
