@@ -59,7 +59,6 @@ def test_an_empty_table_has_its_header(tmp_path):
 def test_what_cannot_be_a_table_is_refused_before_the_run(prompts, tmp_path):
     said = pagedcli("generate", prompts, "-o", tmp_path / "out.csv", "--shard", "1/2", expect=2).stderr
     assert "JSONL" in said
-    assert "Parquet" in pagedcli("generate", prompts, "-o", tmp_path / "out.parquet", expect=2).stderr
 
 
 # ---------------------------------------------------------------------- metrics and summary

@@ -46,6 +46,10 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values that ask fo
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+# what a column of a table may be called to count as a field of the row
+LINE_FIELDS = frozenset(
+    (*_SAMPLING_FIELDS, *_ALIASES, *_REQUEST_FIELDS, *_UNSUPPORTED_FIELDS, "id", "custom_id", "body")
+)
 
 
 @dataclass(frozen=True, slots=True)

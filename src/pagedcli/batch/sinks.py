@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal, Protocol
 
 from pagedcli.batch.csv_rows import csv_lines
 from pagedcli.batch.journal import Journal, has_rows
+from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.shards import ShardWriter
 from pagedcli.errors import PagedcliError, UsageError
 
@@ -92,12 +93,13 @@ class FileSink:
 
     full = False
 
-    def __init__(self, path: Path, journal: Journal, *, order: Order) -> None:
+    def __init__(self, path: Path, journal: Journal, *, order: Order, table: ParquetRows | None = None) -> None:
         self.path = path
         self.journal = journal
         self.resumed_rows = journal.num_rows
         self.resumed_failed_rows = journal.num_failed_rows
         self._order = order
+        self._table = table
 
     def holds(self, index: int, line_digest: int) -> bool:
         return self.journal.holds(index, line_digest)
@@ -114,7 +116,9 @@ class FileSink:
         shard = ShardWriter(self.path, self.journal.header.fingerprint, self._order)
         try:
             with whole_file(self.path) as file:
-                if is_csv(self.path):
+                if self._table is not None:
+                    self._table.write(file, self.journal.rows(self._order))
+                elif is_csv(self.path):
                     file.writelines(csv_lines(self.journal.rows(self._order)))
                 else:
                     file.writelines(shard.counted(row + b"\n" for row in self.journal.rows(self._order)))
@@ -180,8 +184,6 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise UsageError(f"the output {path} is a folder")
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the output", hint=f"mkdir -p {path.parent}")
-    if path.suffix == ".parquet":
-        raise UsageError("Parquet is not written", hint="-o out.jsonl, then for example duckdb or pandas read_json")
     if overwrite:
         return
     if not resume and has_rows(partial):
@@ -203,13 +205,21 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def open_file_sink(path: Path, fingerprint: dict[str, str], *, resume: bool, overwrite: bool, order: Order) -> FileSink:
-    """A sink for a regular file. Raises: UsageError, see check_output and Journal.resume."""
+def open_file_sink(
+    path: Path,
+    fingerprint: dict[str, str],
+    *,
+    resume: bool,
+    overwrite: bool,
+    order: Order,
+    table: ParquetRows | None = None,
+) -> FileSink:
+    """A sink for a regular file, which `table` writes as Parquet. Raises: UsageError as check_output and resume."""
     check_output(path, resume=resume, overwrite=overwrite)
     partial = journal_path(path)
     if resume and partial.exists():
-        return FileSink(path, Journal.resume(partial, fingerprint), order=order)
-    return FileSink(path, Journal.create(partial, fingerprint), order=order)
+        return FileSink(path, Journal.resume(partial, fingerprint), order=order, table=table)
+    return FileSink(path, Journal.create(partial, fingerprint), order=order, table=table)
 
 
 def _sync_folder(folder: Path) -> None:

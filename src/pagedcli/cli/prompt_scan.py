@@ -52,12 +52,12 @@ def scan_prompts(
     """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError."""
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.intake import encode_request
-    from pagedcli.batch.lines import LineSource
     from pagedcli.batch.requests import RequestParser, RowHead, check_head, decode_line, read_head
+    from pagedcli.batch.sources import open_source
     from pagedcli.batch.stats import SeenIds
     from pagedcli.batch.tokenizer import Tokenizer
 
-    config, lines = loaded.config, LineSource(input_name)
+    config, lines = loaded.config, open_source(input_name)
     folder = tokenizer if tokenizer is not None else model_folder(config.engine)
     spec = model_spec(folder, config.engine)
     scan = PromptScan(spec, None if spec is None else max_model_len(config.engine, spec))

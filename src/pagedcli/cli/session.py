@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from pagedcli.batch.fingerprint import run_fingerprint, run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import InputScan, LineSource
+from pagedcli.batch.parquet import ParquetRows, ParquetSource, is_parquet, require_pyarrow
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchResult, BatchRun
 from pagedcli.batch.sinks import (
@@ -25,6 +26,7 @@ from pagedcli.batch.sinks import (
     is_stream,
     open_file_sink,
 )
+from pagedcli.batch.sources import open_source
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.metrics import MetricsFile
 from pagedcli.cli.progress import progress_view
@@ -67,7 +69,8 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
     Raises: PagedcliError for whatever makes the run impossible.
     """
     config = job.loaded.config
-    lines = LineSource(job.input_name)
+    lines = open_source(job.input_name)
+    table = _parquet_rows(job, lines)
     if job.output_is_file and job.output is not None:
         if job.resume and is_complete(job.output):
             say(f"{job.output} is complete: nothing to resume")
@@ -83,7 +86,7 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
     say_model(config.engine.model)
     scan = lines.scan()
     return _run_on_engine(
-        job, lines, scan, metrics, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=terminal_is_taken
+        job, lines, scan, table, metrics, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=terminal_is_taken
     )
 
 
@@ -91,6 +94,7 @@ def _run_on_engine(
     job: Job,
     lines: LineSource,
     scan: InputScan | None,
+    table: ParquetRows | None,
     metrics: MetricsFile | None,
     *,
     emit: Emit | None,
@@ -102,7 +106,7 @@ def _run_on_engine(
     fingerprint = run_fingerprint(
         config, folder, tokenizer, scan, shard=f"{job.shard[0] + 1}/{job.shard[1]}", strict=config.run.strict
     )
-    sink, created_s = _open_sink(job, fingerprint)
+    sink, created_s = _open_sink(job, fingerprint, table)
     stop = StopRequest(resumable=isinstance(sink, FileSink))
     try:
         engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens)
@@ -180,11 +184,29 @@ def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool) -> "LLMEngi
     return engine
 
 
-def _open_sink(job: Job, fingerprint: dict[str, str]) -> tuple[Sink, int]:
+def _parquet_rows(job: Job, lines: LineSource) -> ParquetRows | None:
+    """How rows become a Parquet table, if the output is one. Raises: UsageError for what a table cannot be."""
+    if job.output is None or not is_parquet(job.output):
+        return None
+    require_pyarrow()
+    run = job.loaded.config.run
+    if job.shard[1] > 1:
+        raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
+    if run.order == "completion":
+        raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
+    carried = lines if isinstance(lines, ParquetSource) else None
+    if carried is not None:
+        carried.check_answer_columns()
+    return ParquetRows(carried, run.output_token_ids)
+
+
+def _open_sink(job: Job, fingerprint: dict[str, str], table: ParquetRows | None) -> tuple[Sink, int]:
     """Where rows go, and the time the run first started."""
     order = job.loaded.config.run.order
     if job.output is not None and job.output_is_file:
-        sink = open_file_sink(job.output, fingerprint, resume=job.resume, overwrite=job.overwrite, order=order)
+        sink = open_file_sink(
+            job.output, fingerprint, resume=job.resume, overwrite=job.overwrite, order=order, table=table
+        )
         if sink.resumed_rows:
             say(f"resuming: {sink.resumed_rows:,} rows are done")
         return sink, sink.journal.header.created_s

@@ -1,0 +1,166 @@
+"""`generate`, `plan` and `profile-memory` on Parquet files: the rows of JSONL, also after kills."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from cli_harness import FAST, pagedcli, rows_of
+
+from pagedcli.batch.sinks import is_complete, journal_path
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
+import pyarrow.parquet as pq  # noqa: E402
+
+ROWS = [
+    {"id": f"r{i}", "prompt": f"Story number {i}: Once upon", "n": 2 if i % 5 == 0 else None, "label": i * 1.5}
+    | {"temperature": 1.0 if i % 2 else 0.0, "logprobs": 1 if i == 3 else None, "max_tokens": -4 if i == 7 else None}
+    for i in range(24)
+]
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=5)
+    return path
+
+
+@pytest.fixture
+def jsonl_rows(tmp_path):
+    """The answers to the same rows as JSONL."""
+    lines = [{name: value for name, value in row.items() if value is not None and name != "label"} for row in ROWS]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "expected.jsonl", *FAST, expect=3)
+    return rows_of(tmp_path / "expected.jsonl")
+
+
+def without_nulls(value):
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None and item != []}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def answers(path):
+    """The rows of an output table as those of a JSONL output, without null fields."""
+    columns = ("id", "text", "finish_reason", "usage", "error", "outputs", "token_logprobs")
+    return [without_nulls({name: row[name] for name in columns}) for row in pq.read_table(path).to_pylist()]
+
+
+def expected(rows):
+    cells = [{"token_logprobs" if name == "logprobs" else name: row[name] for name in row} for row in rows]
+    return [without_nulls({name: row[name] for name in row if name != "index"}) for row in cells]
+
+
+def test_a_table_gets_the_answers_of_the_same_rows_as_jsonl(table, jsonl_rows, tmp_path):
+    pagedcli("generate", table, "-o", tmp_path / "out.parquet", *FAST, expect=3)
+    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows)
+    carried = pq.read_table(table)
+    assert pq.read_table(tmp_path / "out.parquet").select(carried.column_names).equals(carried)
+
+
+def test_jsonl_to_a_table_and_a_table_to_jsonl(table, jsonl_rows, tmp_path):
+    pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.parquet", *FAST, expect=3)
+    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows)
+    assert pq.read_table(tmp_path / "out.parquet")["index"].to_pylist() == list(range(24))
+    pagedcli("generate", table, "-o", tmp_path / "out.jsonl", *FAST, expect=3)
+    assert rows_of(tmp_path / "out.jsonl") == jsonl_rows
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(table, jsonl_rows, tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for part in range(3):
+        pq.write_table(pq.read_table(table).slice(8 * part, 8), folder / f"part-{part}.parquet")
+    pagedcli("generate", folder, "-o", tmp_path / "out.parquet", *FAST, expect=3)
+    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows)
+    for part in folder.iterdir():
+        part.unlink()
+    lines = (tmp_path / "in.jsonl").read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("\n" + "".join(lines[:9]))
+    (folder / "b.jsonl").write_text("".join(lines[9:]))
+    pagedcli("generate", folder, "-o", tmp_path / "out.jsonl", *FAST, expect=3)
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert rows[7]["error"].pop("line") == 9, "lines are counted across files, blank ones included"
+    jsonl_rows[7]["error"].pop("line")
+    assert rows == jsonl_rows
+
+
+def test_the_first_rows_and_shards_of_a_table(table, jsonl_rows, tmp_path):
+    pagedcli("generate", table, "-o", tmp_path / "out.parquet", "--limit", 6, *FAST)
+    assert answers(tmp_path / "out.parquet") == expected(jsonl_rows[:6])
+    for shard, code in ((1, 0), (2, 3)):
+        pagedcli("generate", table, "-o", tmp_path / f"{shard}.jsonl", "--shard", f"{shard}/2", *FAST, expect=code)
+    pagedcli("merge", tmp_path / "1.jsonl", tmp_path / "2.jsonl", "-o", tmp_path / "out.jsonl", expect=3)
+    assert rows_of(tmp_path / "out.jsonl") == jsonl_rows
+    said = pagedcli("generate", table, "-o", tmp_path / "s.parquet", "--shard", "1/2", *FAST, expect=2).stderr
+    assert "JSONL" in said
+
+
+def test_plan_and_profile_memory_read_a_table(table, jsonl_rows, tmp_path):
+    shown = [
+        json.loads(pagedcli("plan", tmp_path / name, "--format", "json", *FAST[:2], expect=3).stdout)
+        for name in ("in.parquet", "in.jsonl")
+    ]
+    assert shown[0] == shown[1]
+    profiles = [
+        pagedcli("profile-memory", "--prompts", tmp_path / name, "--gpu", "h100", "--format", "json", *FAST[:2]).stdout
+        for name in ("in.parquet", "in.jsonl")
+    ]
+    assert profiles[0] == profiles[1]
+
+
+def run_in_child(folder, resume):
+    import torch
+
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    flags = [*FAST[:1], "12", *FAST[2:], *(["--resume"] if resume else [])]
+    from cli_harness import pagedcli
+
+    pagedcli("generate", folder / "in.parquet", "-o", folder / "out.parquet", *flags, expect=3)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_a_run_killed_at_random_moments_gives_the_same_table(table, tmp_path, seed):
+    """Kills fall between rows, and into the writing of the table at the end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pagedcli.cli.session", "pagedcli.llm", "transformers", "pyarrow.parquet"])
+    folder, rng, out = tmp_path / "killed", random.Random(seed), tmp_path / "killed" / "out.parquet"
+    folder.mkdir()
+    table.rename(folder / "in.parquet")
+    pagedcli(
+        "generate", folder / "in.parquet", "-o", tmp_path / "whole.parquet", "--max-tokens", 12, *FAST[2:], expect=3
+    )
+    num_kills = 0
+    while not is_complete(out):
+        process = context.Process(target=run_in_child, args=(folder, num_kills > 0))
+        process.start()
+        target = rng.uniform(0, 5000) if num_kills < 3 else float("inf")
+        while process.is_alive() and not (journal_path(out).exists() and journal_path(out).stat().st_size > target):
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+        num_kills += 1
+    assert num_kills > 1
+    assert pq.read_table(out).equals(pq.read_table(tmp_path / "whole.parquet"))
+
+
+def test_jsonl_runs_load_no_pyarrow(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    program = (
+        "import sys\n"
+        "from pagedcli.cli.main import run\n"
+        "from pagedcli import LLM\n"
+        f"sys.argv = ['pagedcli', 'generate', {str(tmp_path / 'in.jsonl')!r}, '--max-tokens', '2']\n"
+        "try: run()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "loaded = {'pyarrow', 'pandas', 'ray'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
