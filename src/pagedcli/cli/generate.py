@@ -33,7 +33,9 @@ def generate(
     prompts: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROMPTS.jsonl", help="Input file; .gz is read as such, - is stdin.", show_default=False
+            metavar="PROMPTS.jsonl",
+            help="Input file or folder; .gz is decompressed, .parquet is a table, - is stdin.",
+            show_default=False,
         ),
     ] = None,
     *,
