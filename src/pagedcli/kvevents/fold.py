@@ -1,0 +1,295 @@
+"""The state that KV events amount to: trees per publisher and cache group, counts, and what is not known.
+
+`take` is called with each message as it comes, live or from a recording; views read the rest.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.sequence import SequenceCheck
+from pagedcli.kvevents.tree import MAX_BLOCKS, History, PrefixTree, Watcher
+from pagedcli.kvevents.wire import (
+    Batch,
+    BlockHash,
+    Cleared,
+    Created,
+    KVEvent,
+    Message,
+    Moved,
+    Placed,
+    Removed,
+    Stored,
+    WireError,
+    split_frames,
+)
+
+_MAX_PUBLISHERS = 256
+_MAX_GROUPS = 64  # per publisher
+_MAX_NAMES = 256  # of unknown types and fields, and of values that are counted
+_MAX_OBJECTS = 1_000_000  # of stores
+_RATE_S = 10.0  # the window of rates
+
+
+@dataclass(slots=True)
+class Publisher:
+    """One stream of numbered messages: an endpoint and a topic."""
+
+    source: int
+    name: str  # the endpoint, with the topic where there are several
+    sequence: SequenceCheck = field(default_factory=SequenceCheck)
+    trees: dict[str, PrefixTree] = field(default_factory=dict)  # by cache group
+    spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> what kind of attention
+    objects: dict[str, tuple[BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # of a store: hash, media
+    rank: int | None = None
+
+
+class KVState:
+    """What is known of the caches behind some endpoints.
+
+    keep_tokens keeps the token ids of each block, for text. `watch` makes an observer for each tree.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] = ("",),
+        *,
+        keep_tokens: bool = False,
+        max_blocks: int = MAX_BLOCKS,
+        watch: Callable[[], Watcher] | None = None,
+    ) -> None:
+        self.publishers: dict[tuple[int, bytes], Publisher] = {}
+        self.num_messages = 0
+        self.num_batches = 0  # messages that were read and taken in
+        self.num_events = 0
+        self.num_malformed = 0  # messages or single events
+        self.num_cleared = 0  # AllBlocksCleared
+        self.unknown_types: Counter[str] = Counter()
+        self.unknown_fields: Counter[str] = Counter()
+        self.field_values: Counter[tuple[str, str]] = Counter()  # (field, value), of few fields with few values
+        self.peak_resident = 0  # blocks, over all trees
+        self.time_s: float | None = None  # of the last message, the receiver's clock
+        self.first_time_s: float | None = None
+        self.notes: deque[str] = deque(maxlen=200)  # what was odd, oldest first
+        self.recent: deque[tuple[float, int, int]] = deque()  # (time, stored, removed) of the last seconds
+        self._names = list(names)
+        self._keep_tokens = keep_tokens
+        self.history = History(max_blocks)
+        self._watch = watch
+
+    # ------------------------------------------------------------------ changes
+
+    def take(self, frames: Sequence[bytes], time_s: float | None = None, source: int = 0) -> None:
+        """Take in a message: what is wrong with it is counted and noted, never raised."""
+        self.num_messages += 1
+        self._tick(time_s)
+        try:
+            message = split_frames(frames)
+            batch = decode_batch(message.payload)
+        except WireError as error:
+            self._malformed(source, str(error))
+            return
+        self.take_batch(message, batch, time_s, source)
+
+    def take_batch(self, message: Message, batch: Batch, time_s: float | None, source: int) -> None:
+        """Take in a message that is decoded already."""
+        publisher = self._publisher(source, message.topic)
+        if publisher is None or not self._in_order(publisher, message, batch):
+            return
+        self.num_batches += 1
+        self.num_events += len(batch.events)
+        if batch.rank is not None:
+            publisher.rank = batch.rank
+        if batch.num_malformed:
+            self.num_malformed += batch.num_malformed
+            self.notes.append(f"{publisher.name}: {batch.num_malformed} malformed events in a message")
+        for counter, names in ((self.unknown_types, batch.unknown_types), (self.unknown_fields, batch.unknown_fields)):
+            for name in names:
+                _count(counter, name)
+        before = self._num_changes(publisher)
+        clock = batch.time_s if batch.time_s is not None else time_s
+        for event in batch.events:
+            self._apply(publisher, event, clock)
+        after = self._num_changes(publisher)
+        if time_s is not None:
+            self.recent.append((time_s, after[0] - before[0], after[1] - before[1]))
+        self.peak_resident = max(self.peak_resident, self.num_resident)
+
+    def _tick(self, time_s: float | None) -> None:
+        if time_s is None:
+            return
+        self.time_s = time_s
+        if self.first_time_s is None:
+            self.first_time_s = time_s
+        while self.recent and self.recent[0][0] < time_s - _RATE_S:
+            self.recent.popleft()
+
+    def _malformed(self, source: int, why: str) -> None:
+        self.num_malformed += 1
+        self.notes.append(f"{self._name(source)}: malformed message: {why}")
+
+    def _name(self, source: int) -> str:
+        return self._names[source] if source < len(self._names) else f"source {source}"
+
+    def _publisher(self, source: int, topic: bytes) -> Publisher | None:
+        key = (source, topic)
+        publisher = self.publishers.get(key)
+        if publisher is None:
+            if len(self.publishers) >= _MAX_PUBLISHERS:
+                self._malformed(source, "too many topics")
+                return None
+            name = self._name(source)
+            if any(known == source for known, _ in self.publishers):
+                name += f" topic {topic.decode(errors='backslashreplace')!r}"
+            publisher = self.publishers[key] = Publisher(source, name)
+        return publisher
+
+    def _in_order(self, publisher: Publisher, message: Message, batch: Batch) -> bool:
+        """Check the numbers; False if the message was taken in before."""
+        if message.seq is not None:
+            first = last = message.seq
+        elif batch.event_ids is not None:
+            first, last = batch.event_ids
+        else:
+            return True
+        check = publisher.sequence
+        expected = check.next_seq
+        verdict = check.take(first, last, batch.time_s)
+        created = message.seq is None and first == 0 and any(isinstance(event, Created) for event in batch.events)
+        if verdict == "repeated" and created:  # event ids have no times: a cache that is created anew tells it
+            check.num_repeated -= 1
+            check.num_restarts += 1
+            check.first_seq, check.next_seq, verdict = 0, last + 1, "restarted"
+        if verdict == "first" and first > 0:
+            self.notes.append(f"{publisher.name}: what happened before message {first:,} is not known")
+        elif verdict == "gap":
+            self.notes.append(f"{publisher.name}: messages {expected:,} to {first - 1:,} are missing")
+        elif verdict == "restarted":
+            self.notes.append(f"{publisher.name}: the publisher was restarted, its cache is empty")
+            for tree in publisher.trees.values():
+                tree.clear("restarted", batch.time_s)
+            publisher.objects.clear()
+        return verdict != "repeated"
+
+    def _apply(self, publisher: Publisher, event: KVEvent, clock: float | None) -> None:
+        match event:
+            case Stored():
+                self._store(publisher, event, clock)
+            case Removed():
+                tree = self._tree(publisher, event.group)
+                for block_hash in event.hashes:
+                    tree.remove(block_hash, event.medium, clock)
+                if event.extra:
+                    self._count_values(event.extra)
+            case Cleared():
+                self.num_cleared += 1
+                for tree in publisher.trees.values():
+                    tree.clear("cleared", clock, event.medium)
+                publisher.objects.clear()
+            case Moved():
+                self._tree(publisher, event.group).move(event.hash, event.old_medium, event.new_medium)
+            case Created():
+                self._tree(publisher, event.group).capacity.update(event.num_blocks)
+            case Placed():
+                self._place(publisher, event, clock)
+
+    def _store(self, publisher: Publisher, event: Stored, clock: float | None) -> None:
+        tree = self._tree(publisher, event.group)
+        parent, num_tokens = event.parent, event.block_size
+        tokens = self._packed_tokens(event)
+        for place, block_hash in enumerate(event.hashes):
+            node = tree.store(block_hash, parent, num_tokens, event.medium, clock, lora=event.lora)
+            if node is not None and tokens is not None:
+                node.tokens = tokens[8 * num_tokens * place : 8 * num_tokens * (place + 1)]
+            parent = block_hash
+        if event.extra:
+            self._count_values(event.extra)
+            kind = event.extra.get("kv_cache_spec_kind")
+            if isinstance(kind, str):
+                publisher.spec_kinds[_group_name(event.group)] = kind[:100]
+
+    def _packed_tokens(self, event: Stored) -> bytes | None:
+        tokens = event.token_ids
+        if not self._keep_tokens or tokens is None or len(tokens) != event.block_size * len(event.hashes):
+            return None
+        return tokens.tobytes()
+
+    def _place(self, publisher: Publisher, event: Placed, clock: float | None) -> None:
+        tree = self._tree(publisher, None)
+        block_hash, old_media = publisher.objects.get(event.key, (event.hash or event.key, ()))
+        new = Counter(event.media)
+        for medium, count in (Counter(old_media) - new).items():
+            for _ in range(count):
+                tree.remove(block_hash, medium, clock)
+        for medium, count in (new - Counter(old_media)).items():
+            for _ in range(count):
+                node = tree.store(block_hash, event.parent, event.block_size, medium, clock)
+                if node is not None and event.token_ids is not None and self._keep_tokens:
+                    node.tokens = event.token_ids.tobytes()
+        if event.media and (event.key in publisher.objects or self._num_objects() < _MAX_OBJECTS):
+            publisher.objects[event.key] = (block_hash, event.media)
+        else:
+            publisher.objects.pop(event.key, None)
+
+    def _num_objects(self) -> int:
+        return sum(len(publisher.objects) for publisher in self.publishers.values())
+
+    def _tree(self, publisher: Publisher, group: str | None) -> PrefixTree:
+        name = _group_name(group)
+        tree = publisher.trees.get(name)
+        if tree is None:
+            if len(publisher.trees) >= _MAX_GROUPS:
+                return publisher.trees[next(iter(publisher.trees))]
+            watcher = None if self._watch is None else self._watch()
+            tree = publisher.trees[name] = PrefixTree(self.history, watcher=watcher)
+        return tree
+
+    def _count_values(self, extra: dict[str, Any]) -> None:
+        for name in ("locality", "ownership"):
+            value = extra.get(name)
+            if isinstance(value, str):
+                _count(self.field_values, (name, value[:100]))
+
+    @staticmethod
+    def _num_changes(publisher: Publisher) -> tuple[int, int]:
+        trees = publisher.trees.values()
+        return sum(tree.num_stored for tree in trees), sum(tree.num_removed for tree in trees)
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def trees(self) -> list[PrefixTree]:
+        return [tree for publisher in self.publishers.values() for tree in publisher.trees.values()]
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks with at least one copy, over all trees."""
+        return sum(tree.num_resident for tree in self.trees)
+
+    def total(self, name: str) -> int:
+        """A count of the trees, summed."""
+        return sum(getattr(tree, name) for tree in self.trees)
+
+    def rates(self) -> tuple[float, float]:
+        """Blocks stored and removed per second, of the last seconds."""
+        if self.time_s is None or self.first_time_s is None:
+            return 0.0, 0.0
+        seconds = max(1.0, min(_RATE_S, self.time_s - self.first_time_s))
+        return sum(row[1] for row in self.recent) / seconds, sum(row[2] for row in self.recent) / seconds
+
+    def median_of(self, name: str) -> float | None:
+        """The median of the trees' last lifetimes_s or pauses_s, None if there are none."""
+        values = [value for tree in self.trees for value in getattr(tree, name)]
+        return median(values) if values else None
+
+
+def _group_name(group: str | None) -> str:
+    return "0" if group is None else group
+
+
+def _count(counter: Counter[Any], name: object) -> None:
+    if name in counter or len(counter) < _MAX_NAMES:
+        counter[name] += 1

@@ -1,0 +1,339 @@
+"""Single events of each engine's format. Used by decode_batch, below; wire.py has the event types.
+
+Arrays are read by position, maps by name; both go through the same checks. Integers of a hash fit 64 bits, byte and
+text hashes 256 characters, so that an event's memory is bounded by its message's.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from pagedcli.kvevents.wire import (
+    MAX_NAME_CHARS,
+    Batch,
+    BlockHash,
+    Cleared,
+    Created,
+    KVEvent,
+    Moved,
+    Placed,
+    Removed,
+    Stored,
+    WireError,
+    checked_rank,
+    checked_time,
+    decode_payload,
+)
+
+_MAX_HASH_BYTES = 256
+_MAX_BLOCK_TOKENS = 1 << 24
+_MAX_NAMES = 64  # unknown fields and types of one message that are told apart
+_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+           "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership",
+           "session_id")  # fmt: skip
+_REMOVED = ("block_hashes", "medium", "group_idx", "locality", "ownership", "session_id")
+_CLEARED = ("medium",)
+_MOONCAKE_STORED = ("mooncake_key", "replicas", "model_name", "block_size", "block_hash", "parent_block_hash",
+                    "token_ids")  # fmt: skip
+_MOONCAKE_UPDATED = ("mooncake_key", "replicas")
+_EXTRA = ("extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id")
+_TRT_EVENT = ("event_id", "data", "window_size", "attention_dp_rank", "layer_group_id", "hash_algo")
+_TRT_LEVELS = ("GPU", "CPU")  # of cache_level; further ones are storage
+
+Fields = Mapping[str, Any]
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """The batch of a payload in whatever format. Raises: WireError if it is none; single events that cannot be read
+    are counted in the batch."""
+    return read_batch(decode_payload(payload))
+
+
+def read_batch(plain: Any) -> Batch:
+    """The batch of decoded plain objects. Raises: WireError."""
+    if isinstance(plain, dict):
+        if "data" in plain:  # one event of TensorRT-LLM
+            return _trt_batch([plain])
+        if "events" not in plain:
+            raise WireError("a map without events")
+        plain = [plain.get("ts"), plain["events"], plain.get("data_parallel_rank", plain.get("attn_dp_rank"))]
+    if not isinstance(plain, list):
+        raise WireError("not a batch of events")
+    if all(isinstance(event, dict) for event in plain):
+        return _trt_batch(plain)
+    if len(plain) < 2 or not isinstance(plain[1], list):
+        raise WireError("not a batch of events")
+    batch = Batch([], checked_time(plain[0]), checked_rank(plain[2] if len(plain) > 2 else None))
+    append = batch.events.append
+    for event in plain[1]:
+        try:
+            append(_read_event(event, batch))
+        except WireError:
+            batch.num_malformed += 1
+        except _UnknownType as unknown:
+            _keep_name(batch.unknown_types, unknown.name)
+    return batch
+
+
+class _UnknownType(Exception):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _read_event(event: Any, batch: Batch) -> KVEvent:
+    if type(event) is dict:
+        tag = event.get("type")
+        fields = event
+    elif type(event) is list and event:
+        tag = event[0]
+    else:
+        raise WireError("neither a map nor an array")
+    if type(tag) is not str:
+        raise WireError("an event without a type")
+    known = _READERS.get(tag)
+    if known is None:
+        raise _UnknownType(tag)
+    names, read = known
+    if type(event) is list:
+        fields = dict(zip(names, event[1:], strict=False))
+        for place in range(len(names) + 1, min(len(event), len(names) + 8)):
+            _keep_name(batch.unknown_fields, f"{tag}[{place}]")
+    elif not event.keys() <= _FIELDS_OF[tag]:
+        for name in event.keys() - _FIELDS_OF[tag]:
+            _keep_name(batch.unknown_fields, f"{tag}.{name}")
+    return read(fields)
+
+
+def _keep_name(names: list[str], name: str) -> None:
+    if len(names) < _MAX_NAMES:
+        names.append(name[:MAX_NAME_CHARS])
+
+
+# ---------------------------------------------------------------------- vLLM and SGLang
+
+
+def _stored(fields: Fields) -> Stored:
+    get = fields.get
+    hashes = _hashes(get("block_hashes"))
+    parent = get("parent_block_hash")
+    if parent is not None:
+        _check_hash(parent)
+    block_size = get("block_size")
+    if type(block_size) is not int or not 0 < block_size <= _MAX_BLOCK_TOKENS:
+        raise WireError("block_size")
+    lora_name, lora_id = get("lora_name"), get("lora_id")
+    lora = _name(lora_name) if lora_name is not None else None if lora_id is None else f"id {_small_int(lora_id)}"
+    extra = {name: fields[name] for name in _EXTRA if get(name) is not None}
+    tokens = _token_ids(get("token_ids"))
+    return Stored(hashes, parent, block_size, tokens, _medium(get("medium")) or "GPU", _group(get("group_idx")), lora,
+                  extra)  # fmt: skip
+
+
+def _removed(fields: Fields) -> Removed:
+    get = fields.get
+    extra = {name: fields[name] for name in ("locality", "ownership", "session_id") if get(name) is not None}
+    return Removed(_hashes(get("block_hashes")), _medium(get("medium")), _group(get("group_idx")), extra)
+
+
+def _cleared(fields: Fields) -> Cleared:
+    return Cleared(_medium(fields.get("medium")))
+
+
+def _hashes(value: Any) -> list[BlockHash]:
+    if type(value) is not list:
+        raise WireError("block_hashes")
+    for item in value:
+        _check_hash(item)
+    return value
+
+
+def _checked_hash(value: Any) -> BlockHash:
+    _check_hash(value)
+    return cast(BlockHash, value)
+
+
+def _check_hash(value: Any) -> None:
+    kind = type(value)
+    if kind is int:
+        if -(1 << 63) <= value < 1 << 64:
+            return
+    elif (kind is bytes or kind is str) and 0 < len(value) <= _MAX_HASH_BYTES:
+        return
+    raise WireError("a hash")
+
+
+def _token_ids(value: Any) -> "array[int] | None":
+    """Packed; None if there are none, or others than integers, as pairs for speculative decoding are."""
+    if type(value) is not list or not value:
+        return None
+    try:
+        return array("q", value)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _medium(value: Any) -> str | None:
+    if value is None:
+        return None
+    return _name(value).upper()
+
+
+def _group(value: Any) -> str | None:
+    return None if value is None else str(_small_int(value))
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str or not value:
+        raise WireError("a name")
+    return value[:MAX_NAME_CHARS]
+
+
+def _small_int(value: Any) -> int:
+    if type(value) is not int or not -(1 << 31) <= value < 1 << 31:
+        raise WireError("a small integer")
+    return value
+
+
+# ---------------------------------------------------------------------- Mooncake Store
+
+
+def _placed(fields: Fields) -> Placed:
+    """Both of a new object and of an update; empty fields are absent ones."""
+    get = fields.get
+    block_hash, parent, model = get("block_hash") or None, get("parent_block_hash") or None, get("model_name") or None
+    for value in (block_hash, parent):
+        if value is not None:
+            _check_hash(value)
+    token_ids = _token_ids(get("token_ids"))
+    return Placed(
+        _hash_text(get("mooncake_key")),
+        _replica_media(get("replicas")),
+        None if block_hash is None else str(block_hash),
+        None if parent is None else str(parent),
+        0 if token_ids is None else len(token_ids),  # block_size is in bytes in this format
+        token_ids,
+        None if model is None else _name(model),
+    )
+
+
+def _hash_text(value: Any) -> str:
+    if type(value) is not str:
+        raise WireError("a key")
+    _check_hash(value)
+    return value
+
+
+def _replica_media(value: Any) -> tuple[str, ...]:
+    if type(value) is not list or len(value) > 1024:
+        raise WireError("replicas")
+    media = []
+    for replica in value:
+        if type(replica) is not list or not replica:
+            raise WireError("a replica")
+        media.append(_name(replica[0]).upper())
+    return tuple(media)
+
+
+# ---------------------------------------------------------------------- TensorRT-LLM
+
+
+def _trt_batch(plain: list[Any]) -> Batch:
+    batch = Batch([])
+    for event in plain:
+        try:
+            data = event.get("data")
+            if type(data) is not dict or type(data.get("type")) is not str:
+                raise WireError("an event without a type")
+            read = _TRT_READERS.get(data["type"])
+            if read is None:
+                _keep_name(batch.unknown_types, data["type"])
+                continue
+            for name in event.keys() - set(_TRT_EVENT):
+                _keep_name(batch.unknown_fields, name)
+            _note_event_id(batch, event.get("event_id"))
+            batch.rank = checked_rank(event.get("attention_dp_rank"))
+            batch.events += read(data, _trt_group(event))
+        except WireError:
+            batch.num_malformed += 1
+    return batch
+
+
+def _note_event_id(batch: Batch, event_id: Any) -> None:
+    if event_id is None:
+        return
+    if type(event_id) is not int or not 0 <= event_id < 1 << 63:
+        raise WireError("event_id")
+    batch.event_ids = (event_id if batch.event_ids is None else batch.event_ids[0], event_id)
+
+
+def _trt_group(event: Fields) -> str | None:
+    if event.get("layer_group_id") is not None:
+        return _group(event["layer_group_id"])
+    window = event.get("window_size")
+    return None if window is None else f"window {_small_int(window)}"
+
+
+def _trt_created(data: Fields, group: str | None) -> list[KVEvent]:
+    counts = data.get("num_blocks_per_cache_level")
+    if type(counts) is not list or len(counts) > 64:
+        raise WireError("num_blocks_per_cache_level")
+    levels: dict[str, int] = {}
+    for level, count in enumerate(counts):
+        levels[_level(level)] = levels.get(_level(level), 0) + _small_int(count)
+    return [Created(levels, group)]
+
+
+def _trt_stored(data: Fields, group: str | None) -> list[KVEvent]:
+    parent, blocks = data.get("parent_hash"), data.get("blocks")
+    if parent is not None:
+        _check_hash(parent)
+    if type(blocks) is not list:
+        raise WireError("blocks")
+    events: list[KVEvent] = []
+    for block in blocks:
+        if type(block) is not dict or type(block.get("tokens")) is not list:
+            raise WireError("a block")
+        block_hash = _checked_hash(block.get("block_hash"))
+        tokens = [token.get("token_id") if type(token) is dict else None for token in block["tokens"]]
+        extra = {name: block[name] for name in ("priority", "mm_keys", "cache_salt") if block.get(name)}
+        lora = None if block.get("lora_id") is None else f"id {_small_int(block['lora_id'])}"
+        medium = _level(block.get("cache_level", 0))
+        events.append(Stored([block_hash], parent, len(tokens), _token_ids(tokens), medium, group, lora, extra))
+        parent = block_hash
+    return events
+
+
+def _trt_removed(data: Fields, group: str | None) -> list[KVEvent]:
+    return [Removed(_hashes(data.get("block_hashes")), None, group, {})]
+
+
+def _trt_updated(data: Fields, group: str | None) -> list[KVEvent]:
+    _check_hash(data.get("block_hash"))
+    level = data.get("cache_level")
+    if level is None:  # only the priority changed
+        return []
+    if type(level) is not dict:
+        raise WireError("cache_level")
+    return [Moved(data["block_hash"], group, _level(level.get("old_value")), _level(level.get("new_value")))]
+
+
+def _level(value: Any) -> str:
+    level = _small_int(value)
+    return _TRT_LEVELS[level] if 0 <= level < len(_TRT_LEVELS) else "DISK"
+
+
+_READERS: dict[str, tuple[tuple[str, ...], Callable[[Fields], KVEvent]]] = {
+    "BlockStored": (_STORED, _stored),
+    "BlockRemoved": (_REMOVED, _removed),
+    "AllBlocksCleared": (_CLEARED, _cleared),
+    "BlockStoreEvent": (_MOONCAKE_STORED, _placed),
+    "BlockUpdateEvent": (_MOONCAKE_UPDATED, _placed),
+    "RemoveAllEvent": ((), lambda _fields: Cleared(None)),
+}
+_FIELDS_OF = {tag: frozenset({"type", *names}) for tag, (names, _) in _READERS.items()}
+_TRT_READERS: dict[str, Callable[[Fields, str | None], list[KVEvent]]] = {
+    "created": _trt_created,
+    "stored": _trt_stored,
+    "removed": _trt_removed,
+    "updated": _trt_updated,
+}

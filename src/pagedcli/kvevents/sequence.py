@@ -1,0 +1,51 @@
+"""What the numbers of a stream's messages say: a gap, a repetition, a restarted publisher, a late start."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["next", "first", "gap", "repeated", "restarted"]
+
+
+@dataclass(slots=True)
+class SequenceCheck:
+    """Follows one publisher. `next_seq` is the number expected next, None before the first message."""
+
+    next_seq: int | None = None
+    first_seq: int | None = None  # of the publisher that runs now; what came before is not known
+    last_time_s: float = -1.0  # of the publisher's clock
+    num_gaps: int = 0
+    num_missed: int = 0  # messages
+    num_repeated: int = 0  # messages, ignored
+    num_restarts: int = 0
+
+    def judge(self, seq: int, time_s: float | None) -> Verdict:
+        """What the number of a message means. Changes nothing.
+
+        A lower number than expected with a later time comes from a publisher that began again; one without is a
+        message that was received before, as a replay sends them.
+        """
+        if self.next_seq is None:
+            return "first"
+        if seq == self.next_seq:
+            return "next"
+        if seq > self.next_seq:
+            return "gap"
+        return "restarted" if time_s is not None and time_s > self.last_time_s else "repeated"
+
+    def take(self, first: int, last: int, time_s: float | None) -> Verdict:
+        """Count a message with these numbers, which are equal where messages and not events are numbered."""
+        verdict = self.judge(first, time_s)
+        if verdict == "repeated":
+            self.num_repeated += 1
+            return verdict
+        if verdict == "gap":
+            assert self.next_seq is not None
+            self.num_gaps += 1
+            self.num_missed += first - self.next_seq
+        elif verdict != "next":
+            self.num_restarts += verdict == "restarted"
+            self.first_seq = first
+        self.next_seq = last + 1
+        if time_s is not None:
+            self.last_time_s = time_s
+        return verdict

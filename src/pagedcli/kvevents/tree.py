@@ -1,0 +1,211 @@
+"""The prefix tree of one cache, rebuilt from events: which blocks are resident, how many copies, where and since when.
+
+One tree per publisher and cache group. Blocks that are gone are remembered, so that one stored again is recognised:
+its tokens were computed twice. Memory is bounded over all trees that share a History: the longest gone go first.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from pagedcli.kvevents.wire import BlockHash
+
+MAX_BLOCKS = 1_000_000
+_MAX_MEDIA = 16
+_NUM_RECENT = 4096  # lifetimes and pauses that the medians are of
+OTHER_MEDIUM = "OTHER"
+
+Cause = Literal["evicted", "cleared", "restarted"]
+
+
+class Node:
+    """One block's content: what it holds, after what, and its history."""
+
+    __slots__ = ("cause", "gone_s", "hash", "home", "lora", "num_copies", "num_tokens", "parent", "stored_s", "tokens")
+
+    def __init__(
+        self,
+        home: "dict[BlockHash, Node]",
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        num_tokens: int,
+        lora: str | None,
+    ) -> None:
+        self.home = home  # the nodes of its tree
+        self.hash = block_hash
+        self.parent = parent  # None: it begins a prompt
+        self.num_tokens = num_tokens
+        self.lora = lora
+        self.tokens: bytes | None = None  # int64, kept only on request
+        self.num_copies = 0  # over all media
+        self.stored_s: float | None = None  # when the first of the present copies was stored
+        self.gone_s: float | None = None
+        self.cause: Cause | None = None  # why it is gone; None: it is resident
+
+
+class History:
+    """The blocks that are gone, of all trees that share it, and how many blocks they may remember in all."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self.max_blocks = max_blocks
+        self.num_blocks = 0
+        self.num_forgotten = 0
+        self.gone: dict[Node, None] = {}  # the longest gone first
+
+    def make_room(self) -> bool:
+        """Room for one more block, at the price of the longest gone one. False if all are resident."""
+        if self.num_blocks >= self.max_blocks:
+            oldest = next(iter(self.gone), None)
+            if oldest is None:
+                return False
+            del self.gone[oldest]
+            del oldest.home[oldest.hash]
+            self.num_blocks -= 1
+            self.num_forgotten += 1
+        self.num_blocks += 1
+        return True
+
+
+class Watcher(Protocol):
+    """Learns when content leaves the cache and when it comes back."""
+
+    def gone(self, node: Node) -> None: ...
+
+    def back(self, node: Node) -> None: ...
+
+
+class PrefixTree:
+    """Changes by `store`, `remove`, `clear` and `move`; counts what happened. Times may be None where unknown."""
+
+    def __init__(self, history: History | None = None, *, watcher: Watcher | None = None) -> None:
+        self.nodes: dict[BlockHash, Node] = {}
+        self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
+        self.capacity: dict[str, int] = {}  # medium -> blocks, where the publisher says so
+        self.num_resident = 0  # blocks with at least one copy
+        self.peak_resident = 0
+        self.num_stored = 0  # copies
+        self.num_removed = 0  # copies
+        self.num_unique = 0
+        self.num_again: dict[Cause, int] = {"evicted": 0, "cleared": 0, "restarted": 0}
+        self.num_tokens_again = 0
+        self.num_more_copies = 0  # stored while a copy was resident already
+        self.num_unknown_removals = 0
+        self.num_refused = 0  # over the limit
+        self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self.pauses_s: deque[float] = deque(maxlen=_NUM_RECENT)  # from gone to stored again
+        self._history = history or History()
+        self._watcher = watcher
+
+    def store(
+        self,
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        num_tokens: int,
+        medium: str,
+        time_s: float | None,
+        *,
+        lora: str | None = None,
+    ) -> Node | None:
+        """A copy of a block became resident. None if the tree is full."""
+        node = self.nodes.get(block_hash)
+        if node is None:
+            if not self._history.make_room():
+                self.num_refused += 1
+                return None
+            node = self.nodes[block_hash] = Node(self.nodes, block_hash, parent, num_tokens, lora)
+            self.num_unique += 1
+        self.num_stored += 1
+        if node.num_copies:
+            self.num_more_copies += 1
+        else:
+            if node.cause is not None:
+                self._came_back(node, time_s)
+            node.stored_s = time_s
+            self.num_resident += 1
+            if self.num_resident > self.peak_resident:
+                self.peak_resident = self.num_resident
+        node.num_copies += 1
+        copies = self._copies_on(medium)
+        copies[block_hash] = copies.get(block_hash, 0) + 1
+        return node
+
+    def remove(self, block_hash: BlockHash, medium: str | None, time_s: float | None) -> None:
+        """A copy of a block was removed; without a medium, from wherever one is."""
+        node = self.nodes.get(block_hash)
+        copies = None
+        if node is not None and node.num_copies:
+            where = self._medium_with(block_hash) if medium is None else medium
+            copies = None if where is None else self.copies.get(self._medium_name(where))
+        if node is None or copies is None or block_hash not in copies:
+            self.num_unknown_removals += 1
+            return
+        self.num_removed += 1
+        if copies[block_hash] > 1:
+            copies[block_hash] -= 1
+        else:
+            del copies[block_hash]
+        node.num_copies -= 1
+        if not node.num_copies:
+            self._leave(node, "evicted", time_s)
+
+    def clear(self, cause: Cause, time_s: float | None, medium: str | None = None) -> None:
+        """All copies were removed, or all on one medium."""
+        for name in list(self.copies) if medium is None else [self._medium_name(medium)]:
+            for block_hash, count in self.copies.pop(name, {}).items():
+                node = self.nodes[block_hash]
+                node.num_copies -= count
+                self.num_removed += count
+                if not node.num_copies:
+                    self._leave(node, cause, time_s)
+
+    def move(self, block_hash: BlockHash, old_medium: str, new_medium: str) -> None:
+        """A copy changed its medium."""
+        copies = self.copies.get(self._medium_name(old_medium), {})
+        if block_hash not in copies:
+            self.num_unknown_removals += 1
+            return
+        copies[block_hash] -= 1
+        if not copies[block_hash]:
+            del copies[block_hash]
+        new = self._copies_on(new_medium)
+        new[block_hash] = new.get(block_hash, 0) + 1
+
+    def resident(self) -> Iterator[Node]:
+        """The blocks with at least one copy, in no particular order."""
+        return (node for node in self.nodes.values() if node.num_copies)
+
+    def is_resident(self, block_hash: BlockHash) -> bool:
+        node = self.nodes.get(block_hash)
+        return node is not None and node.num_copies > 0
+
+    # ------------------------------------------------------------------ parts
+
+    def _leave(self, node: Node, cause: Cause, time_s: float | None) -> None:
+        node.cause, node.gone_s = cause, time_s
+        self.num_resident -= 1
+        self._history.gone[node] = None
+        if time_s is not None and node.stored_s is not None and cause == "evicted":
+            self.lifetimes_s.append(max(0.0, time_s - node.stored_s))
+        if self._watcher is not None:
+            self._watcher.gone(node)
+
+    def _came_back(self, node: Node, time_s: float | None) -> None:
+        assert node.cause is not None, "it was gone"
+        self.num_again[node.cause] += 1
+        self.num_tokens_again += node.num_tokens
+        if time_s is not None and node.gone_s is not None:
+            self.pauses_s.append(max(0.0, time_s - node.gone_s))
+        if self._watcher is not None:
+            self._watcher.back(node)
+        node.cause = None
+        del self._history.gone[node]
+
+    def _copies_on(self, medium: str) -> dict[BlockHash, int]:
+        return self.copies.setdefault(self._medium_name(medium), {})
+
+    def _medium_name(self, medium: str) -> str:
+        """The medium, or one name for all that come after the first few."""
+        return medium if medium in self.copies or len(self.copies) < _MAX_MEDIA else OTHER_MEDIUM
+
+    def _medium_with(self, block_hash: BlockHash) -> str | None:
+        return next((medium for medium, copies in self.copies.items() if block_hash in copies), None)
