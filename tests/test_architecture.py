@@ -11,11 +11,12 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
-LOW = {"errors", "events", "files", "sampling_params", "config"}
+LOW = {"errors", "events", "files", "line_files", "sampling_params", "config"}
 ALLOWED = {
     "errors": set(),
     "events": {"errors"},
     "files": {"errors"},
+    "line_files": {"errors"},
     "sampling_params": {"errors"},
     "config": {"errors", "sampling_params"},
     "kvcache": LOW,
@@ -25,7 +26,8 @@ ALLOWED = {
     "models": {*LOW, "kvcache", "attention", "layers", "native"},
     "engine": {*LOW, "kvcache", "attention", "layers", "models", "native", "assets"},
     "batch": {*LOW, "kvcache", "engine", "models"},
-    "inspection": {"errors", "events", "files", "kvcache"},
+    "inspection": {"errors", "events", "files", "line_files", "kvcache"},
+    "kvevents": {"errors", "events", "line_files", "kvcache"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
     "distributed": {*LOW, "kvcache", "engine", "models", "batch"},
 }
@@ -33,9 +35,11 @@ TORCH_FREE = (
     "errors.py",
     "events.py",
     "files.py",
+    "line_files.py",
     "config.py",
     "sampling_params.py",
     "kvcache",
+    "kvevents",
     "inspection",
     "cli",
     "engine/engine_plan.py",
