@@ -98,8 +98,8 @@ def _read_event(event: Any, batch: Batch) -> KVEvent:
         fields = dict(zip(names, event[1:], strict=False))
         for place in range(len(names) + 1, min(len(event), len(names) + 8)):
             _keep_name(batch.unknown_fields, f"{tag}[{place}]")
-    elif not event.keys() <= _FIELDS_OF[tag]:
-        for name in event.keys() - _FIELDS_OF[tag]:
+    elif not event.keys() <= _KNOWN_NAMES[tag]:
+        for name in event.keys() - _KNOWN_NAMES[tag]:
             _keep_name(batch.unknown_fields, f"{tag}.{name}")
     return read(fields)
 
@@ -330,7 +330,8 @@ _READERS: dict[str, tuple[tuple[str, ...], Callable[[Fields], KVEvent]]] = {
     "BlockUpdateEvent": (_MOONCAKE_UPDATED, _placed),
     "RemoveAllEvent": ((), lambda _fields: Cleared(None)),
 }
-_FIELDS_OF = {tag: frozenset({"type", *names}) for tag, (names, _) in _READERS.items()}
+FIELD_NAMES = {tag: names for tag, (names, _) in _READERS.items()}  # in the order of the array form
+_KNOWN_NAMES = {tag: frozenset({"type", *names}) for tag, names in FIELD_NAMES.items()}
 _TRT_READERS: dict[str, Callable[[Fields, str | None], list[KVEvent]]] = {
     "created": _trt_created,
     "stored": _trt_stored,

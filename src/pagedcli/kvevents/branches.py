@@ -1,0 +1,151 @@
+"""The shape of a prefix tree: its largest branches, and near twins that part inside a block. Used by the views."""
+
+import heapq
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pagedcli.kvevents.tree import Node, PrefixTree
+from pagedcli.kvevents.wire import BlockHash
+
+
+class Shape:
+    """Children, sizes and depths of the resident blocks of a tree, or of all that it remembers."""
+
+    def __init__(self, tree: PrefixTree, *, with_gone: bool = False) -> None:
+        nodes: Iterable[Node] = tree.nodes.values() if with_gone else tree.resident()
+        self.nodes = {node.hash: node for node in nodes}
+        self.children: dict[BlockHash, list[Node]] = {}
+        self.roots: list[Node] = []
+        for node in self.nodes.values():
+            if node.parent in self.nodes and node.parent is not None:
+                self.children.setdefault(node.parent, []).append(node)
+            else:
+                self.roots.append(node)  # begins a prompt, or what comes before it is gone or not known
+        self.num_blocks: dict[BlockHash, int] = {}  # of the subtree
+        self.num_tokens: dict[BlockHash, int] = {}
+        self.depth: dict[BlockHash, int] = {}  # in blocks, 1 for a root
+        self._measure()
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depth.values(), default=0)
+
+    @property
+    def num_orphans(self) -> int:
+        """Roots that do not begin a prompt."""
+        return sum(node.parent is not None for node in self.roots)
+
+    def _measure(self) -> None:
+        order: list[Node] = []
+        level, depth = self.roots, 1
+        while level:
+            for node in level:
+                self.depth[node.hash] = depth
+            order += level
+            level = [child for node in level for child in self.children.get(node.hash, ())]
+            depth += 1
+        for node in reversed(order):
+            children = self.children.get(node.hash, ())
+            self.num_blocks[node.hash] = 1 + sum(self.num_blocks[child.hash] for child in children)
+            self.num_tokens[node.hash] = node.num_tokens + sum(self.num_tokens[child.hash] for child in children)
+
+
+@dataclass(slots=True)
+class Branch:
+    """A run of blocks without a fork, and how much hangs on it."""
+
+    nodes: list[Node]
+    level: int  # 0: begins at a root
+    depth: int  # of the first block
+    num_children: int  # at its end
+    num_blocks: int  # of the whole subtree
+    num_tokens: int
+    order: tuple[int, ...] = field(default=())
+
+
+def largest_branches(shape: Shape, most: int) -> list[Branch]:
+    """The branches with the most tokens, in the order of the tree: a branch stands below the one it continues."""
+    chosen: list[Branch] = []
+    queue: list[tuple[int, tuple[int, ...], Node]] = []
+
+    def offer(nodes: list[Node], order: tuple[int, ...]) -> None:
+        largest = heapq.nlargest(most, nodes, key=lambda node: shape.num_tokens[node.hash])
+        for place, node in enumerate(largest):
+            heapq.heappush(queue, (-shape.num_tokens[node.hash], (*order, place), node))
+
+    offer(shape.roots, ())
+    while queue and len(chosen) < most:
+        negative_tokens, order, first = heapq.heappop(queue)
+        run, children = [first], shape.children.get(first.hash, [])
+        while len(children) == 1:
+            run.append(children[0])
+            children = shape.children.get(run[-1].hash, [])
+        chosen.append(
+            Branch(
+                run,
+                len(order) - 1,
+                shape.depth[first.hash],
+                len(children),
+                shape.num_blocks[first.hash],
+                -negative_tokens,
+                order,
+            )
+        )
+        offer(children, order)
+    return sorted(chosen, key=lambda branch: branch.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Two blocks after the same prefix that agree in their first tokens: a hit that a difference prevented."""
+
+    first: Node
+    second: Node
+    num_prefix_tokens: int  # before both blocks
+    num_equal: int  # tokens at the start of both blocks
+    num_tokens: int  # of the smaller subtree: what could have been shared at most
+
+
+def near_twins(shape: Shape, most: int) -> list[Twins]:
+    """The pairs with the most tokens after the place where they part. Needs the tokens, or digests of them."""
+    found: list[Twins] = []
+    prefix_tokens: dict[BlockHash | None, int] = {None: 0}
+    for parent, siblings in _families(shape):
+        before = prefix_tokens[parent]
+        for node in siblings:
+            prefix_tokens[node.hash] = before + node.num_tokens
+        known = sorted((node for node in siblings if node.tokens), key=lambda node: node.tokens or b"")
+        for a, b in pairwise(known):  # neighbours have the longest common beginning
+            num_equal = _num_equal(a.tokens or b"", b.tokens or b"")
+            if num_equal:
+                tokens = min(shape.num_tokens[a.hash], shape.num_tokens[b.hash])
+                found.append(Twins(a, b, before, num_equal, tokens))
+    return heapq.nlargest(most, found, key=lambda twins: (twins.num_tokens, twins.num_equal))
+
+
+def token_ids(nodes: Iterable[Node]) -> list[int]:
+    """The tokens of some blocks, as far as they are kept."""
+    tokens: array[int] = array("q")
+    for node in nodes:
+        if node.tokens is None:
+            break
+        tokens.frombytes(node.tokens)
+    return tokens.tolist()
+
+
+def _families(shape: Shape) -> Iterator[tuple[BlockHash | None, list[Node]]]:
+    """Siblings, parents before their children."""
+    queue: list[tuple[BlockHash | None, list[Node]]] = [(None, [node for node in shape.roots if node.parent is None])]
+    while queue:
+        parent, siblings = queue.pop()
+        yield parent, siblings
+        queue += [(node.hash, shape.children[node.hash]) for node in siblings if node.hash in shape.children]
+
+
+def _num_equal(a: bytes, b: bytes) -> int:
+    if a == b:
+        return 0  # equal content under two hashes: another adapter or salt, not a divergence
+    equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return equal // 8

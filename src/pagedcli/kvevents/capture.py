@@ -1,0 +1,163 @@
+"""Recordings of KV event streams: the frames as they came, with their times; JSON lines, `.jsonl` or `.jsonl.zst`.
+
+The first line is a header. Files from elsewhere are read as well: lines of {"t", "frames"} alone, and TensorRT-LLM's
+events, one JSON object or list per line. Unless token ids are wanted, redact.py takes out what is private.
+"""
+
+import base64
+import binascii
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from pagedcli import __version__
+from pagedcli.errors import TraceError
+from pagedcli.kvevents.redact import Redactor
+from pagedcli.line_files import LineReader, LineWriter
+
+FORMAT_VERSION = 1
+_FLUSH_S = 0.5
+
+
+class Header(msgspec.Struct):
+    """The first line."""
+
+    kv_events: int  # format version
+    pagedcli_version: str
+    time_s: float  # Unix time at which the recording began
+    sources: list[str]  # endpoints
+    tokens: bool  # whether token ids and hashes are the real ones
+
+
+class Row(msgspec.Struct, omit_defaults=True):
+    """One message."""
+
+    t: float  # seconds since the recording began
+    frames: list[str]  # base64
+    source: int = 0  # index in the header's sources
+
+
+class CaptureWriter:
+    """Writes each message it is given. Flushes twice a second, and when it is closed.
+
+    Raises: UsageError for a name that is not a recording's, or a file that cannot be written.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[str], *, tokens: bool) -> None:
+        self.path = path
+        self.num_messages = 0
+        self._lines = LineWriter(path, "recording")
+        self._redactor = None if tokens else Redactor()
+        self._encoder = msgspec.json.Encoder()
+        self._flushed_s = 0.0
+        self._line(Header(FORMAT_VERSION, __version__, time.time(), list(sources), tokens))
+        self._lines.flush()
+
+    def write(self, frames: Sequence[bytes], time_s: float, source: int = 0) -> None:
+        """Keep a message; time_s is seconds since the recording began."""
+        if self._redactor is not None:
+            frames = self._redactor.redacted(frames)
+        encoded = [base64.b64encode(frame).decode() for frame in frames]
+        self._line(Row(round(time_s, 6), encoded, source))
+        self.num_messages += 1
+        if time_s >= self._flushed_s + _FLUSH_S:
+            self._lines.flush()
+            self._flushed_s = time_s
+
+    def _line(self, record: msgspec.Struct) -> None:
+        buffer = self._lines.buffer
+        self._encoder.encode_into(record, buffer, len(buffer))
+        buffer += b"\n"
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def __enter__(self) -> "CaptureWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CaptureReader:
+    """Iterates over (frames, seconds or None, source) of a recording. `notes` says what was odd but harmless.
+
+    Raises: UsageError if the file cannot be read; TraceError, naming file and line, if it is no recording of KV events,
+            of another format version, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = LineReader(path, "recording")
+        self.notes = self._lines.notes
+        self.header = self._read_header()
+
+    @property
+    def sources(self) -> list[str]:
+        return [self.path.name] if self.header is None else self.header.sources
+
+    @property
+    def place(self) -> str:
+        """File and line of the message given last."""
+        return f"{self.path}:{self._lines.line_number}"
+
+    def __iter__(self) -> Iterator[tuple[list[bytes], float | None, int]]:
+        for line in self._lines:
+            if self._lines.line_number == 1 and self.header is not None:
+                continue
+            yield self._message(line)
+
+    def _read_header(self) -> Header | None:
+        first = next(iter(LineReader(self.path, "recording")), None)
+        if first is None:
+            raise TraceError(f"{self.path}: the file is empty, not a recording")
+        if not is_capture_line(first):
+            raise TraceError(f"{self.path}:1: not a recording of KV events")
+        if b'"kv_events"' not in first:
+            return None
+        try:
+            header = msgspec.json.decode(first, type=Header)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"{self.path}:1: not a recording of KV events ({error})") from error
+        if header.kv_events != FORMAT_VERSION:
+            raise TraceError(
+                f"{self.path}:1: format version {header.kv_events}, this pagedcli reads version {FORMAT_VERSION}",
+                hint=f"read it with the version that wrote it: pagedcli {header.pagedcli_version}",
+            )
+        return header
+
+    def _message(self, line: bytes) -> tuple[list[bytes], float | None, int]:
+        try:
+            if b'"frames"' not in line:  # events of TensorRT-LLM
+                msgspec.json.decode(line)
+                return [line], None, 0
+            row = msgspec.json.decode(line, type=Row)
+            if not math.isfinite(row.t) or row.source < 0:
+                raise TraceError(f"{self.place}: a message without a time or a source")
+            return [base64.b64decode(frame, validate=True) for frame in row.frames], row.t, row.source
+        except (msgspec.DecodeError, binascii.Error, RecursionError) as error:
+            raise TraceError(f"{self.place}: {error}") from error
+
+
+def is_capture_line(line: bytes) -> bool:
+    """Whether a file with this first line is read as KV events, not as a trace of our engine."""
+    try:
+        first: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    if isinstance(first, list):
+        first = first[0] if first else None
+    return isinstance(first, dict) and ("kv_events" in first or "frames" in first or "data" in first)
+
+
+def is_capture(path: Path) -> bool:
+    """Whether the file holds KV events. Raises: UsageError if it cannot be read."""
+    line = next(iter(LineReader(path, "trace")), None)
+    return line is not None and is_capture_line(line)

@@ -1,0 +1,135 @@
+"""The figures of a state under plain keys: what --format json prints and the tables are made of."""
+
+from typing import Any
+
+from pagedcli.kvevents.branches import Shape
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.tree import Cause
+
+Row = dict[str, Any]
+CAUSES: dict[Cause, str] = {
+    "evicted": "evicted: their place was taken for other blocks",
+    "cleared": "cleared: the whole cache was reset",
+    "restarted": "restarted: the publisher began again with an empty cache",
+}
+_MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
+
+
+def medium_class(medium: str) -> str:
+    """GPU, CPU or storage."""
+    return next((name for start, name in _MEDIUM_CLASSES.items() if medium.startswith(start)), "storage")
+
+
+def facts(state: KVState) -> Row:
+    """Counts over all publishers. Blocks are counted per cache group; a rate or a median of nothing is null."""
+    stored_rate, removed_rate = state.rates()
+    again = {cause: sum(tree.num_again[cause] for tree in state.trees) for cause in CAUSES}
+    checks = [publisher.sequence for publisher in state.publishers.values()]
+    start, end = state.first_time_s, state.time_s
+    return {
+        "num_messages": state.num_messages,
+        "num_batches": state.num_batches,
+        "num_events": state.num_events,
+        "num_stored_blocks": state.total("num_stored"),
+        "num_removed_blocks": state.total("num_removed"),
+        "num_unique_blocks": state.total("num_unique"),
+        "num_blocks_stored_again": sum(again.values()),
+        **{f"num_blocks_stored_again_{cause}": count for cause, count in again.items()},
+        "num_tokens_computed_twice": state.total("num_tokens_again"),
+        "num_more_copies": state.total("num_more_copies"),
+        "num_resident_blocks": state.num_resident,
+        "num_resident_tokens": num_resident_tokens(state),
+        "peak_resident_blocks": state.peak_resident,
+        "num_cleared": state.num_cleared,
+        "median_lifetime_s": state.median_of("lifetimes_s"),
+        "median_pause_s": state.median_of("pauses_s"),
+        "stored_blocks_per_s": stored_rate,
+        "removed_blocks_per_s": removed_rate,
+        "duration_s": None if start is None or end is None else end - start,
+        "num_gaps": sum(check.num_gaps for check in checks),
+        "num_missed_messages": sum(check.num_missed for check in checks),
+        "num_repeated_messages": sum(check.num_repeated for check in checks),
+        "num_restarts": sum(check.num_restarts for check in checks),
+        "num_malformed": state.num_malformed,
+        "num_unknown_removals": state.total("num_unknown_removals"),
+        "num_forgotten_blocks": state.history.num_forgotten,
+        "num_blocks_over_limit": state.total("num_refused"),
+        "unknown_event_types": dict(state.unknown_types),
+        "unknown_fields": dict(state.unknown_fields),
+        "first_sequence_numbers": {p.name: p.sequence.first_seq for p in state.publishers.values()},
+        "notes": list(state.notes),
+    }
+
+
+def num_resident_tokens(state: KVState) -> int:
+    """Tokens with KV of some cache group: per publisher the group that holds the most."""
+    return sum(
+        max((sum(node.num_tokens for node in tree.resident()) for tree in publisher.trees.values()), default=0)
+        for publisher in state.publishers.values()
+    )
+
+
+def cache_rows(state: KVState) -> list[Row]:
+    """Per publisher, cache group and medium: copies, and how deep the tree is."""
+    rows = []
+    for publisher in state.publishers.values():
+        for group, tree in publisher.trees.items():
+            shape = Shape(tree)
+            for medium in sorted(tree.copies.keys() | tree.capacity.keys()) or ["GPU"]:
+                copies = tree.copies.get(medium, {})
+                rows.append(
+                    {
+                        "publisher": publisher.name, "rank": publisher.rank, "group": group,
+                        "kind": publisher.spec_kinds.get(group), "medium": medium, "class": medium_class(medium),
+                        "num_blocks": len(copies), "num_copies": sum(copies.values()),
+                        "num_tokens": sum(tree.nodes[block_hash].num_tokens for block_hash in copies),
+                        "capacity_blocks": tree.capacity.get(medium), "num_prompts": len(shape.roots),
+                        "max_depth_blocks": shape.max_depth, "num_orphans": shape.num_orphans,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def lora_rows(state: KVState) -> list[Row]:
+    """Resident blocks and tokens per LoRA adapter; empty if no block has one."""
+    counts: dict[str | None, list[int]] = {}
+    for tree in state.trees:
+        for node in tree.resident():
+            row = counts.setdefault(node.lora, [0, 0])
+            row[0] += 1
+            row[1] += node.num_tokens
+    if not counts.keys() - {None}:
+        return []
+    ordered = sorted(counts.items(), key=lambda item: -item[1][0])
+    return [{"lora": lora or "none", "num_blocks": row[0], "num_tokens": row[1]} for lora, row in ordered]
+
+
+def churn_rows(state: KVState) -> list[Row]:
+    """Blocks stored again, by what had removed them."""
+    rows = []
+    for cause, meaning in CAUSES.items():
+        count = sum(tree.num_again[cause] for tree in state.trees)
+        rows.append({"cause": cause, "num_blocks": count, "meaning": meaning})
+    return rows
+
+
+def limits(state: KVState) -> list[str]:
+    """What the events cannot say, and what they did not."""
+    said = ["KV events have no block ids, no reference counts and no requests: hits are not visible, only misses"]
+    for publisher in state.publishers.values():
+        check = publisher.sequence
+        if check.first_seq:
+            said.append(f"{publisher.name}: what happened before message {check.first_seq:,} is not known")
+        if check.num_missed:
+            said.append(
+                f"{publisher.name}: {check.num_missed:,} messages are missing in {check.num_gaps:,} gaps; blocks "
+                "removed meanwhile still look resident"
+            )
+        elif not check.next_seq and state.num_batches:
+            said.append(f"{publisher.name}: its messages are not numbered, so gaps cannot be seen")
+    unknown = state.total("num_unknown_removals")
+    if unknown:
+        said.append(f"{unknown:,} removals were of blocks that were never seen being stored")
+    if state.history.num_forgotten or state.total("num_refused"):
+        said.append(f"more blocks than fit in the memory set aside ({state.history.max_blocks:,}): counts are too low")
+    return said

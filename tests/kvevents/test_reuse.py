@@ -1,0 +1,61 @@
+"""The curve of a larger cache against a cache that is larger."""
+
+import random
+from collections import OrderedDict
+
+from kv_event_harness import message, removed, stored
+
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.reuse import LargerCache, curve
+
+
+def lru(accesses, num_blocks):
+    """The events of an LRU cache of single blocks, and its misses."""
+    cache, events, num_misses = OrderedDict(), [], 0
+    for block_hash in accesses:
+        if block_hash in cache:
+            cache.move_to_end(block_hash)
+            continue
+        num_misses += 1
+        if len(cache) == num_blocks:
+            events.append(removed(cache.popitem(last=False)[0]))
+        cache[block_hash] = None
+        events.append(stored(block_hash))
+    return events, num_misses
+
+
+def test_the_curve_is_a_lower_bound_that_one_more_block_closes():
+    """The block that makes room for the one stored again lies above it on the stack, which the larger cache would not
+    have had to evict: so the curve may be one block late, never early."""
+    rng = random.Random(3)
+    for _ in range(20):
+        accesses = [min(rng.randrange(40), rng.randrange(40)) for _ in range(400)]
+        size = rng.randrange(3, 12)
+        events, num_misses = lru(accesses, size)
+        watchers = []
+
+        def watch(watchers=watchers):
+            watchers.append(LargerCache())
+            return watchers[-1]
+
+        KVState(watch=watch).take(message(0, *events), 0.0)
+        kept = {point.num_more_blocks: point.num_blocks_kept for point in curve(watchers, most_points=1000)}
+        for more in range(1, 30):
+            saved = num_misses - lru(accesses, size + more)[1]
+            at_most = max((blocks for n, blocks in kept.items() if n <= more + 1), default=0)
+            at_least = max((blocks for n, blocks in kept.items() if n <= more), default=0)
+            assert at_least <= saved <= at_most
+
+
+def test_a_cleared_cache_would_have_been_cleared_at_any_size():
+    watcher = LargerCache()
+    state = KVState(watch=lambda: watcher)
+    state.take(message(0, stored(1, 2), removed(2), {"type": "AllBlocksCleared"}, stored(1, 2)), 0.0)
+    assert curve([watcher]) == []
+
+
+def test_the_curve_has_few_points_and_ends_with_everything():
+    watcher = LargerCache(num_more_blocks=list(range(1, 101)), num_tokens=[2] * 100)
+    points = curve([watcher], most_points=5)
+    assert len(points) == 5
+    assert (points[-1].num_more_blocks, points[-1].num_blocks_kept, points[-1].num_tokens_kept) == (100, 100, 200)
