@@ -29,7 +29,7 @@ ALLOWED = {
     "inspection": {"errors", "events", "files", "line_files", "kvcache"},
     "kvevents": {"errors", "events", "line_files", "kvcache"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
-    "distributed": {*LOW, "kvcache", "engine", "models", "batch"},
+    "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm"},
 }
 TORCH_FREE = (
     "errors.py",

@@ -87,7 +87,7 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILTIN_MODEL, *, emit: Emit | None = None, **engine_options: Any) -> None:
-        config = _engine_config(str(model), engine_options)
+        config = engine_config(str(model), engine_options)
         self.llm_engine = LLMEngine(config, emit=emit)
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
@@ -229,7 +229,7 @@ class LLM:
         return {sampled: Logprob(position.logprob, None, text_of(sampled))} | found
 
 
-def _engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
+def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
     """An EngineConfig from keywords. Raises: TypeError, ConfigError."""
     known = EngineConfig.__struct_fields__
     values: dict[str, Any] = {"model": model}

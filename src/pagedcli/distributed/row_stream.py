@@ -1,0 +1,157 @@
+"""An engine in a thread of its own: rows come from any thread at any time and share one continuous batch.
+
+Used by the actors of a cluster, where several batches or parts are in work at once; has no cluster itself.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.lines import Line
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.run import BatchRun
+from pagedcli.batch.stats import BatchStats
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.errors import PagedcliError
+
+_IDLE_WAIT_S = 0.05  # how soon an idle engine sees a new row or the end
+
+
+class Receiver(Protocol):
+    """Gets the rows of a batch or a part, in completion order, in the thread of the engine."""
+
+    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None: ...
+
+    def flush(self) -> None:
+        """All rows of an engine step have been written."""
+
+    def fail(self, error: BaseException) -> None:
+        """No more rows will come."""
+
+
+class RowStream:
+    """One engine that serves rows until `close`.
+
+    `observe` gets the counters after each step. An error in the engine's thread, or in a receiver, ends the stream: all
+    waiting receivers fail with it.
+    """
+
+    full = False  # as a sink
+    resumed_rows = 0
+    resumed_failed_rows = 0
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: BatchOptions,
+        make_rows: Callable[[Tokenizer], RowWriter],
+        *,
+        chat_template: str | None = None,
+        observe: Callable[[BatchStats], None] | None = None,
+    ) -> None:
+        self.engine = LLMEngine(config)
+        folder: Path = self.engine.model_path
+        tokenizer = Tokenizer(folder, chat_template=chat_template, trust_remote_code=config.trust_remote_code)
+        self.rows = make_rows(tokenizer)
+        self._came: queue.Queue[Line | None] = queue.Queue(maxsize=2 * config.max_num_seqs)  # None: the end
+        self._lock = threading.Lock()  # of the two below
+        self._receivers: dict[int, Receiver] = {}  # by row index
+        self._error: BaseException | None = None
+        self._written: set[Receiver] = set()  # since the last flush
+        self._stopping = False
+        self._run = BatchRun(
+            self.engine,
+            tokenizer,
+            self._lines(),
+            self,
+            self.rows,
+            options,
+            observe=observe,
+            stop_requested=lambda: self._stopping,
+        )
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> BatchStats:
+        """Counters of all rows so far."""
+        return self._run.stats
+
+    def submit(self, line: Line, receiver: Receiver) -> None:
+        """Add a row; waits while enough others wait. Its index must be of no other row in work.
+
+        Raises: what ended the stream.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._receivers[line.index] = receiver
+        while True:
+            try:
+                self._came.put(line, timeout=1.0)
+                return
+            except queue.Full:
+                if self._error is not None:
+                    raise self._error from None
+
+    def stop(self) -> None:
+        """End after this step: rows that are not done fail."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """End when all rows are done."""
+        self._came.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            self._run.run()
+            error: BaseException = PagedcliError("the run was stopped")
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._error = error
+            waiting = set(self._receivers.values())
+            self._receivers.clear()
+        for receiver in waiting:
+            receiver.fail(error)
+
+    def _lines(self) -> Iterator[Line | None]:
+        """The rows for the run; None where none has come."""
+        while True:
+            try:
+                busy = self.engine.has_unfinished_requests()
+                line = self._came.get(block=not busy, timeout=_IDLE_WAIT_S)
+            except queue.Empty:
+                yield None
+                continue
+            if line is None:
+                return
+            yield line
+
+    # ------------------------------------------------------------------ the sink of the run
+
+    def holds(self, index: int, line_digest: int) -> bool:
+        return False
+
+    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+        with self._lock:
+            receiver = self._receivers.pop(index)
+        receiver.write(index, line_digest, row, ok=ok)
+        self._written.add(receiver)
+
+    def flush(self) -> None:
+        for receiver in self._written:
+            receiver.flush()
+        self._written.clear()
+
+    def finish(self) -> None:
+        self.flush()
+
+    def abandon(self) -> None:
+        self.flush()
