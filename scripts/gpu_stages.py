@@ -441,6 +441,7 @@ def attention(scale: Scale) -> Result:
     """Decode and prefill attention over shapes and block sizes, as shares of the ceilings."""
     from attention_cases import make_batch
 
+    from pagedcli.attention.layer import AttentionLayer
     from pagedcli.attention.select import select_backend
 
     copy, gemm = copy_bandwidth(scale), gemm_rate(scale)
@@ -460,7 +461,9 @@ def attention(scale: Scale) -> Result:
         batch = make_batch([(total, new)] * num_seqs, table, slots, scale.device)
         backend.prepare(batch)
         q = torch.randn(num_seqs * new, heads[0], heads[2], device=scale.device).to(dtype)
-        seconds = best_seconds(lambda q=q, k=k_cache, v=v_cache, b=batch, s=backend: s.attend(q, k, v, b, 0.1), scale)
+        seconds = best_seconds(
+            lambda q=q, k=k_cache, v=v_cache, b=batch, s=backend: s.attend(q, k, v, b, AttentionLayer(scale=0.1)), scale
+        )
         kv_bytes = 2 * num_seqs * total * heads[1] * heads[2] * dtype.itemsize
         flops = 4 * num_seqs * heads[0] * heads[2] * (new * (2 * total - new + 1) // 2)
         rate, share = (kv_bytes / seconds / 1e9, kv_bytes / seconds / 1e9 / copy)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}  # twice what rounding costs
 # over whole_steps in an int8 cache, where q and the softmax weights are rounded to 16 bits
@@ -41,7 +42,7 @@ class Case:
         fused = torch.randn(total, columns * self.head_dim, generator=generator).to(self.device, self.dtype)
         q, k, v = fused.split([n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)], 1)
         self.q, self.k, self.v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))  # strided rows of all tokens
-        self.scale = self.head_dim**-0.5
+        self.layer = AttentionLayer(scale=self.head_dim**-0.5)
         for b, (earlier, count) in self.shared.items():
             for x in (self.k, self.v):
                 self.of_sequence(x, b)[:count] = self.of_sequence(x, earlier)[:count]
@@ -56,8 +57,11 @@ class Case:
         for b, (total, new) in enumerate(self.lengths):
             q, k, v = (self.of_sequence(x, b).double().cpu() for x in (self.q, self.k, self.v))
             k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q[total - new :], k) * self.scale
-            seen = torch.arange(total) <= torch.arange(total - new, total)[:, None]
+            scores = torch.einsum("qhd,khd->hqk", q[total - new :], k) * self.layer.scale
+            if self.layer.soft_cap is not None:
+                scores = (scores / self.layer.soft_cap).tanh() * self.layer.soft_cap
+            age = torch.arange(total - new, total)[:, None] - torch.arange(total)
+            seen = (age >= 0) & (age < (self.layer.window or total))
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             results.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(results)
@@ -126,12 +130,12 @@ def fill_cache(
     k, v = (torch.cat([case.of_sequence(x, b) for b in members]) for x in (case.k, case.v))
     if only is None:
         k, v = case.k, case.v
-    backend.write(k, v, k_cache, v_cache, torch.tensor(early, dtype=torch.int32, device=case.device))
+    backend.write(k, v, k_cache, v_cache, torch.tensor(early, dtype=torch.int32, device=case.device), case.layer)
     new_rows = new_token_rows(lengths)
     new_k, new_v = (x[new_rows] for x in (k, v))
     batch = make_batch(lengths, table, late, case.device)
     backend.prepare(batch)
-    backend.write(new_k, new_v, k_cache, v_cache, batch.slots)
+    backend.write(new_k, new_v, k_cache, v_cache, batch.slots, case.layer)
     return k_cache, v_cache, batch
 
 
@@ -174,7 +178,7 @@ def run(backend: AttentionBackend, case: Case, only: list[int] | None = None) ->
         q = new[0] if len(new) == 1 else case.q  # strided rows, as a fused projection gives them
     else:
         q = torch.cat(new)
-    return backend.attend(q, k_cache, v_cache, batch, case.scale)
+    return backend.attend(q, k_cache, v_cache, batch, case.layer)
 
 
 def worst_error(result: Tensor, expected: Tensor) -> float:

@@ -48,6 +48,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 6.0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 256}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 48,
+            "sliding_window": 256,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "gpt2": ("GPT2Config", _MULTI_HEAD),
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),

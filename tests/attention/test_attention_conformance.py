@@ -67,6 +67,7 @@ def backend_for(name, case):
             num_heads=case.num_heads,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,
+            layers=[case.layer],
         )
     except BackendError as error:
         pytest.skip(error.message)
@@ -118,13 +119,34 @@ def test_large_scores_do_not_overflow(name, dtype):
     assert worst_error(run(backend_for(name, case), case), case.expected()) < 10 * TOLERANCE[dtype]
 
 
+LAYERS = {
+    "window of 1": {"window": 1},
+    "window inside a tile": {"window": 13},
+    "window over blocks": {"window": 100},
+    "soft cap": {"soft_cap": 1.5},
+    "both": {"window": 40, "soft_cap": 0.5},
+    "negative scale": {"scale": -0.3},
+    "large scale": {"scale": 2.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("asked", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_layer_asks_for_is_computed_or_refused(name, asked, dtype):
+    case = make_case(INTERPRETED_RAGGED if INTERPRETED else RAGGED, (16, 2, 2, 64), dtype)
+    case.layer = replace(case.layer, **asked)
+    result = run(backend_for(name, case), case)
+    assert worst_error(result, case.expected()) < 4 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_sequence_alone_and_in_a_crowd_gives_the_same_bits(name, dtype):
     lengths = [(300, 1), (60, 33)] if INTERPRETED else [(300, 1), (90, 33), (600, 2), (40, 40)]
     case = make_case(lengths, (16, 1, 2, 64), dtype)
     backend = backend_for(name, case)
-    if not getattr(backend, "batch_invariant", False):
+    if not backend.capabilities.batch_invariant:
         pytest.skip(f"{name} does not promise it")
     crowd = run(backend, case)
     start = 0
@@ -144,7 +166,7 @@ def test_shared_blocks_are_exact_attention_and_the_bits_of_sequences_alone(name,
     backend = backend_for(name, case)
     crowd = run(backend, case)
     assert worst_error(crowd, case.expected()) < TOLERANCE[dtype]
-    if getattr(backend, "batch_invariant", False):
+    if backend.capabilities.batch_invariant:
         check_shared_rows(lambda **only: run(backend, case, **only), crowd)
 
 
@@ -154,7 +176,7 @@ def test_slot_minus_one_writes_nothing(name):
     backend = backend_for(name, case)
     shape = backend.kv_shape(3, 16, 1, 64)
     k_cache, v_cache = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
-    backend.write(case.k, case.v, k_cache, v_cache, torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
+    backend.write(case.k, case.v, k_cache, v_cache, torch.full((20,), -1, dtype=torch.int32, device=DEVICE), case.layer)
     assert bool((k_cache == 7).all())
     assert bool((v_cache == 7).all())
 
@@ -174,7 +196,7 @@ def test_copying_a_block_copies_its_tokens(name):
     batch.block_table[0, 1] = free
     batch.plan = None
     backend.prepare(batch)
-    result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.scale)
+    result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.layer)
     assert worst_error(result, case.expected()) < TOLERANCE[F32]
 
 
@@ -197,8 +219,8 @@ def test_cache_of_more_than_2_31_elements(name):
     q = torch.cat([case.of_sequence(case.q, 0)[39:], case.of_sequence(case.q, 1)])
     far = torch.tensor([int(batch.block_table[0, 2]) * 16 + 7], dtype=torch.int32, device=DEVICE)  # position 39
     k, v = (case.of_sequence(x, 0)[39:] for x in (case.k, case.v))
-    backend.write(k, v, caches[0], caches[1], far)
-    result = backend.attend(q, caches[0], caches[1], batch, case.scale)
+    backend.write(k, v, caches[0], caches[1], far, case.layer)
+    result = backend.attend(q, caches[0], caches[1], batch, case.layer)
     assert worst_error(result, case.expected()) < TOLERANCE[F16]
 
 
@@ -225,5 +247,5 @@ def test_poison_is_seen():
     backend = backend_for("reference", case)
     k_cache, v_cache, batch = fill_cache(backend, case)
     longer = replace(batch, num_tokens=batch.num_tokens + 1)
-    result = backend.attend(case.q[16:], k_cache, v_cache, longer, case.scale)
+    result = backend.attend(case.q[16:], k_cache, v_cache, longer, case.layer)
     assert worst_error(result, case.expected()) == float("inf")

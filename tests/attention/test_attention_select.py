@@ -1,9 +1,13 @@
 """Which backend runs, and why not the others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pagedcli.attention import cpu, select
+from pagedcli.attention.base import Capabilities
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import BACKEND_NAMES, REGISTRY, available_backends, select_backend
 from pagedcli.errors import BackendError
 
@@ -69,16 +73,47 @@ def test_dtype_that_a_backend_lacks_is_refused_with_the_list():
 
 
 def test_block_size_that_breaks_a_multiple_is_refused_with_the_next_one():
-    class Coarse:
-        name = "coarse"
-        block_size_multiple = 256
-        dtypes = frozenset({torch.float32})
-
+    coarse = Capabilities(dtypes=frozenset({torch.float32}), block_size_multiple=256)
     with pytest.raises(BackendError, match="block_size is 300, not a multiple of 256") as caught:
-        select.check_spec(Coarse(), select.AttentionSpec(**{**SPEC, "block_size": 300}))
+        select.check_spec(coarse, select.AttentionSpec(**{**SPEC, "block_size": 300}))
     assert "block_size: 512" in caught.value.hint
 
 
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(BackendError, match="num_heads is 7"):
         select_backend("auto", **{**SPEC, "num_heads": 7})
+
+
+PLAIN = AttentionLayer(scale=0.125)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "asked", "reason"),
+    [
+        ({}, {"head_dim": 60}, "head_dim is 60, not a multiple of 8"),
+        ({}, {"head_dim": 264}, "head_dim is 264, more than 256"),
+        ({}, {"num_heads": 40}, "10 query heads per key/value head are more than 8"),
+        ({}, {"kv_dtype": torch.int8}, "has no KV cache of int8"),
+        ({"windows": False}, {"layers": frozenset({PLAIN, replace(PLAIN, window=64)})}, "sees only 64 tokens"),
+        ({"soft_cap": False}, {"layers": frozenset({PLAIN, replace(PLAIN, soft_cap=50.0)})}, "caps them at 50"),
+        ({"negative_scale": False}, {"layers": frozenset({replace(PLAIN, scale=-1.0)})}, "a layer has -1"),
+    ],
+)
+def test_what_a_backend_lacks_is_refused_with_the_reason(lacking, asked, reason):
+    able = Capabilities(
+        dtypes=frozenset({torch.float32}),
+        head_dim_multiple=8,
+        max_head_dim=256,
+        max_group=8,
+        windows=True,
+        soft_cap=True,
+    )
+    select.check_spec(able, select.AttentionSpec(**{**SPEC, "layers": frozenset({PLAIN})}))
+    with pytest.raises(BackendError, match=reason):
+        select.check_spec(replace(able, **lacking), select.AttentionSpec(**{**SPEC, **asked}))
+
+
+def test_a_layer_that_the_fast_backends_cannot_run_goes_to_one_that_can():
+    selection = select_backend("auto", **SPEC, layers=[replace(PLAIN, soft_cap=30.0)])
+    assert selection.backend.capabilities.soft_cap
+    assert all("does not cap attention scores" in reason for reason in selection.refused)

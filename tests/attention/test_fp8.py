@@ -5,6 +5,7 @@ mantissa is lost), so what the kernels store here needs no rounding: the torch t
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def attend_fp8(case, scales):
     size = case.block_size
     heads = (case.num_heads, case.num_kv_heads, case.head_dim)
     backend = TritonAttention(AttentionSpec(CPU, case.dtype, size, *heads, kv_dtype=FP8))
-    backend.kv_scales = scales
+    case.layer = replace(case.layer, k_scale=scales[0], v_scale=scales[1])
     needed = [-(-total // size) for total, _ in case.lengths]
     order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(1)).tolist()
     table = torch.full((len(needed), max(needed) + 1), GARBAGE_BLOCK, dtype=torch.int32)
@@ -78,9 +79,9 @@ def attend_fp8(case, scales):
         start += total
     shape = backend.kv_shape(sum(needed) + 2, size, *heads[1:])
     k_cache, v_cache = (torch.full(shape, float("nan")).to(FP8) for _ in range(2))
-    backend.write(case.k, case.v, k_cache, v_cache, torch.tensor(slots, dtype=torch.int32))
+    backend.write(case.k, case.v, k_cache, v_cache, torch.tensor(slots, dtype=torch.int32), case.layer)
     batch = make_batch(case.lengths, table, late, "cpu")
-    return backend.attend(case.q[new_rows], k_cache, v_cache, batch, case.scale)
+    return backend.attend(case.q[new_rows], k_cache, v_cache, batch, case.layer)
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""The contract between models and attention backends: PagedBatch, AttentionBackend and the project's shape letters.
+"""The contract between models and attention backends: PagedBatch, Capabilities, AttentionBackend and the shape letters.
 
 Shape letters, everywhere: T new tokens, B sequences, N blocks, S tokens per block, W blocks per table, H query heads,
 G key/value heads, D head size, L layers, V vocabulary.
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from pagedcli.attention.layer import AttentionLayer
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,7 +44,7 @@ class PagedBatch:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a model and a cache ask of a backend. Each backend module has `load(spec) -> AttentionBackend`, which raises
-    BackendError with the reason where it cannot serve it."""
+    BackendError with the reason where the machine cannot run it; select.py refuses what Capabilities rule out."""
 
     device: torch.device
     dtype: torch.dtype  # of q, k and v
@@ -51,25 +53,56 @@ class AttentionSpec:
     num_kv_heads: int  # G
     head_dim: int  # D
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype. Others need a backend with `kv_dtypes`
+    layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend serves and promises, as data: select.py refuses the rest, the conformance test checks it."""
+
+    dtypes: frozenset[torch.dtype]  # of q, k and v
+    kv_dtypes: frozenset[torch.dtype] = frozenset()  # of a cache, in addition to that of q, k and v
+    block_size_multiple: int = 1  # block_size must be a multiple of this
+    head_dim_multiple: int = 1  # D must be a multiple of this
+    max_head_dim: int | None = None  # the largest D
+    max_group: int | None = None  # the most query heads per key/value head
+    windows: bool = False  # AttentionLayer.window
+    soft_cap: bool = False  # AttentionLayer.soft_cap
+    negative_scale: bool = True  # AttentionLayer.scale below 0
+    batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
+    graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
+    fused_store: bool = False  # layers.triton_layers.rotate_and_store fills this cache: [N, G, S, D]
 
 
 class AttentionBackend(Protocol):
     """Writes new K and V into the paged cache and attends over it. All backends compute the same function."""
 
     name: str
-    block_size_multiple: int  # block_size must be a multiple of this
-    dtypes: frozenset[torch.dtype]
+    capabilities: Capabilities
+    # Address of the cache's description (native/paged_cache.h), for a decoder that attends within its own native call
+    # with the address of batch.plan. None: the backend has none.
+    geometry_address: int | None = None
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's K cache (V has the same): any layout whose first dimension is the block, [N, ...],
         with S * G * D elements per block."""
         ...
 
+    def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Raises BackendError if a cache is not what this backend reads without looking again."""
+        return
+
+    def reserve(self, num_seqs: int, max_total: int) -> None:
+        """Take the memory that steps of so many sequences of up to max_total tokens need, before memory is counted."""
+        return
+
     def prepare(self, batch: PagedBatch) -> None:
         """Called once per step before the first layer; may set batch.plan."""
-        ...
+        return
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
+    ) -> None:
         """Store K and V of the new tokens.
 
         Shapes:  k, v [T, G, D] (rows may be strided); k_cache, v_cache of kv_shape; slots [T] int32.
@@ -77,11 +110,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         """Causal attention of the step's new tokens over the paged cache.
 
         Shapes:  q [T, H, D]; k_cache, v_cache of kv_shape, dtype and device of q; returns [T, H, D].
-        Units:   scale has none and is positive (1/sqrt(D) for the usual softmax); lengths are in tokens.
+        Units:   lengths are in tokens.
         Changes: nothing. K and V of the new tokens must already be in the cache (see write).
         Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
         """

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch, dtype_name
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary, load_library
 from pagedcli.native.structs import DTYPE_CODES
@@ -32,24 +33,22 @@ class _Plan:
         self._library.paged_plan_free(self.address)
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """The native kernel. K and V cache: [N, G, S, D], the inside of a head in an order that is the kernel's own.
 
-    With kv_dtype int8 the cache is bytes [N, G, S, D + 4]: beside the elements a float32 scale per token and head.
+    With kv_dtype int8 the cache is bytes [N, G, S, D + 4]: after the elements a float32 scale per token and head.
     """
 
     name = "cpu"
-    block_size_multiple = 1
-    dtypes = frozenset(DTYPE_CODES)
-    kv_dtypes = frozenset({torch.int8})  # of a cache, beside that of q, k and v
-    batch_invariant = True
+    capabilities = Capabilities(
+        dtypes=frozenset(DTYPE_CODES), kv_dtypes=frozenset({torch.int8}), negative_scale=False, batch_invariant=True
+    )
 
     def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:
         self.notes = library.notes
         self._library = library.functions
         self._attend, self._write = _bind(library.functions)
         self._spec = spec
-        self._dtype_code = DTYPE_CODES[spec.dtype]
         self._kv_dtype = spec.kv_dtype or spec.dtype
         self._scale_bytes = SCALE_BYTES if self._kv_dtype == torch.int8 else 0
         sizes = (spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -73,13 +72,15 @@ class CpuAttention:
         )
         batch.plan = _Plan(self._library, address, (cu_q, num_tokens, table))
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
+    ) -> None:
         self.check_cache(k_cache, v_cache)
         k, v = _dense_rows(k), _dense_rows(v)
         strides = (_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         slots = slots.contiguous()
         self._write(
-            self._dtype_code,
+            DTYPE_CODES[self._spec.dtype],
             self.geometry_address,
             k.shape[0],
             torch.get_num_threads(),
@@ -91,16 +92,14 @@ class CpuAttention:
             slots.data_ptr(),
         )
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if batch.plan is None:
             self.prepare(batch)
         self.check_cache(k_cache, v_cache)
-        if scale <= 0:
-            raise BackendError(f"scale is {scale}, but the kernel takes positive ones only")
         q = _dense_rows(q)
         out = torch.empty(q.shape, dtype=q.dtype)
         failed = self._attend(
-            self._dtype_code,
+            DTYPE_CODES[self._spec.dtype],
             self.geometry_address,
             batch.plan.address,
             q.data_ptr(),
@@ -109,7 +108,7 @@ class CpuAttention:
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             out.data_ptr(),
-            scale,
+            layer.scale,
         )
         if failed:
             raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
@@ -152,12 +151,10 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
 
 
 def load(spec: AttentionSpec) -> CpuAttention:
-    """The native backend. Raises BackendError where there is no compiler, off the CPU, for other dtypes, and for an
-    int8 cache of longer heads than it can sum exactly."""
+    """The native backend. Raises BackendError where there is no compiler, off the CPU, and for an int8 cache of longer
+    heads than it can sum exactly."""
     if spec.device.type != "cpu":
         raise BackendError(f"runs on a CPU, not on {spec.device}")
-    if spec.dtype not in DTYPE_CODES:
-        raise BackendError(f"dtype {dtype_name(spec.dtype)} is not one of bfloat16, float16, float32")
     if spec.kv_dtype == torch.int8 and spec.head_dim > MAX_INT8_HEAD_DIM:
         raise BackendError(
             f"has an int8 KV cache for head_dim up to {MAX_INT8_HEAD_DIM}, not {spec.head_dim}",

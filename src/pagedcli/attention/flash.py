@@ -3,14 +3,16 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.attention.varlen import check_flash_limits, cumulative_lengths, missing_parameters
+from pagedcli.attention.varlen import FLASH_CAPABILITIES, check_flash_device, cumulative_lengths, missing_parameters
 from pagedcli.errors import BackendError
 
 NEEDED_3 = frozenset({"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal"})
@@ -24,13 +26,12 @@ class Flash3Attention(ReferenceAttention):
     """FlashAttention-3. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
 
     name = "flash"
-    block_size_multiple = 1
-    dtypes = frozenset({torch.float16, torch.bfloat16})
+    capabilities = FLASH_CAPABILITIES
 
     def __init__(self, with_kvcache: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         out: Tensor = self._with_kvcache(
             q,
             k_cache,
@@ -39,7 +40,7 @@ class Flash3Attention(ReferenceAttention):
             page_table=batch.block_table,
             cu_seqlens_q=batch.cu_q,
             max_seqlen_q=batch.max_new,
-            softmax_scale=scale,
+            softmax_scale=layer.scale,
             causal=True,
         )
         return out
@@ -49,8 +50,7 @@ class Flash2Attention(ReferenceAttention):
     """FlashAttention-2. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
 
     name = "flash"
-    block_size_multiple = 256
-    dtypes = frozenset({torch.float16, torch.bfloat16})
+    capabilities = replace(FLASH_CAPABILITIES, block_size_multiple=256)
 
     def __init__(self, with_kvcache: Callable[..., Any], varlen: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
@@ -59,7 +59,7 @@ class Flash2Attention(ReferenceAttention):
     def prepare(self, batch: PagedBatch) -> None:
         batch.plan = cumulative_lengths(batch)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
             # Pure decode has an entry of its own, which splits long contexts; ragged queries with splits are wrong.
             out: Tensor = self._with_kvcache(
@@ -68,7 +68,7 @@ class Flash2Attention(ReferenceAttention):
                 v_cache,
                 cache_seqlens=batch.num_tokens,
                 block_table=batch.block_table,
-                softmax_scale=scale,
+                softmax_scale=layer.scale,
                 causal=True,
             )
             return out.squeeze(1)
@@ -82,7 +82,7 @@ class Flash2Attention(ReferenceAttention):
             cu_seqlens_k=batch.plan,
             max_seqlen_q=batch.max_new,
             max_seqlen_k=batch.max_total,
-            softmax_scale=scale,
+            softmax_scale=layer.scale,
             causal=True,
             block_table=batch.block_table,
         )
@@ -104,7 +104,7 @@ def flash2_backend(package: Any) -> Flash2Attention:
 
 def load(spec: AttentionSpec) -> Flash3Attention | Flash2Attention:
     """Version 3 where it is installed on an sm_90 device, else version 2. Raises BackendError with the reason."""
-    check_flash_limits(spec)
+    check_flash_device(spec)
     if torch.cuda.get_device_capability(spec.device) == (9, 0):
         interface = _import("flash_attn_interface")
         if interface is not None:

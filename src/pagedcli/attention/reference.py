@@ -6,29 +6,30 @@ Every other backend is tested against it.
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """Plain torch, one sequence at a time. K and V cache: [N, S, G, D]."""
 
     name = "reference"
-    block_size_multiple = 1
-    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), windows=True, soft_cap=True
+    )
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)
 
-    def prepare(self, batch: PagedBatch) -> None:
-        pass
-
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
+    ) -> None:
         rows = (slots >= 0).nonzero().flatten()
         target = slots[rows].long()
         k_cache.flatten(0, 1)[target] = k[rows]
         v_cache.flatten(0, 1)[target] = v[rows]
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         out = torch.empty_like(q)
         block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
         group = q.shape[1] // num_kv_heads
@@ -39,9 +40,14 @@ class ReferenceAttention:
             blocks = batch.block_table[b, : -(-total // block_size)].long()
             k = k_cache[blocks].flatten(0, 1)[:total].float().repeat_interleave(group, dim=1)
             v = v_cache[blocks].flatten(0, 1)[:total].float().repeat_interleave(group, dim=1)
-            scores = torch.einsum("thd,khd->htk", q[start:end].float(), k) * scale
+            scores = torch.einsum("thd,khd->htk", q[start:end].float(), k) * layer.scale
+            if layer.soft_cap is not None:
+                scores = (scores / layer.soft_cap).tanh() * layer.soft_cap
             positions = torch.arange(total, device=q.device)
-            hidden = positions[None, :] > positions[total - (end - start) :, None]
+            last_seen = positions[total - (end - start) :, None]
+            hidden = positions > last_seen
+            if layer.window is not None:
+                hidden |= positions <= last_seen - layer.window
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[start:end] = torch.einsum("htk,khd->thd", weights, v).to(q.dtype)
         return out

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 
 # Gathered K of one call in elements: small enough to be read back from cache on a CPU, large enough to fill a GPU.
 GATHER_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
@@ -38,12 +39,11 @@ class _Chunk:
     total: int  # tokens up to the last new one
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """Torch's scaled_dot_product_attention over gathered pages. K and V cache: [N, G, S, D]."""
 
     name = "sdpa"
-    block_size_multiple = 1
-    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+    capabilities = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}))
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._block_size = spec.block_size
@@ -57,14 +57,16 @@ class SdpaAttention:
     def prepare(self, batch: PagedBatch) -> None:
         batch.plan = [self._group(batch, chunks) for chunks in self._calls(batch)]
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
+    ) -> None:
         rows = (slots >= 0).nonzero().flatten()
         target = slots[rows].long()
         block, offset = target // k_cache.shape[2], target % k_cache.shape[2]
         k_cache[block, :, offset] = k[rows]
         v_cache[block, :, offset] = v[rows]
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if batch.plan is None:
             self.prepare(batch)
         num_heads, head_dim = q.shape[1:]
@@ -78,7 +80,7 @@ class SdpaAttention:
             queries = q[group.rows].view(n, -1, num_kv_heads, group_size, head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
             mask = group.mask.expand(n, group_size, -1, k_len).reshape(n, 1, -1, k_len)
-            result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+            result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
             result = result.view(n, num_kv_heads, group_size, -1, head_dim).permute(0, 3, 1, 2, 4)
             out[group.rows] = result.reshape(-1, num_heads, head_dim)
         return out

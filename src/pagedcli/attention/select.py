@@ -3,13 +3,14 @@
 Used by the engine and by `pagedcli doctor`. A new backend is one file with `load(spec)` and one line in REGISTRY.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, dtype_name
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 
 
@@ -52,6 +53,7 @@ def select_backend(
     num_kv_heads: int,
     head_dim: int,
     kv_dtype: torch.dtype | None = None,
+    layers: Iterable[AttentionLayer] = (),
 ) -> Selection:
     """The named backend, or with "auto" the first in order of preference that can run here.
 
@@ -60,7 +62,7 @@ def select_backend(
     """
     if num_heads % num_kv_heads:
         raise BackendError(f"num_heads is {num_heads}, which is not a multiple of num_kv_heads {num_kv_heads}")
-    spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim, kv_dtype)
+    spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim, kv_dtype, frozenset(layers))
     if name == "auto":
         return _first_that_runs(spec)
     for entry in REGISTRY:
@@ -115,23 +117,44 @@ def _try_all(
 
 def _load(entry: Entry, spec: AttentionSpec) -> AttentionBackend:
     backend: AttentionBackend = import_module(entry.module).load(spec)
-    check_spec(backend, spec)
+    check_spec(backend.capabilities, spec)
     return backend
 
 
-def check_spec(backend: AttentionBackend, spec: AttentionSpec) -> None:
-    """Raises BackendError if the backend's dtypes or block_size_multiple rule the spec out."""
-    if spec.dtype not in backend.dtypes:
-        known = ", ".join(sorted(map(dtype_name, backend.dtypes)))
+def check_spec(able: Capabilities, spec: AttentionSpec) -> None:
+    """Raises BackendError with the first thing that the spec asks for and a backend of these capabilities lacks."""
+    if spec.dtype not in able.dtypes:
+        known = ", ".join(sorted(map(dtype_name, able.dtypes)))
         raise BackendError(f"dtype {dtype_name(spec.dtype)} is not one of {known}")
-    if spec.kv_dtype not in (None, spec.dtype, *getattr(backend, "kv_dtypes", ())):
+    if spec.kv_dtype not in (None, spec.dtype, *able.kv_dtypes):
         kv_dtype = dtype_name(spec.kv_dtype or spec.dtype)
         raise BackendError(
             f"has no KV cache of {kv_dtype}", hint="use --kv-cache-dtype auto, or --attention-backend auto"
         )
-    if spec.block_size % backend.block_size_multiple:
-        multiple = backend.block_size_multiple
+    if spec.block_size % able.block_size_multiple:
+        multiple = able.block_size_multiple
         raise BackendError(
             f"block_size is {spec.block_size}, not a multiple of {multiple}",
             hint=f"use block_size: {-(-spec.block_size // multiple) * multiple}, or attention_backend: auto",
         )
+    if spec.head_dim % able.head_dim_multiple:
+        raise BackendError(f"head_dim is {spec.head_dim}, not a multiple of {able.head_dim_multiple}")
+    if able.max_head_dim is not None and spec.head_dim > able.max_head_dim:
+        raise BackendError(f"head_dim is {spec.head_dim}, more than {able.max_head_dim}")
+    group = spec.num_heads // spec.num_kv_heads
+    if able.max_group is not None and group > able.max_group:
+        raise BackendError(f"{group} query heads per key/value head are more than {able.max_group}")
+    for layer in spec.layers:
+        if reason := layer_refusal(able, layer):
+            raise BackendError(reason)
+
+
+def layer_refusal(able: Capabilities, layer: AttentionLayer) -> str | None:
+    """Why a backend of these capabilities cannot run a layer; None if it can."""
+    if layer.window is not None and not able.windows:
+        return f"has no sliding window, and a layer sees only {layer.window} tokens"
+    if layer.soft_cap is not None and not able.soft_cap:
+        return f"does not cap attention scores, and a layer caps them at {layer.soft_cap:g}"
+    if layer.scale <= 0 and not able.negative_scale:
+        return f"takes positive scales only, and a layer has {layer.scale:g}"
+    return None

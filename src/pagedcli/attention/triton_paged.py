@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 
 try:
@@ -93,16 +94,20 @@ class _Plan:
         return self.buffer[1 + self.num_sequences + self.capacity :]
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """The project's own CUDA kernels. K and V cache: [N, G, S, D]."""
 
     name = "triton"
-    block_size_multiple = 16
-    dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
-    batch_invariant = True
-    kv_dtypes = frozenset({torch.float8_e4m3fn})  # of a cache, beside the model's dtype
-    fused_store = True  # layers.triton_layers.rotate_and_store fills this cache
-    graph_safe = True  # a step of one token per sequence can be captured in a CUDA graph
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn}),
+        block_size_multiple=16,
+        max_head_dim=256,
+        max_group=64,
+        batch_invariant=True,
+        graph_safe=True,
+        fused_store=True,
+    )
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -112,7 +117,6 @@ class TritonAttention:
         self._decode, self._prefill = tile_configs(spec.dtype, self._block_d, _capability(spec.device))
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
-        self.kv_scales = 1.0, 1.0  # what one unit of K and of V in an fp8 cache stands for
         self._partials = torch.empty(0, device=spec.device), torch.empty(0, device=spec.device)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # a captured graph may still write there
         if spec.device.type == "cuda":
@@ -159,7 +163,9 @@ class TritonAttention:
         ]
         return _send(torch.tensor(items, dtype=torch.int32).T.contiguous(), device) if items else None
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
+    ) -> None:
         spec = self._spec
         k, v = _dense_heads(k), _dense_heads(v)
         kernels.store_kvcache_kernel[(k.shape[0],)](
@@ -170,8 +176,8 @@ class TritonAttention:
             slots,
             k.stride(0),
             v.stride(0),
-            1 / self.kv_scales[0],
-            1 / self.kv_scales[1],
+            1 / layer.k_scale,
+            1 / layer.v_scale,
             G=spec.num_kv_heads,
             S=spec.block_size,
             D=spec.head_dim,
@@ -181,17 +187,16 @@ class TritonAttention:
             num_warps=4,
         )
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if not isinstance(batch.plan, _Plan):
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k_scale, v_scale = self.kv_scales if k_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
-        factor = scale * 1.4426950408889634 * k_scale
+        factor = layer.scale * 1.4426950408889634 * layer.k_scale
         if batch.plan.has_decode:
-            self._run_decode(q, k_cache, v_cache, out, batch, factor, v_scale)
+            self._run_decode(q, k_cache, v_cache, out, batch, factor, layer.v_scale)
         if batch.plan.prefill_items is not None:
-            self._run_prefill(q, k_cache, v_cache, out, batch, factor, v_scale)
+            self._run_prefill(q, k_cache, v_cache, out, batch, factor, layer.v_scale)
         return out
 
     def _run_decode(
@@ -274,7 +279,7 @@ class TritonAttention:
         )
 
     def reserve(self, num_seqs: int, max_total: int) -> None:
-        """Take the memory that steps of so many sequences of up to max_total tokens need, before memory is counted."""
+        """See AttentionBackend: room for partial results."""
         if max_total > SPLIT:
             self._partial_buffers(min(DEVICE_LIST_ITEMS, num_seqs * -(-max_total // SPLIT)))
 
@@ -361,15 +366,11 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 
 def load(spec: AttentionSpec) -> TritonAttention:
-    """The Triton backend. Raises BackendError off CUDA (but for triton's interpreter) and for heads it cannot tile."""
+    """The Triton backend. Raises BackendError off CUDA (unless triton interprets) and without a compiler."""
     if spec.device.type != "cuda" and not interpreted():
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
     if spec.device.type == "cuda" and _capability(spec.device) < (8, 0):
         raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
     if problem := missing_compiler():
         raise BackendError(problem, hint="install gcc, or name a compiler in the environment variable CC")
-    if spec.head_dim > 256:
-        raise BackendError(f"head_dim is {spec.head_dim}, more than 256")
-    if spec.num_heads // spec.num_kv_heads > 64:
-        raise BackendError(f"{spec.num_heads // spec.num_kv_heads} query heads per key/value head are more than 64")
     return TritonAttention(spec)

@@ -5,16 +5,22 @@ Found by its signature, never by torch's version: only from 2.12 on does it take
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionSpec, PagedBatch
+from pagedcli.attention.base import AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import BackendError
 
 PAGE_MULTIPLE = 256  # tokens; FlashAttention-2 copies a page in tiles of up to this size
+# What every FlashAttention kernel asks for.
+FLASH_CAPABILITIES = Capabilities(
+    dtypes=frozenset({torch.float16, torch.bfloat16}), head_dim_multiple=8, max_head_dim=256
+)
 NEEDED = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"})
 
 
@@ -22,9 +28,7 @@ class VarlenAttention(ReferenceAttention):
     """torch's varlen_attn over pages. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
 
     name = "varlen"
-    block_size_multiple = PAGE_MULTIPLE
-    dtypes = frozenset({torch.float16, torch.bfloat16})
-    batch_invariant = True  # by num_splits=1
+    capabilities = replace(FLASH_CAPABILITIES, block_size_multiple=PAGE_MULTIPLE, batch_invariant=True)  # num_splits=1
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -32,11 +36,11 @@ class VarlenAttention(ReferenceAttention):
     def prepare(self, batch: PagedBatch) -> None:
         batch.plan = varlen_arguments(batch)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if batch.plan is None:
             self.prepare(batch)
         grouped = q.shape[1] != k_cache.shape[2]
-        out: Tensor = self._function(q, k_cache, v_cache, **batch.plan, scale=scale, enable_gqa=grouped)
+        out: Tensor = self._function(q, k_cache, v_cache, **batch.plan, scale=layer.scale, enable_gqa=grouped)
         return out
 
 
@@ -68,18 +72,16 @@ def missing_parameters(function: Callable[..., Any], needed: frozenset[str]) -> 
     return sorted(needed - inspect.signature(function).parameters.keys())
 
 
-def check_flash_limits(spec: AttentionSpec) -> None:
-    """What every FlashAttention kernel asks for. Raises BackendError with the first limit that is broken."""
+def check_flash_device(spec: AttentionSpec) -> None:
+    """Raises BackendError for a device that no FlashAttention kernel runs on."""
     if spec.device.type != "cuda":
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
     if torch.cuda.get_device_capability(spec.device) < (8, 0):
         raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
-    if spec.head_dim > 256 or spec.head_dim % 8:
-        raise BackendError(f"head_dim is {spec.head_dim}, not a multiple of 8 up to 256")
 
 
 def load(spec: AttentionSpec) -> VarlenAttention:
-    """The varlen backend. Raises BackendError where torch, the device or the head size do not allow it."""
+    """The varlen backend. Raises BackendError where torch or the device do not allow it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -87,5 +89,5 @@ def load(spec: AttentionSpec) -> VarlenAttention:
     missing = missing_parameters(varlen_attn, NEEDED)
     if missing:
         raise BackendError(f"varlen_attn of torch {torch.__version__} does not take {', '.join(missing)}")
-    check_flash_limits(spec)
+    check_flash_device(spec)
     return VarlenAttention(varlen_attn)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import select_backend
 from pagedcli.bench.machine import best_seconds
 from pagedcli.kvcache.budget import block_bytes
@@ -100,19 +101,20 @@ def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: to
     num_layers = max(1, -(-STREAM_BYTES // shape.kv_bytes))
     cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.kv_dtype or shape.dtype, device=device)
     ask_for_huge_pages(cache)  # as the engine does
-    layers = [tuple(layer) for layer in cache]
+    caches = [tuple(pair) for pair in cache]
+    layer = AttentionLayer(scale=shape.head_dim**-0.5)
     num_slots = num_blocks * shape.block_size
     filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim, device=device).to(shape.dtype)
     slots = torch.arange(num_slots, dtype=torch.int32, device=device)
-    for k_cache, v_cache in layers:
-        backend.write(filling, filling, k_cache, v_cache, slots)
+    for k_cache, v_cache in caches:
+        backend.write(filling, filling, k_cache, v_cache, slots, layer)
     tokens = shape.num_sequences * shape.new
     q = torch.randn(tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
     backend.prepare(batch)
 
     def step() -> None:
-        for k_cache, v_cache in layers:
-            backend.attend(q, k_cache, v_cache, batch, shape.head_dim**-0.5)
+        for k_cache, v_cache in caches:
+            backend.attend(q, k_cache, v_cache, batch, layer)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -44,7 +44,7 @@ def why_no_graphs(config: EngineConfig, spec: ModelSpec, device: torch.device, b
         return "enforce_eager"
     if spec.is_fallback:
         return f"{spec.architecture} runs through transformers"
-    if not getattr(backend, "graph_safe", False):
+    if not backend.capabilities.graph_safe:
         return f"backend {backend.name} asks the host for lengths"
     return None
 

@@ -1,8 +1,10 @@
 """The two scales of an fp8 KV cache, found once at the start so that they do not depend on any request.
 
-e4m3 holds 2^-9 ... 448 with 4 significant bits from 2^-6 on. As it floats, one scale for all of K and one for all of V
-lose next to nothing against a scale per head, and cost the kernels nothing.
+e4m3 holds 2^-9 ... 448 with 4 significant bits from 2^-6 on. It is a floating-point format, so one scale for all of K
+and one for all of V are nearly as accurate as one per head, and cost the kernels nothing.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ def kv_scales(
     max_model_len: int,
     parallel: ParallelContext,
 ) -> tuple[float, float]:
-    """Scales of K and V from a run over fixed random tokens, the same on all ranks. Changes: backend.kv_scales."""
+    """Scales of K and V from a run over fixed random tokens, the same on all ranks. Changes: model.attention_layers."""
     num_tokens = min(NUM_TOKENS, max_model_len)  # the model has positions for no more
     num_blocks = blocks_for(num_tokens, block_size)
     runner = ModelRunner(
@@ -51,5 +53,5 @@ def kv_scales(
     runner.execute(ScheduledStep([seq], [num_tokens]))
     largest = parallel.largest(runner.kv_cache.abs().flatten(1).amax(1).float())
     k_scale, v_scale = (max(value, 1e-6) * MARGIN / LARGEST for value in largest.tolist())
-    backend.kv_scales = (k_scale, v_scale)  # type: ignore[attr-defined]  # a backend with kv_dtypes has them
+    model.attention_layers = tuple(replace(layer, k_scale=k_scale, v_scale=v_scale) for layer in model.attention_layers)
     return k_scale, v_scale

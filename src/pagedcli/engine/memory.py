@@ -40,8 +40,7 @@ def measure_budget(
     """
     if device.type != "cuda":
         return None
-    if reserve := getattr(backend, "reserve", None):
-        reserve(config.max_num_seqs, max_model_len)
+    backend.reserve(config.max_num_seqs, max_model_len)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -75,6 +75,7 @@ def choose_backend(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         kv_dtype=kv_dtype,
+        layers=spec.attention_layers,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import select_backend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
@@ -222,7 +223,8 @@ def _attend(
         cu_q_host=cu_q,
         num_tokens_host=totals,
     )
-    backend.write(k[~new_rows], v[~new_rows], k_cache, v_cache, all_slots[~new_rows])
+    layer = AttentionLayer(scale=head_dim**-0.5)
+    backend.write(k[~new_rows], v[~new_rows], k_cache, v_cache, all_slots[~new_rows], layer)
     backend.prepare(batch)
-    backend.write(k[new_rows], v[new_rows], k_cache, v_cache, batch.slots)
-    return backend.attend(q[new_rows], k_cache, v_cache, batch, head_dim**-0.5)
+    backend.write(k[new_rows], v[new_rows], k_cache, v_cache, batch.slots, layer)
+    return backend.attend(q[new_rows], k_cache, v_cache, batch, layer)

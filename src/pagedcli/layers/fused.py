@@ -20,4 +20,4 @@ def fused_layers() -> Any:
 
 def stores_in_one_pass(backend: AttentionBackend) -> bool:
     """Whether triton_layers.rotate_and_store can fill the backend's cache: a CUDA backend of that layout."""
-    return getattr(backend, "fused_store", False) and fused_layers() is not None
+    return backend.capabilities.fused_store and fused_layers() is not None

@@ -5,11 +5,15 @@ from typing import Protocol
 from torch import Tensor
 
 from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.models.spec import ModelSpec
 
 
 class CausalLM(Protocol):
     """A language model that reads and writes the paged cache through an attention backend."""
+
+    # What each layer asks of the attention backend. The scales of an fp8 cache come after the weights.
+    attention_layers: tuple[AttentionLayer, ...]
 
     @property
     def spec(self) -> ModelSpec:

@@ -35,6 +35,7 @@ class CpuDecoder:
         """Packs the weights and removes each from `tensors`, so that there is no second copy of them all."""
         self.spec = spec
         self.notes: tuple[str, ...] = ()
+        self.attention_layers = spec.attention_layers
         self._backend = backend
         self._library = load_library()
         self._functions = bind(self._library.functions)

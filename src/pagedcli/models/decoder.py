@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.layers.fused import fused_layers, stores_in_one_pass
 from pagedcli.layers.linear import Linear, unpacked_note
 from pagedcli.layers.mlp import silu_and_mul
@@ -47,6 +48,7 @@ class Decoder:
         "_rope_table",
         "_stores_in_one_pass",
         "_weight_bytes",
+        "attention_layers",
         "notes",
         "spec",
     )
@@ -61,6 +63,7 @@ class Decoder:
         parallel: ParallelContext = SINGLE,
     ) -> None:
         self.spec = spec  # of this rank
+        self.attention_layers = spec.attention_layers
         self.notes = unpacked_note(rope_table.device, rope_table.dtype)
         self._weight_bytes = sum(tensor.nbytes for tensor in tensors.values())  # a tied lm_head is not in there
         self._backend = backend
@@ -102,28 +105,35 @@ class Decoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
         spec, backend, eps = self.spec, self._backend, self.spec.rms_norm_eps
-        scale = spec.head_dim**-0.5
         backend.prepare(batch)
         # None: the backend's cache is filled in one pass with the rotation
         angles = None if self._stores_in_one_pass else rotary_rows(self._rope_table, positions)
         residual = self._embedding(input_ids)
         k_caches, v_caches = kv_cache.unbind(0)
         hidden: Tensor | None = None  # what the previous layer adds to the residual
-        for layer, k_cache, v_cache in zip(self._layers, k_caches.unbind(0), v_caches.unbind(0), strict=True):
+        caches = k_caches.unbind(0), v_caches.unbind(0)
+        for layer, ask, k_cache, v_cache in zip(self._layers, self.attention_layers, *caches, strict=True):
             x = _norm(hidden, residual, layer.input_norm, eps)
             if angles is None:
-                q = self._rotate_and_store(layer, layer.qkv(x), positions, batch.slots, k_cache, v_cache)
+                q = self._rotate_and_store(layer, layer.qkv(x), positions, batch.slots, k_cache, v_cache, ask)
             else:
                 heads = layer.qkv(x), spec.num_heads, spec.num_kv_heads
                 q, k, v = split_heads(*heads, norm=layer.qk_norm, cos=angles[0], sin=angles[1])
-                backend.write(k, v, k_cache, v_cache, batch.slots)
-            x = layer.attention_out(backend.attend(q, k_cache, v_cache, batch, scale).flatten(1))
+                backend.write(k, v, k_cache, v_cache, batch.slots, ask)
+            x = layer.attention_out(backend.attend(q, k_cache, v_cache, batch, ask).flatten(1))
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)
             hidden = layer.down(silu_and_mul(layer.gate_up(x)))
         return _norm(hidden, residual, self._final_norm, eps)
 
     def _rotate_and_store(
-        self, layer: DecoderLayer, qkv: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+        self,
+        layer: DecoderLayer,
+        qkv: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        ask: AttentionLayer,
     ) -> Tensor:
         q: Tensor = fused_layers().rotate_and_store(
             qkv,
@@ -135,7 +145,7 @@ class Decoder:
             slots=slots,
             k_cache=k_cache,
             v_cache=v_cache,
-            kv_scales=getattr(self._backend, "kv_scales", (1.0, 1.0)),
+            kv_scales=(ask.k_scale, ask.v_scale),
         )
         return q
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import ModelError
 from pagedcli.models.refusals import window_refusal
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
-# arguments of an attention call that change its result and that no backend knows -> what the model does
+# arguments of an attention call that change its result and that no backend takes -> what the model does
 _UNKNOWN_TO_BACKENDS = {
-    "softcap": "caps its attention scores (softcap)",
     "s_aux": "uses attention sinks (s_aux)",
     "position_bias": "adds a position bias to its attention scores",
 }
@@ -37,8 +37,6 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
         raise refusal(architecture, "has no attention heads, or not the same number in every layer")
     if other_layers:
         raise refusal(architecture, f"has layers that are not plain attention ({', '.join(other_layers)})")
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        raise refusal(architecture, _UNKNOWN_TO_BACKENDS["softcap"])
     if getattr(text, "kv_lora_rank", None) is not None:
         raise refusal(architecture, "compresses keys and values (multi-head latent attention)")
     if getattr(text, "num_kv_shared_layers", None):
@@ -81,6 +79,7 @@ class AttentionTrace:
         self._architecture = architecture
         self._max_model_len = max_model_len
         self._heads: dict[int, tuple[int, int, int]] = {}  # layer -> (H, G, D)
+        self._layers: dict[int, AttentionLayer] = {}
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, **kwargs: Any
@@ -94,10 +93,13 @@ class AttentionTrace:
         if not isinstance(layer, int) or layer in self._heads:
             raise refusal(self._architecture, "does not number its attention layers, or attends twice in one")
         self._heads[layer] = (q.shape[1], k.shape[1], q.shape[-1])
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        self._layers[layer] = AttentionLayer(scale=scale, soft_cap=kwargs.get("softcap"))
         return torch.zeros_like(q).transpose(1, 2)
 
-    def confirm(self, spec: ModelSpec) -> None:
-        """Raise ModelError unless every layer attended, with the heads that backend and cache are made for."""
+    def confirm(self, spec: ModelSpec) -> tuple[AttentionLayer, ...]:
+        """What the layers ask for. Raises ModelError unless every layer attended, with the heads that backend and cache
+        are made for."""
         if not self._heads:
             raise refusal(self._architecture, "does not call transformers' attention interface")
         if sorted(self._heads) != list(range(spec.num_layers)):
@@ -109,6 +111,7 @@ class AttentionTrace:
                 self._architecture,
                 f"has layers with {numbers.format(*others[0])}, where its config says {numbers.format(*expected)}",
             )
+        return tuple(self._layers[i] for i in range(spec.num_layers))
 
     def _refuse_by_arguments(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
         for name, reason in _UNKNOWN_TO_BACKENDS.items():

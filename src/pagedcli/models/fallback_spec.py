@@ -56,6 +56,7 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         eos_token_ids=stop_ids(path, first("eos_token_id")),
         bos_token_id=first("bos_token_id"),
         dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),
+        soft_cap=first("attn_logit_softcapping"),
         is_fallback=True,
     )
 

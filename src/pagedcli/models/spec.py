@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pagedcli.attention.layer import AttentionLayer
 from pagedcli.models.rope import RopeSpec
 
 
@@ -30,5 +31,11 @@ class ModelSpec:
     sliding_window: int | None  # tokens a query of a sliding layer sees, itself included; None: no layer slides
     eos_token_ids: tuple[int, ...]  # those of generation_config.json first, then those only config.json has
     bos_token_id: int | None
+    soft_cap: float | None = None  # attention scores become soft_cap * tanh(score / soft_cap)
     dtype: str  # dtype of the stored weights, e.g. "bfloat16"
     is_fallback: bool = False  # transformers runs the layers, not our decoder
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """What each layer asks of the attention backend. Of the fallback, as far as its config says."""
+        return (AttentionLayer(scale=self.head_dim**-0.5, soft_cap=self.soft_cap),) * self.num_layers

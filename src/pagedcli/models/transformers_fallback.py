@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
+from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
 from pagedcli.models import fallback_probe
 from pagedcli.models.fallback_refusals import AttentionTrace, refusal, refuse_length
@@ -36,14 +38,14 @@ class PagedStep:
     k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
     v_caches: tuple[Tensor, ...]
     backend: AttentionBackend
+    layers: tuple[AttentionLayer, ...]
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, **_: Any) -> Tensor:
         """Shapes: q [1, H, T, D]; k, v [1, G, T, D]; returns [1, T, H, D]. Changes: the cache of the module's layer."""
-        k_cache, v_cache = self.k_caches[module.layer_idx], self.v_caches[module.layer_idx]
+        k_cache, v_cache, layer = (part[module.layer_idx] for part in (self.k_caches, self.v_caches, self.layers))
         q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
-        self.backend.write(k, v, k_cache, v_cache, self.batch.slots)
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.backend.attend(q, k_cache, v_cache, self.batch, scale)[None]
+        self.backend.write(k, v, k_cache, v_cache, self.batch.slots, layer)
+        return self.backend.attend(q, k_cache, v_cache, self.batch, layer)[None]
 
 
 def paged_attention(
@@ -65,12 +67,21 @@ def paged_attention(
 class TransformersLM:
     """A CausalLM (see models.base) whose layers are transformers'. The new tokens of a step go in as one row [1, T]."""
 
-    __slots__ = ("_backend", "_body", "_model", "notes", "spec", "weight_bytes")
+    __slots__ = ("_backend", "_body", "_model", "attention_layers", "notes", "spec", "weight_bytes")
 
-    def __init__(self, model: Any, spec: ModelSpec, *, backend: AttentionBackend, notes: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        *,
+        backend: AttentionBackend,
+        notes: tuple[str, ...],
+        attention_layers: tuple[AttentionLayer, ...],
+    ) -> None:
         """Takes `model` over: from now on it maps hidden states to logits only."""
         self.spec = spec
         self.notes = notes
+        self.attention_layers = attention_layers
         self.weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         self._backend = backend
         self._body = model.base_model
@@ -89,7 +100,7 @@ class TransformersLM:
         """forward, over a cache of another backend's layout."""
         backend.prepare(batch)
         k_caches, v_caches = kv_cache.unbind(0)
-        step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), backend)
+        step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), backend, self.attention_layers)
         return _run_body(self._body, input_ids, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -168,9 +179,12 @@ def load_fallback(
     model.eval().to(device)
     try:
         _refuse_by_class(model, spec)
+        if spec.soft_cap is not None:
+            model.set_attn_implementation("eager")  # transformers' sdpa drops the cap
         expected = fallback_probe.own_logits(model, spec.vocab_size)
-        _trace_attention(model, spec, max_model_len)
-        paged = TransformersLM(model, spec, backend=backend, notes=tuple(notes))
+        layers = _trace_attention(model, spec, max_model_len)
+        _refuse_by_backend(layers, spec, backend)
+        paged = TransformersLM(model, spec, backend=backend, notes=tuple(notes), attention_layers=layers)
         fallback_probe.check_equal(paged, expected, dtype)
     except torch.OutOfMemoryError:
         raise
@@ -180,15 +194,15 @@ def load_fallback(
     return paged
 
 
-def _trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> None:
-    """Route the model's attention to paged_attention, and look at each of its calls once."""
+def _trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> tuple[AttentionLayer, ...]:
+    """Route the model's attention to paged_attention, and look at each of its calls once: what its layers ask for."""
     AttentionInterface.register(_ATTENTION_NAME, paged_attention)
     model.set_attn_implementation(_ATTENTION_NAME)
     trace = AttentionTrace(spec.architecture, max_model_len)
     with torch.inference_mode():
         tokens = torch.arange(3, device=model.device)
         _run_body(model.base_model, tokens, tokens, trace)
-    trace.confirm(spec)
+    return trace.confirm(spec)
 
 
 def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> tuple[Any, int]:
@@ -229,6 +243,15 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if had_progress_bar:
             logging.enable_progress_bar()
+
+
+def _refuse_by_backend(layers: tuple[AttentionLayer, ...], spec: ModelSpec, backend: AttentionBackend) -> None:
+    for layer in dict.fromkeys(layers):
+        if reason := layer_refusal(backend.capabilities, layer):
+            raise ModelError(
+                f"{spec.architecture} cannot run on attention backend '{backend.name}', which {reason}",
+                hint="use attention_backend: reference",
+            )
 
 
 def _refuse_by_class(model: Any, spec: ModelSpec) -> None:
