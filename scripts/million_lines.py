@@ -7,21 +7,16 @@ engine schedules and manages blocks as always, and every token is 0.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from pagedcli.batch.fingerprint import run_fingerprint, run_key
-from pagedcli.batch.intake import BatchOptions
-from pagedcli.batch.lines import LineSource
-from pagedcli.batch.rows import RowWriter
-from pagedcli.batch.run import BatchRun
-from pagedcli.batch.sinks import open_file_sink
+from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.stats import BatchStats
-from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import Config, EngineConfig
+from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.sampler import SampledTokens, SamplingBatch
 from pagedcli.engine.step_input import StepInput
@@ -85,24 +80,18 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
     config = Config(
         engine=EngineConfig(max_num_seqs=512, max_num_batched_tokens=8192, num_gpu_blocks_override=4096),
         sampling=SamplingParams(temperature=0.0, max_tokens=1),
+        run=RunConfig(reorder=arguments.reorder),
     )
     engine = LLMEngine(config.engine)
     if arguments.dry:
         engine._executor = NoModel()
-    tokenizer, lines = Tokenizer(engine.model_path), LineSource(str(prompts))
-    scan = lines.scan()
-    fingerprint = run_fingerprint(config, engine.model_path, tokenizer, scan, shard="1/1", strict=False)
+    loaded = LoadedConfig(config, {"sampling.max_tokens": "--max-tokens"})
+    work = OpenJob(Job(loaded, str(prompts), out))
+    work.load_tokenizer()
+    sink = work.open_sink(sys.stdout.buffer)
     watch = Watch(max(arguments.rows // 20, 1))
     print(f"{memory_mib('VmRSS'):,} MiB before the first row", flush=True)
-    result = BatchRun(
-        engine,
-        tokenizer,
-        lines,
-        open_file_sink(out, fingerprint, resume=False, overwrite=False, order="input"),
-        RowWriter(tokenizer, "demo", run_key(fingerprint), 0),
-        BatchOptions(defaults=config.sampling, max_tokens_given=True, reorder=arguments.reorder),
-        observe=watch,
-    ).run()
+    result = work.start(engine, sink, observe=watch, stop_requested=lambda: False).run()
     with out.open("rb") as file:
         num_rows = sum(1 for _ in file)
     assert num_rows == result.stats.num_done == arguments.rows, "one row per line"

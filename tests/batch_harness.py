@@ -6,6 +6,7 @@ import json
 import msgspec
 
 from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
@@ -55,7 +56,12 @@ class MemorySource(LineSource):
     """Lines from memory."""
 
     def __init__(self, lines):
-        self.name, self.is_stdin, self._content = "memory", False, encode(lines)
+        self.name, self._content = "memory", encode(lines)
 
     def _open(self):
         return io.BytesIO(self._content)
+
+
+def is_complete(output):
+    """Whether a run has finished its output, so that nothing is left to resume."""
+    return output.exists() and not journal_path(output).exists()

@@ -72,7 +72,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     order: Literal["input", "completion"] = "input"
     reorder: Literal["none", "prefix"] = "none"  # prefix: start requests that begin alike one after the other
     limit: int | None = None  # rows
-    max_errors: int | None = None  # stop after this many error rows
+    max_errors: int | None = None  # stop after this many error rows of one invocation
     strict: bool = False  # an unknown field in a line is an error row, not a note at the end
 
     def __post_init__(self) -> None:

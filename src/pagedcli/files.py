@@ -48,12 +48,12 @@ def check_distinct(reads: Mapping[str, Path | None], writes: Mapping[str, Path |
 
 
 def check_new(what: str, path: Path | None, *, replaceable: bytes | None = None) -> None:
-    """Refuse to replace a file, except one that begins with the bytes `replaceable`. Raises: UsageError."""
+    """Refuse to replace a file, except one that begins with `replaceable`, or an empty one. Raises: UsageError."""
     if path is None or is_stream(path) or not os.path.lexists(path):
         return
     if replaceable is not None:
         with suppress(OSError), path.open("rb") as file:
-            if file.read(len(replaceable)) == replaceable:
+            if replaceable.startswith(file.read(len(replaceable))):
                 return
     raise UsageError(f"{what}: {path} exists already", hint="use --overwrite, or another name")
 
@@ -70,46 +70,50 @@ class PendingFile:
     """A file that appears under its name with `commit`, whole and on the disk, or not at all.
 
     It is written under `temporary`, in the same folder (by default a hidden name that is not in use). A link is
-    followed; a device or a pipe is written directly.
+    followed; a device or a pipe is written directly. `durable`: survives a power cut, at the price of two fsyncs.
     Raises: OSError, here and in every method; FileExistsError if `path` exists and must not be replaced.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool, temporary: Path | None = None) -> None:
+    def __init__(self, path: Path, *, overwrite: bool, temporary: Path | None = None, durable: bool = True) -> None:
         self.path = path if is_stream(path) else Path(os.path.realpath(path))
         self._overwrite = overwrite
+        self._durable = durable
         self._is_direct = is_stream(path)
         if self._is_direct:
             self.temporary = path
         else:
             hidden = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
             self.temporary = hidden if temporary is None else temporary
-        self.file: BinaryIO = self.temporary.open("wb" if self._is_direct else "xb")
+        self.file: BinaryIO = self.temporary.open("wb" if self._is_direct else "x+b")
 
     def commit(self) -> None:
-        """Flush, sync, rename, and sync the folder."""
+        """Write to the disk and rename."""
         self.file.flush()
         if self._is_direct:
             self.file.close()
             return
-        os.fsync(self.file.fileno())
+        if self._durable:
+            os.fsync(self.file.fileno())
         self.file.close()
         if not self._overwrite and self.path.exists():
             raise FileExistsError(errno.EEXIST, "the file has appeared meanwhile", str(self.path))
         os.replace(self.temporary, self.path)
-        sync_folder(self.path.parent)
+        if self._durable:
+            sync_folder(self.path.parent)
 
     def discard(self) -> None:
         """Remove what was written. Does nothing after `commit`."""
-        self.file.close()
+        with suppress(OSError):  # a full disk
+            self.file.close()
         if not self._is_direct:
             with suppress(FileNotFoundError):
                 self.temporary.unlink()
 
 
 @contextmanager
-def whole_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, overwrite: bool, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears when the block ends, and not at all if it raises; see PendingFile. Raises: OSError."""
-    pending = PendingFile(path, overwrite=overwrite)
+    pending = PendingFile(path, overwrite=overwrite, durable=durable)
     try:
         yield pending.file
         pending.commit()

@@ -8,11 +8,15 @@ import signal
 
 import pytest
 
-from pagedcli.batch.journal import Journal
-from pagedcli.batch.sinks import StreamSink, check_output, is_complete, is_stream, journal_path, open_file_sink
+from pagedcli.batch.journal import Journal, journal_path
+from pagedcli.batch.lines import InputScan
+from pagedcli.batch.outputs import check_output, open_journal
+from pagedcli.batch.run_record import read_record
+from pagedcli.batch.sinks import FileSink, StreamSink
 from pagedcli.errors import PagedcliError, UsageError
 
-FINGERPRINT = {"model": "m", "seed": "0"}
+FINGERPRINT = {"model": "m", "seed": "0", "shard": "1/1"}
+READ = InputScan("digest", 4)
 ROWS = {3: b'{"index":3}', 0: b'{"index":0,"text":"\\n,\\"row\\":"}', 1: b'{"index":1}', 2: b'{"index":2}'}
 
 
@@ -82,8 +86,8 @@ def test_a_row_that_is_there_twice_counts_once(path):
 
 def test_other_settings_are_refused_and_named(path):
     fill(Journal.create(path, FINGERPRINT)).close()
-    with pytest.raises(UsageError, match="seed: 0 there, 1 now") as refused:
-        Journal.resume(path, {"model": "m", "seed": "1"})
+    with pytest.raises(UsageError, match="seed: 0 -> 1") as refused:
+        Journal.resume(path, FINGERPRINT | {"seed": "1"})
     assert "model" not in refused.value.message
     assert "--overwrite" in refused.value.hint
 
@@ -113,9 +117,9 @@ def test_two_runs_cannot_write_one_journal(path):
 # ---------------------------------------------------------------------- the output
 
 
-def open_sink(tmp_path, name="out.jsonl", **options):
-    settings = {"resume": False, "overwrite": False, "order": "input"} | options
-    return open_file_sink(tmp_path / name, FINGERPRINT, **settings)
+def open_sink(tmp_path, name="out.jsonl", *, resume=False, overwrite=False, order="input"):
+    path = tmp_path / name
+    return FileSink(path, open_journal(path, FINGERPRINT, resume=resume, overwrite=overwrite), order=order)
 
 
 def write_all(sink):
@@ -128,29 +132,32 @@ def test_the_output_appears_only_when_it_is_whole(tmp_path):
     write_all(sink)
     sink.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
-    sink.finish()
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    sink.finish(READ)
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.run.json"}
     assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
-    assert is_complete(tmp_path / "out.jsonl")
+    record = read_record(tmp_path / "out.jsonl")
+    assert (record.num_rows, record.num_failed_rows, record.input) == (4, 0, READ)
 
 
 def test_an_output_that_ends_in_gz_is_compressed(tmp_path):
     sink = open_sink(tmp_path, "out.jsonl.gz", order="completion")
     write_all(sink)
-    sink.finish()
+    sink.finish(READ)
     assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == b"".join(row + b"\n" for row in ROWS.values())
 
 
 def test_an_existing_output_is_never_lost_silently(tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
-    for resume in (False, True):
-        with pytest.raises(UsageError, match="exists already"):
-            check_output(out, resume=resume, overwrite=False)
+    with pytest.raises(UsageError, match="exists already"):
+        check_output(out, resume=False, overwrite=False)
+    open_sink(tmp_path, overwrite=True).journal.close()  # as after a kill before the first row
+    with pytest.raises(UsageError, match="exists already"):
+        check_output(out, resume=False, overwrite=False)
     sink = open_sink(tmp_path, overwrite=True)
     write_all(sink)
     assert out.read_text() == "precious\n", "it stays until the new one is whole"
-    sink.finish()
+    sink.finish(READ)
     assert out.read_bytes().startswith(ROWS[0])
 
 
@@ -175,18 +182,93 @@ def test_a_journal_without_rows_is_no_obstacle(tmp_path):
     check_output(tmp_path / "out.jsonl", resume=False, overwrite=False)
 
 
-def test_folders_are_checked(tmp_path):
-    with pytest.raises(UsageError, match="no folder"):
-        check_output(tmp_path / "none" / "out.jsonl", resume=False, overwrite=False)
-    with pytest.raises(UsageError, match="is a folder"):
-        check_output(tmp_path, resume=False, overwrite=False)
+def test_a_file_that_only_bears_the_name_of_a_journal_or_record_is_left_alone(tmp_path):
+    for name in ("out.jsonl.partial", "out.jsonl.run.json"):
+        (tmp_path / name).write_text("precious")
+        with pytest.raises(UsageError, match="exists already"):
+            check_output(tmp_path / "out.jsonl", resume=True, overwrite=False)
+        (tmp_path / name).unlink()
 
 
-def test_devices_are_streams(tmp_path):
-    import pathlib
+def test_an_output_that_appeared_during_the_run_is_not_replaced(tmp_path):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    (tmp_path / "out.jsonl").write_text("precious")
+    with pytest.raises(PagedcliError, match="cannot write") as refused:
+        sink.finish(READ)
+    assert "all rows are safe in" in refused.value.hint
+    (tmp_path / "out.jsonl").rename(tmp_path / "moved")
+    again = open_sink(tmp_path, resume=True)
+    assert again.resumed_rows == 4
+    again.finish(READ)
+    assert (tmp_path / "moved").read_text() == "precious"
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 4
 
-    assert is_stream(pathlib.Path("/dev/null"))
-    assert not is_stream(tmp_path / "new.jsonl")
+
+# ---------------------------------------------------------------------- a journal that others touch
+
+
+def test_a_journal_that_is_deleted_still_becomes_the_output(tmp_path):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.flush()
+    journal_path(tmp_path / "out.jsonl").unlink()
+    other = open_sink(tmp_path)  # another run takes the name
+    sink.finish(READ)
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 4
+    assert journal_path(tmp_path / "out.jsonl").exists(), "it is the other run's"
+    other.journal.close()
+
+
+def test_rows_of_a_deleted_journal_are_not_called_safe(tmp_path, full_disk):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.flush()
+    journal_path(tmp_path / "out.jsonl").unlink()
+    full_disk(10)
+    with pytest.raises(PagedcliError, match="cannot write") as failed:
+        sink.finish(READ)
+    assert "rows are lost" in failed.value.hint
+    full_disk(resource.RLIM_INFINITY)
+    stopped = open_sink(tmp_path, "other.jsonl")
+    write_all(stopped)
+    journal_path(tmp_path / "other.jsonl").unlink()
+    stopped.abandon()
+    assert not stopped.rows_are_kept
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 160])
+def test_a_journal_that_is_cut_during_the_run_ends_it_and_its_whole_rows_are_resumed(tmp_path, cut):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.flush()
+    partial = journal_path(tmp_path / "out.jsonl")
+    num_bytes = partial.stat().st_size
+    with partial.open("r+b") as file:
+        file.truncate(num_bytes - cut if cut else 0)
+    sink.write(4, 1004, b"4", ok=True)
+    with pytest.raises(PagedcliError, match="another program has changed"):
+        sink.flush()
+    sink.abandon()
+    again = open_sink(tmp_path, resume=True)
+    assert again.resumed_rows < 4
+    missing = [index for index in ROWS if not again.holds(index, 1000 + index)]
+    for index in missing:
+        again.write(index, 1000 + index, ROWS[index], ok=True)
+    again.finish(READ)
+    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
+
+
+def test_a_journal_rewritten_in_its_length_is_no_bug(tmp_path):
+    sink = open_sink(tmp_path)
+    write_all(sink)
+    sink.flush()
+    partial = journal_path(tmp_path / "out.jsonl")
+    with partial.open("r+b") as file:
+        file.write(b"\n" * partial.stat().st_size)
+    with pytest.raises(PagedcliError, match="another program has changed"):
+        sink.finish(READ)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.fixture
@@ -217,7 +299,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_written(tmp_path, full_dis
     again = open_sink(tmp_path, resume=True)
     assert again.resumed_rows == 1
     write_all(again)
-    again.finish()
+    again.finish(READ)
     assert (tmp_path / "out.jsonl").read_bytes() == b"".join(ROWS[index] + b"\n" for index in sorted(ROWS))
 
 
@@ -227,11 +309,11 @@ def test_a_disk_that_is_full_at_the_end_loses_no_row(tmp_path, full_disk):
     sink.flush()
     full_disk(10)
     with pytest.raises(PagedcliError, match="cannot write"):
-        sink.finish()
+        sink.finish(READ)
     full_disk(resource.RLIM_INFINITY)
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
     again = open_sink(tmp_path, resume=True)
-    again.finish()
+    again.finish(READ)
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 4
 
 

@@ -156,7 +156,7 @@ def test_a_reordered_run_takes_lines_window_by_window(monkeypatch):
 
     class Source(LineSource):
         def __init__(self):
-            self.is_stdin = False
+            self.name = "counting"
 
         def __iter__(self):
             return iter(Counting(Line(i, i + 1, b'{"prompt": "row %d"}' % i, i) for i in range(100)))

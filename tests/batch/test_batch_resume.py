@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from batch_harness import is_complete
 
-from pagedcli.batch.sinks import is_complete, journal_path
-from pagedcli.cli.session import Job, run_job
+from pagedcli.batch.job import Job
+from pagedcli.batch.journal import journal_path
+from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
 from pagedcli.errors import PagedcliError
 
@@ -211,7 +213,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, 
     assert run_job(job(tmp_path, resume=False)) == 130
     said = capsys.readouterr().err
     assert "stopping after this step; finished rows are kept" in said
-    assert "go on with: pagedcli generate in.jsonl -o 'my out.jsonl' --resume" in said
+    assert "continue with: pagedcli generate in.jsonl -o 'my out.jsonl' --resume" in said
     assert journal_path(tmp_path / "out.jsonl").exists()
     assert not (tmp_path / "out.jsonl").exists()
     monkeypatch.undo()
@@ -236,7 +238,7 @@ def test_two_interrupts_stop_at_once_and_keep_the_finished_rows(tmp_path, monkey
     monkeypatch.setattr(run_module.BatchRun, "_write_success", finish)
     with pytest.raises(KeyboardInterrupt):
         run_job(job(tmp_path, resume=False))
-    assert "go on with:" in capsys.readouterr().err
+    assert "continue with:" in capsys.readouterr().err
     from pagedcli.batch.journal import Journal
 
     header = json.loads(journal_path(tmp_path / "out.jsonl").read_text().splitlines()[0])

@@ -257,10 +257,10 @@ def test_resume_with_other_settings_names_the_difference(tmp_path, out):
     bad.write_text("no\n" * 5)
     pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
     result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", "--temperature", 1, expect=2)
-    assert "begun with other settings; sampling:" in result.stderr
+    assert "other settings; sampling.temperature: 0.0 -> 1.0" in result.stderr
     bad.write_text("no\n" * 6)
     result = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=2)
-    assert "begun with other settings; input:" in result.stderr
+    assert "other settings; input: changed; input rows: 5 -> 6" in result.stderr
     assert "model:" not in result.stderr.partition("other settings")[2]
 
 

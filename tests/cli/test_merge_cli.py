@@ -6,7 +6,7 @@ import json
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
 
-from pagedcli.batch.shards import shard_path
+from pagedcli.batch.run_record import record_path
 
 
 def write_lines(path, lines):
@@ -32,7 +32,7 @@ def shards(made, tmp_path):
     """Copies, which a test may damage."""
     copies = []
     for path in made[1]:
-        for source in (path, shard_path(path)):
+        for source in (path, record_path(path)):
             (tmp_path / source.name).write_bytes(source.read_bytes())
         copies.append(tmp_path / path.name)
     return copies
@@ -68,7 +68,7 @@ def test_a_shard_that_is_there_twice_is_named(shards, tmp_path):
 def test_shards_of_other_settings_are_refused_and_the_difference_named(made, shards, tmp_path):
     other = tmp_path / "other.jsonl"
     pagedcli("generate", made[0] / "in.jsonl", "-o", other, "--max-tokens", "3", "--shard", "2/3", expect=3)
-    assert "they differ in sampling" in refused([shards[0], other, shards[2]], tmp_path / "out.jsonl")
+    assert "sampling.max_tokens: 4 -> 3" in refused([shards[0], other, shards[2]], tmp_path / "out.jsonl")
 
 
 def test_a_shard_that_was_cut_or_changed_is_refused(shards, tmp_path):
@@ -86,8 +86,8 @@ def test_an_unfinished_shard_says_how_to_finish_it(shards, tmp_path):
 
 def test_a_file_without_description_is_no_shard(made, shards, tmp_path):
     assert "generate --shard" in refused([made[0] / "whole.jsonl"], tmp_path / "out.jsonl")
-    shard_path(shards[0]).write_text("{}")
-    assert "does not describe a shard" in refused(shards, tmp_path / "out.jsonl")
+    record_path(shards[0]).write_text("{}")
+    assert "does not describe a run" in refused(shards, tmp_path / "out.jsonl")
 
 
 def test_an_existing_output_is_not_clobbered(shards, tmp_path):
@@ -97,7 +97,7 @@ def test_an_existing_output_is_not_clobbered(shards, tmp_path):
     assert out.read_text() == "mine"
     pagedcli("merge", *shards, "-o", out, "--overwrite", expect=3)
     assert len(rows_of(out)) == 10
-    assert "is one of the shards" in pagedcli("merge", *shards, "-o", shards[0], "--overwrite", expect=2).stderr
+    assert "are the same file" in pagedcli("merge", *shards, "-o", shards[0], "--overwrite", expect=2).stderr
 
 
 def test_an_id_in_two_shards_is_refused_unless_allowed(tmp_path):
@@ -118,8 +118,3 @@ def test_shards_in_completion_order_follow_each_other(tmp_path):
     result = pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl")
     assert "one shard after the other" in result.stderr
     assert {row["index"] for row in rows_of(tmp_path / "out.jsonl")} == set(range(5))
-
-
-def test_an_output_that_is_no_shard_loses_an_old_description(made, shards):
-    pagedcli("generate", made[0] / "in.jsonl", "-o", shards[0], "--overwrite", *FAST, expect=3)
-    assert not shard_path(shards[0]).exists()

@@ -9,9 +9,10 @@ import sys
 import time
 
 import pytest
+from batch_harness import is_complete
 from cli_harness import FAST, pagedcli, rows_of
 
-from pagedcli.batch.sinks import is_complete, journal_path
+from pagedcli.batch.journal import journal_path
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
 import pyarrow.parquet as pq  # noqa: E402

@@ -1,8 +1,10 @@
-"""What decides the rows of a run. A journal made under another fingerprint must not be continued.
+"""What decides the rows of a run. A run must not be resumed under another fingerprint.
 
 Left out on purpose: block size, pool size, batch limits, device and attention backend, which do not change tokens.
 """
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,18 +14,25 @@ from pagedcli import __version__
 from pagedcli.batch.lines import InputScan
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config
+from pagedcli.errors import UsageError
 
 _PIECE_BYTES, _NUM_PIECES = 2**16, 64  # read of each weights file; one of up to 4 MiB is read whole
 
 
-def run_fingerprint(
-    config: Config, folder: Path, tokenizer: Tokenizer, scan: InputScan | None, *, shard: str, strict: bool
-) -> dict[str, str]:
-    """Named digests and values. `scan` is None for stdin, whose lines the journal compares one by one."""
+HINT_OTHER_RUN = "use --resume with the same input and settings, or --overwrite to start anew"
+
+
+def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard: str) -> dict[str, str]:
+    """Named digests and values, without those of the input."""
     run, engine = config.run, config.engine
+    sampling = {
+        f"sampling.{name}": msgspec.json.encode(value).decode()
+        for name, value in msgspec.structs.asdict(config.sampling).items()
+    }
     return {
         "pagedcli": __version__,
-        "model": f"{engine.model} {_model_digest(folder)}",
+        "model": engine.model,
+        "model files": _model_digest(folder),
         "dtype": engine.dtype,
         "quantization": str(engine.quantization),
         "kv_cache_dtype": engine.kv_cache_dtype,
@@ -32,13 +41,37 @@ def run_fingerprint(
         "tokenizer": tokenizer.digest(),
         "chat_template": _digest(tokenizer.chat_template or ""),
         "system_prompt": _digest(run.system_prompt or ""),
-        "sampling": msgspec.json.encode(config.sampling).decode(),
+        **sampling,
         "seed": str(engine.seed),
-        "input": scan.digest if scan is not None else "stdin",
         "shard": shard,
         "output": "token_ids" if run.output_token_ids else "text",
-        "strict": str(strict).lower(),
+        "strict": str(run.strict).lower(),
     }
+
+
+def input_fingerprint(scan: InputScan | None) -> dict[str, str]:
+    """The part about the input. None: read once, so that the journal compares its lines one by one."""
+    if scan is None:
+        return {"input": "stdin"}
+    return {"input": scan.digest, "input rows": str(scan.num_rows)}
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """One text per changed key: `temperature: 0.0 -> 0.5`, or `tokenizer: changed` where the values are digests."""
+    names = [*before, *(name for name in now if name not in before)]
+    return [
+        f"{name}: {_shown(before.get(name))} -> {_shown(now.get(name))}"
+        if not (_is_digest(before.get(name)) and _is_digest(now.get(name)))
+        else f"{name}: changed"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def check_same_run(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises: UsageError that names every key in which the run that wrote `path` differs from this one."""
+    if found := differences(before, now):
+        raise UsageError(f"{path} is of a run with other settings; " + "; ".join(found), hint=HINT_OTHER_RUN)
 
 
 def run_key(fingerprint: dict[str, str]) -> str:
@@ -65,3 +98,13 @@ def _model_digest(folder: Path) -> str:
 
 def _digest(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _is_digest(value: str | None) -> bool:
+    return value is not None and re.fullmatch(r"[0-9a-f]{16}|[0-9a-f]{32}", value) is not None
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return "other rows" if _is_digest(value) else value

@@ -27,7 +27,7 @@ class BatchOptions:
     system_prompt: str | None = None  # makes plain text prompts chats, too
     strict: bool = False  # unknown fields are errors
     limit: int | None = None  # rows of the input
-    max_errors: int | None = None  # stop at this many error rows
+    max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     reorder: Literal["none", "prefix"] = "none"  # prefix: requests that begin alike are started one after the other
 

@@ -1,4 +1,4 @@
-"""OUT.partial: every finished row, on disk in completion order, so that a killed run goes on where it stopped.
+"""OUT.partial: every finished row, on disk in completion order, so that a killed run can be resumed.
 
 Used by batch.sinks. Its first line is the header with the run's fingerprint; every further line is
 `{"line":"<xxh64 of the input line>","ok":true,"index":12,"row":{...}}`. Memory: 8 bytes per row.
@@ -13,12 +13,14 @@ from typing import Literal
 
 import msgspec
 
+from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
 from pagedcli.errors import PagedcliError, UsageError
 
 SCHEMA_VERSION = 1
 _SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this time; a killed process loses none
 _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
-_HINT = "use --resume with the same input and settings, or --overwrite to start anew"
+_ROW = b',"row":'
+JOURNAL_BEGINNING = b'{"pagedcli_journal":'
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -27,6 +29,7 @@ class Header(msgspec.Struct, frozen=True):
     pagedcli_journal: int  # schema version
     created_s: int  # Unix time of the run's first start
     fingerprint: dict[str, str]  # everything that decides the rows
+    overwrite: bool = False  # whether the run may replace an output that exists
 
 
 class _Record(msgspec.Struct, frozen=True, gc=False):
@@ -52,9 +55,9 @@ class Journal:
         self._synced_s = time.monotonic()
 
     @classmethod
-    def create(cls, path: Path, fingerprint: dict[str, str]) -> "Journal":
+    def create(cls, path: Path, fingerprint: dict[str, str], *, overwrite: bool = False) -> "Journal":
         """A new journal in place of any old one. Raises: UsageError, PagedcliError."""
-        header = Header(SCHEMA_VERSION, int(time.time()), fingerprint)
+        header = Header(SCHEMA_VERSION, int(time.time()), fingerprint, overwrite)
         journal = cls(path, _open_locked(path), header)
         os.ftruncate(journal._fd, 0)
         journal._end = 0
@@ -75,9 +78,9 @@ class Journal:
         fd = _open_locked(path)
         try:
             with open(fd, "rb", closefd=False) as file:
-                header = _read_header(path, file.readline())
+                header = _decode_header(path, file.readline())
                 if header is not None:
-                    _compare(path, header.fingerprint, fingerprint)
+                    check_same_run(path, header.fingerprint, fingerprint)
                     journal = cls(path, fd, header)
                     journal._end = journal._load(file, file.tell())
         except PagedcliError:
@@ -96,7 +99,8 @@ class Journal:
         written = os.pread(self._fd, 64, self._offsets[index])[_DIGEST]
         if written and written != b"%016x" % line_digest:
             raise UsageError(
-                f"row {index} of the input is not the one that {self.path} answered: the input has changed", hint=_HINT
+                f"row {index} of the input is not the one that {self.path} answered: the input has changed",
+                hint=HINT_OTHER_RUN,
             )
         return True
 
@@ -110,9 +114,10 @@ class Journal:
     def flush(self, *, sync: bool = False) -> None:
         """Hand all rows to the operating system, and about once a second (or with `sync`) to the disk itself.
 
-        Raises: PagedcliError if the disk is full or fails.
+        Raises: PagedcliError if the disk is full or fails, or if another program has changed the file.
         """
         data = b"".join(self._buffer)
+        self._check_length()
         try:
             while data:
                 num_written = os.write(self._fd, data)
@@ -129,15 +134,45 @@ class Journal:
             self._buffer, self._buffered_bytes = [], 0
 
     def rows(self, order: Literal["input", "completion"]) -> Iterator[bytes]:
-        """The rows as they belong into the output file."""
+        """The rows as they belong into the output file, also if the journal has been deleted meanwhile.
+
+        Raises: PagedcliError if another program has changed the file.
+        """
         offsets = (offset for offset in self._offsets if offset)
-        with self.path.open("rb") as file:
+        with open(self._fd, "rb", closefd=False) as file:
             for offset in offsets if order == "input" else sorted(offsets):
                 file.seek(offset)
-                yield _row_of(file.readline())
+                record = file.readline()
+                if not record.endswith(b"}\n") or _ROW not in record:
+                    raise self._changed()
+                yield record[record.index(_ROW) + len(_ROW) : -2]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file is no longer under its name, so that a later run cannot find it."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._fd))
+        except OSError:
+            return True
+
+    def remove(self) -> None:
+        """Delete the file, but not another one that has taken its name."""
+        if not self.is_lost:
+            self.path.unlink()
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def _check_length(self) -> None:
+        if os.fstat(self._fd).st_size != self._end:
+            raise self._changed()
+
+    def _changed(self) -> PagedcliError:
+        return PagedcliError(
+            f"another program has changed {self.path}: it has {os.fstat(self._fd).st_size:,} bytes,"
+            f" of which this run wrote {self._end:,}",
+            hint="use --resume: rows that are still whole are kept, the others are made again",
+        )
 
     def _append(self, record: bytes) -> None:
         self._buffer.append(record)
@@ -169,8 +204,13 @@ class Journal:
         return offset
 
 
+def journal_path(path: Path) -> Path:
+    """Where the journal of an output stands."""
+    return path.with_name(path.name + ".partial")
+
+
 def has_rows(path: Path) -> bool:
-    """Whether there is a journal that holds more than its header."""
+    """Whether the file holds more than a header."""
     if not path.exists():
         return False
     with path.open("rb") as file:
@@ -197,7 +237,15 @@ def _open_locked(path: Path) -> int:
     return fd
 
 
-def _read_header(path: Path, line: bytes) -> Header | None:
+def read_header(path: Path) -> Header | None:
+    """The header of a journal; None if there is no file, or only the beginning of one. Raises: UsageError."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return _decode_header(path, file.readline())
+
+
+def _decode_header(path: Path, line: bytes) -> Header | None:
     """None if the header was never written to its end."""
     if not line.endswith(b"\n"):
         return None
@@ -207,23 +255,7 @@ def _read_header(path: Path, line: bytes) -> Header | None:
         raise UsageError(f"{path} is not the journal of a run", hint="move it away, or use --overwrite") from error
     if header.pagedcli_journal != SCHEMA_VERSION:
         raise UsageError(
-            f"{path} is a journal of version {header.pagedcli_journal}, this pagedcli knows {SCHEMA_VERSION}",
+            f"{path} is a journal of version {header.pagedcli_journal}, this pagedcli reads version {SCHEMA_VERSION}",
             hint="finish it with the pagedcli that began it, or use --overwrite",
         )
     return header
-
-
-def _compare(path: Path, written: dict[str, str], current: dict[str, str]) -> None:
-    names = [*current, *(name for name in written if name not in current)]
-    differences = [
-        f"{name}: {written.get(name, 'absent')} there, {current.get(name, 'absent')} now"
-        for name in names
-        if written.get(name) != current.get(name)
-    ]
-    if differences:
-        raise UsageError(f"{path} was begun with other settings; " + "; ".join(differences), hint=_HINT)
-
-
-def _row_of(record: bytes) -> bytes:
-    """The row inside a record, as it was written: a record ends with '}' and a line end after the row."""
-    return record[record.index(b',"row":') + len(b',"row":') : -2]

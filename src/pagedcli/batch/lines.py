@@ -1,4 +1,4 @@
-"""Lines of a JSONL file, read one at a time: a file, a gzip file or stdin. Knows nothing of their meaning.
+"""Lines of a JSONL file, read one at a time: a file, a gzip file, stdin or a named pipe, whatever they mean.
 
 Used by batch.run. A line is never held beyond MAX_LINE_BYTES, so a file without line ends costs no memory.
 """
@@ -10,14 +10,17 @@ import queue
 import sys
 import threading
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import xxhash
 
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import is_stream
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
 _BOM = b"\xef\xbb\xbf"
@@ -30,31 +33,90 @@ class Line:
     index: int  # 0-based, among the rows
     number: int  # 1-based, among all lines, as editors show it
     content: bytes | None  # without the line end; None if over MAX_LINE_BYTES
-    digest: int  # xxh64 of the content (of its beginning, if too long)
+    digest: int  # xxh64 of the content; of b"" if too long
 
 
-@dataclass(frozen=True, slots=True)
-class InputScan:
-    """What one pass over a file told about it."""
+class InputScan(msgspec.Struct, frozen=True):
+    """What was read of an input."""
 
     digest: str  # xxh3-128 of its rows, in hex
     num_rows: int
 
 
+class InputDigest:
+    """Digests rows as they are read."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._num_rows = 0
+
+    def add(self, line: Line) -> None:
+        self._digest.update((line.content or b"") + b"\n")
+        self._num_rows += 1
+
+    def scan(self) -> InputScan:
+        """The rows so far."""
+        return InputScan(self._digest.hexdigest(), self._num_rows)
+
+
 class LineSource:
-    """The rows of an input file; '-' is stdin, a name that ends in .gz is decompressed."""
+    """The rows of an input file; '-' is stdin, a name that ends in .gz is decompressed.
+
+    What is no regular file (stdin, a named pipe, <(command)) is read only once, and its lines may come slowly:
+    `is_live`. A file that was scanned gives exactly the rows of the scan or an error, whatever happens to it meanwhile.
+    """
+
+    is_live = False
+    has_grown = False  # whether rows were added after the scan; they are not read
+    _row_digests: "array[int] | None" = None  # of the scan
+    _opened: BinaryIO | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_stdin = name == "-"
-        if not self.is_stdin:
+        self.is_live = name == "-" or is_stream(Path(name))
+        if self.is_live:
+            self._opened = self._open()
+        else:
             self._open().close()  # tells now what is wrong with the path, not after the model was loaded
 
     def __iter__(self) -> Iterator[Line]:
-        """Raises: PagedcliError if the file cannot be read to its end."""
+        """Raises: PagedcliError if the file cannot be read to its end, or is not as it was when it was scanned."""
+        scanned = self._row_digests
+        num_rows = 0
+        for line in self._lines():
+            if scanned is not None and line.index == len(scanned):
+                self.has_grown = True
+                return
+            if scanned is not None and line.digest != scanned[line.index]:
+                raise self._changed(f"line {line.number} (row {line.index}) is not the one that was there at the start")
+            num_rows += 1
+            yield line
+        if scanned is not None and num_rows < len(scanned):
+            raise self._changed(f"it had {len(scanned):,} rows and ends after {num_rows:,} now")
+
+    def scan(self) -> InputScan | None:
+        """Digest and number of rows, from one pass over the file; None for an input that can be read only once."""
+        if self.is_live:
+            return None
+        digest, row_digests = InputDigest(), array("Q")
+        for line in self._lines():
+            digest.add(line)
+            row_digests.append(line.digest)
+        self._row_digests = row_digests
+        return digest.scan()
+
+    def _changed(self, what: str) -> PagedcliError:
+        return PagedcliError(
+            f"{self.name} was changed while it was read: {what}",
+            hint="no row was made from a changed line; put the old file back and use --resume, or start again",
+        )
+
+    def _lines(self) -> Iterator[Line]:
+        """The rows as they are now."""
         number = 0
         try:
-            with self._open() as file:
+            file, self._opened = self._opened or self._open(), None
+            with file:
                 index = 0
                 for number, content in enumerate(_read_lines(file), 1):
                     if content is not None and not content.strip():
@@ -63,19 +125,11 @@ class LineSource:
                     index += 1
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise PagedcliError(f"{self.name} is damaged after line {number}: {error}") from error
-
-    def scan(self) -> InputScan | None:
-        """Digest and number of rows, from one pass over the file; None for stdin, which can be read only once."""
-        if self.is_stdin:
-            return None
-        digest, num_rows = xxhash.xxh3_128(), 0
-        for line in self:
-            digest.update(b"\n" if line.content is None else line.content + b"\n")
-            num_rows += 1
-        return InputScan(digest.hexdigest(), num_rows)
+        except OSError as error:
+            raise PagedcliError(f"cannot read {self.name} after line {number}: {error.strerror}") from error
 
     def _open(self) -> BinaryIO:
-        if self.is_stdin:
+        if self.name == "-":
             return _stdin()
         path = Path(self.name)
         try:
@@ -87,7 +141,7 @@ class LineSource:
 def as_they_come(lines: Iterable[Line | None], wait_s: Callable[[], float]) -> Iterator[Line | None]:
     """Lines of a slow source, read in the background; None when none has come within `wait_s()` seconds.
 
-    So a run goes on with the lines it has, and Ctrl-C is heard while nothing comes.
+    The engine keeps working on the lines it has, and Ctrl-C is noticed while nothing comes.
     """
     came: queue.Queue[Line | BaseException | None] = queue.Queue(maxsize=1024)  # None: the end
 

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import xxhash
 
-from pagedcli.batch.shards import Shard, read_shard
-from pagedcli.batch.sinks import open_rows, whole_file
+from pagedcli.batch.fingerprint import differences
+from pagedcli.batch.outputs import open_rows
+from pagedcli.batch.run_record import RunRecord, read_record
+from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
 
@@ -36,7 +38,9 @@ class Merged:
     num_duplicate_ids: int = 0
 
 
-def merge_shards(paths: list[Path], output: Path, *, allow_duplicate_ids: bool = False) -> Merged:
+def merge_shards(
+    paths: list[Path], output: Path, *, overwrite: bool = False, allow_duplicate_ids: bool = False
+) -> Merged:
     """Write the rows of all shards to `output`, in the order of the input where the shards have kept it.
 
     Raises: UsageError if the files are not all shards, and each once, of one run; PagedcliError for a shard that is not
@@ -45,7 +49,7 @@ def merge_shards(paths: list[Path], output: Path, *, allow_duplicate_ids: bool =
     shards = _read_shards(paths)
     merged = Merged(in_input_order=all(shard.order == "input" for _, shard in shards))
     try:
-        with ExitStack() as stack, whole_file(output) as file:
+        with ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
             readers = [_ShardReader(path, shard, stack) for path, shard in shards]
             seen = SeenIds()
             for row in _rows(readers, in_input_order=merged.in_input_order):
@@ -60,20 +64,25 @@ def merge_shards(paths: list[Path], output: Path, *, allow_duplicate_ids: bool =
     return merged
 
 
-def _read_shards(paths: list[Path]) -> list[tuple[Path, Shard]]:
+def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
     """All shards of one run, in their order."""
-    shards = sorted(((path, read_shard(path)) for path in paths), key=lambda pair: pair[1].number)
+    shards = sorted(((path, read_record(path)) for path in paths), key=lambda pair: pair[1].number)
     first_path, first = shards[0]
+    if first.num_shards == 1:
+        raise UsageError(
+            f"{first_path} is the output of a whole run", hint="merge puts together what generate --shard wrote"
+        )
     for (path, shard), (before, earlier) in zip(shards[1:], shards, strict=False):
         if shard.num_shards != first.num_shards:
             raise UsageError(f"{first_path} is shard {first.shard}, but {path} is shard {shard.shard}")
         if shard.number == earlier.number:
             raise UsageError(f"{before} and {path} are both shard {shard.shard}")
-        names = sorted(first.fingerprint.keys() | shard.fingerprint.keys())
-        differing = [name for name in names if first.fingerprint.get(name) != shard.fingerprint.get(name)]
+        differing = differences({**first.fingerprint, "shard": ""}, {**shard.fingerprint, "shard": ""})
+        if first.input != shard.input:
+            differing.append("input: changed")
         if differing:
             raise UsageError(
-                f"{first_path} and {path} are of different runs: they differ in {', '.join(differing)}",
+                f"{first_path} and {path} are of different runs; {'; '.join(differing)}",
                 hint="all shards need the same input and settings",
             )
     missing = sorted(set(range(1, first.num_shards + 1)) - {shard.number for _, shard in shards})
@@ -93,7 +102,7 @@ def _read_shards(paths: list[Path]) -> list[tuple[Path, Shard]]:
 class _ShardReader:
     """Rows of one shard, checked against its description."""
 
-    def __init__(self, path: Path, shard: Shard, stack: ExitStack) -> None:
+    def __init__(self, path: Path, shard: RunRecord, stack: ExitStack) -> None:
         self._path = path
         self._shard = shard
         self._file = stack.enter_context(open_rows(path))

@@ -49,7 +49,6 @@ class ParquetSource(LineSource):
     def __init__(self, name: str, paths: list[Path] | None = None) -> None:
         require_pyarrow()
         self.name = name
-        self.is_stdin = False
         self._paths = [Path(name)] if paths is None else paths
         schemas = [_schema_of(path) for path in self._paths]
         self.schema: Any = schemas[0]  # pyarrow.Schema
@@ -64,7 +63,7 @@ class ParquetSource(LineSource):
                 hint="rename the column that holds the prompts",
             )
 
-    def __iter__(self) -> Iterator[Line]:
+    def _lines(self) -> Iterator[Line]:
         index = 0
         for batch in self.batches(self.columns):
             for document in lines_of(batch):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.intake import BatchOptions, Intake, Limits, Prepared, Refused
-from pagedcli.batch.lines import Line, as_they_come
+from pagedcli.batch.lines import InputDigest, Line, as_they_come
 from pagedcli.batch.reorder import PrefixWindow
 from pagedcli.batch.requests import RowHead
 from pagedcli.batch.rows import RowWriter
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pagedcli.engine.llm_engine import LLMEngine
     from pagedcli.engine.outputs import RequestOutput
 
-_IDLE_WAIT_S = 0.1  # how soon an idle run hears of Ctrl-C
+_IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
 
 
@@ -49,8 +49,11 @@ class _InWork:
     guides: Guides | None
 
 
-def wanted_lines(lines: Iterable[Line | None], options: BatchOptions) -> Iterator[Line | None]:
-    """The lines of this run's shard, up to the limit. None, where nothing has come yet, is passed on."""
+def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: InputDigest) -> Iterator[Line | None]:
+    """The lines of this run's shard, up to the limit. None, where nothing has come yet, is passed on.
+
+    Changes: `read` gets every line up to the limit.
+    """
     place, num_shards = options.shard
     for line in lines:
         if line is None:
@@ -58,6 +61,7 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions) -> Iterato
             continue
         if options.limit is not None and line.index >= options.limit:
             return
+        read.add(line)
         if line.index % num_shards == place:
             yield line
 
@@ -65,7 +69,7 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions) -> Iterato
 class BatchRun:
     """One pass over an input.
 
-    `live`: lines may come slowly, and the run goes on with those that are there. `num_rows`: of the output, if known.
+    `live`: lines may come slowly, and those that are there are served meanwhile. `num_rows`: of the output, if known.
     `observe` is called after each step with the counters; `stop_requested` is asked before each step, and True ends
     the run after the rows so far are written.
     """
@@ -96,9 +100,10 @@ class BatchRun:
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
         if live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
-        self._lines = wanted_lines(lines, options)
+        self._read = InputDigest()
+        self._lines = wanted_lines(lines, options, self._read)
         self._in_work: dict[str, _InWork] = {}
-        # one engine step may end every running request: as many again are ready, tokenized, behind them
+        # one engine step may end every running request: as many again are tokenized and ready to follow
         self._max_in_work = 2 * engine.plan.max_num_seqs
         self._window = PrefixWindow() if options.reorder == "prefix" else None
         self._exhausted = False  # whether the input has ended
@@ -113,7 +118,7 @@ class BatchRun:
             self._sink.abandon()
             raise
         if outcome == "complete":
-            self._sink.finish()
+            self._sink.finish(self._read.scan())
         else:
             self._sink.abandon()
         self._update_stats(start_s)
@@ -126,7 +131,7 @@ class BatchRun:
         while not self._stop_requested():
             self._pull()
             self._sink.flush()  # also what the last step finished: on its way to the disk before the next one ends
-            if options.max_errors is not None and self._num_failed >= options.max_errors:
+            if options.max_errors is not None and self.stats.num_failed >= options.max_errors:
                 return "too_many_errors"
             if not engine.has_unfinished_requests():
                 if self._exhausted and not self._window:
@@ -139,17 +144,17 @@ class BatchRun:
                 self._observe(self.stats)
         return "interrupted"
 
-    @property
-    def _num_failed(self) -> int:
-        return self.stats.num_failed + self.stats.num_resumed_failed
-
     # ------------------------------------------------------------------ lines to requests
 
     def _pull(self) -> None:
         """Read the lines that there is room for, and give the engine what it has room for."""
         max_errors, waits = self._options.max_errors, False
         for _ in range(self._max_in_work):  # a run of bad lines must not keep the engine and Ctrl-C waiting
-            if self._exhausted or not self._has_room() or (max_errors is not None and self._num_failed >= max_errors):
+            if (
+                self._exhausted
+                or not self._has_room()
+                or (max_errors is not None and self.stats.num_failed >= max_errors)
+            ):
                 break
             try:
                 line = next(self._lines)

@@ -4,17 +4,19 @@ Used by batch.run. A row is handed over once, with the index of its input row.
 """
 
 import gzip
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol, cast
 
 from pagedcli.batch.csv_rows import csv_lines
-from pagedcli.batch.journal import Journal, has_rows
+from pagedcli.batch.journal import Journal
+from pagedcli.batch.lines import InputScan
+from pagedcli.batch.outputs import is_csv
 from pagedcli.batch.parquet import ParquetRows
-from pagedcli.batch.shards import ShardWriter
-from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.batch.run_record import SCHEMA_VERSION, LineDigest, RunRecord, write_record
+from pagedcli.errors import PagedcliError
+from pagedcli.files import whole_file
 
 Order = Literal["input", "completion"]
 _MAX_HELD_ROWS = 10_000  # finished rows that wait in memory for a slower one before them
@@ -38,8 +40,8 @@ class Sink(Protocol):
     def flush(self) -> None:
         """Hand over everything written so far to the operating system."""
 
-    def finish(self) -> None:
-        """The run is complete."""
+    def finish(self, read: InputScan) -> None:
+        """The run is complete. `read`: the rows of its input."""
 
     def abandon(self) -> None:
         """The run stopped early; keep what can be kept."""
@@ -77,7 +79,7 @@ class StreamSink:
     def flush(self) -> None:
         self._stream.flush()
 
-    def finish(self) -> None:
+    def finish(self, read: InputScan) -> None:
         assert not self._held, "a finished run has handed over every row"
         self.flush()
 
@@ -89,7 +91,7 @@ class StreamSink:
 
 
 class FileSink:
-    """Rows to a journal beside the output, which is renamed into place when it is complete."""
+    """Rows to a journal, from which the output is written when all are there."""
 
     full = False
 
@@ -98,6 +100,7 @@ class FileSink:
         self.journal = journal
         self.resumed_rows = journal.num_rows
         self.resumed_failed_rows = journal.num_failed_rows
+        self.rows_are_kept = True  # where a later run can find them; known after `abandon`
         self._order = order
         self._table = table
 
@@ -110,128 +113,66 @@ class FileSink:
     def flush(self) -> None:
         self.journal.flush()
 
-    def finish(self) -> None:
-        """Write the output beside its place, rename it, and only then drop the journal. Raises: PagedcliError."""
-        self.journal.flush(sync=True)
-        shard = ShardWriter(self.path, self.journal.header.fingerprint, self._order)
+    def finish(self, read: InputScan) -> None:
+        """Write the record and the output, and only then drop the journal. Raises: PagedcliError."""
+        journal = self.journal
         try:
-            with whole_file(self.path) as file:
-                if self._table is not None:
-                    self._table.write(file, self.journal.rows(self._order))
-                elif is_csv(self.path):
-                    file.writelines(csv_lines(self.journal.rows(self._order)))
-                else:
-                    file.writelines(shard.counted(row + b"\n" for row in self.journal.rows(self._order)))
-                shard.write()
+            journal.flush(sync=True)
+            self._write_output(read)
+            journal.remove()
         except OSError as error:
-            self.journal.close()
-            raise PagedcliError(
-                f"cannot write {self.path}: {error.strerror}",
-                hint=f"all rows are safe in {self.journal.path}: make room, then run the same command with --resume",
-            ) from error
-        self.journal.path.unlink()
-        self.journal.close()
+            action = f"move {self.path} away" if isinstance(error, FileExistsError) else "make room"
+            safe = f"all rows are safe in {journal.path}: {action}, then run the same command with --resume"
+            hint = self.loss if journal.is_lost else safe
+            raise PagedcliError(f"cannot write {self.path}: {error.strerror}", hint=hint) from error
+        finally:
+            journal.close()
+
+    def _write_output(self, read: InputScan) -> None:
+        digest, rows = LineDigest(), self.journal.rows(self._order)
+        lines = csv_lines(rows) if is_csv(self.path) else (row + b"\n" for row in rows)
+        with whole_rows(self.path, overwrite=self.journal.header.overwrite) as file:
+            if self._table is not None:
+                self._table.write(file, rows)
+                file.seek(0)
+                digest.read(file)
+            else:
+                file.writelines(digest.passing(lines))
+            write_record(self.path, self._record(read, digest))
+
+    def _record(self, read: InputScan, digest: LineDigest) -> RunRecord:
+        journal = self.journal
+        decisive = {name: value for name, value in journal.header.fingerprint.items() if not name.startswith("input")}
+        return RunRecord(
+            pagedcli_run=SCHEMA_VERSION,
+            order=self._order,
+            num_rows=journal.num_rows,
+            num_failed_rows=journal.num_failed_rows,
+            digest=digest.hexdigest(),
+            input=read,
+            fingerprint=decisive,
+        )
 
     def abandon(self) -> None:
         with suppress(PagedcliError):  # a full disk: the rows that did not get there are made again
             self.journal.flush(sync=True)
+        self.rows_are_kept = not self.journal.is_lost
+        if self.rows_are_kept and not self.journal.num_rows:
+            self.journal.remove()  # nothing to resume
         self.journal.close()
-        if not self.journal.num_rows:
-            self.journal.path.unlink()  # nothing to resume
+
+    @property
+    def loss(self) -> str:
+        """Said when the rows cannot be resumed."""
+        return f"{self.journal.path} was deleted or replaced while the run was going, so its rows are lost"
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is complete and on the disk, or not at all. Raises: OSError."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as raw, _compressed(raw, path) as file:
-            yield file
-            file.flush()
-            if file is not raw:
-                file.close()
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_folder(path.parent)
-
-
-def open_rows(path: Path) -> BinaryIO:
-    """What whole_file wrote. Raises: OSError."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def is_csv(path: Path) -> bool:
-    """Whether rows become lines of a table: out.csv, out.csv.gz."""
-    return path.name.removesuffix(".gz").endswith(".csv")
-
-
-def journal_path(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Look at the output's place before anything expensive starts.
-
-    Raises: UsageError if a file there would be lost, or if nothing can be written.
-    """
-    partial = journal_path(path)
-    if path.is_dir():
-        raise UsageError(f"the output {path} is a folder")
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for the output", hint=f"mkdir -p {path.parent}")
-    if overwrite:
-        return
-    if not resume and has_rows(partial):
-        raise UsageError(
-            f"{partial} holds the rows of a run that was stopped",
-            hint="go on with --resume, or start anew with --overwrite",
-        )
-    if path.exists() and not partial.exists():
-        raise UsageError(f"the output {path} exists already", hint="use --overwrite, or another -o")
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a run has finished its output, so that nothing is left to resume."""
-    return path.exists() and not journal_path(path).exists()
-
-
-def is_stream(path: Path) -> bool:
-    """Whether a path is a device or a pipe, such as /dev/null, which no rename can fill."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def open_file_sink(
-    path: Path,
-    fingerprint: dict[str, str],
-    *,
-    resume: bool,
-    overwrite: bool,
-    order: Order,
-    table: ParquetRows | None = None,
-) -> FileSink:
-    """A sink for a regular file, which `table` writes as Parquet. Raises: UsageError as check_output and resume."""
-    check_output(path, resume=resume, overwrite=overwrite)
-    partial = journal_path(path)
-    if resume and partial.exists():
-        return FileSink(path, Journal.resume(partial, fingerprint), order=order, table=table)
-    return FileSink(path, Journal.create(partial, fingerprint), order=order, table=table)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a rename to the disk before the journal goes. Not every system can open a folder."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _compressed(raw: BinaryIO, path: Path) -> BinaryIO:
-    # mtime 0: equal rows give equal files
-    return gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) if path.suffix == ".gz" else raw  # type: ignore[return-value]
+def whole_rows(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
+    """A file of rows, compressed if its name ends in .gz, that appears when it is complete. Raises: OSError."""
+    with whole_file(path, overwrite=overwrite) as raw:
+        if path.suffix != ".gz":
+            yield raw
+            return
+        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as file:  # mtime 0: equal rows, equal files
+            yield cast(BinaryIO, file)

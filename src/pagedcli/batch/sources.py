@@ -27,10 +27,9 @@ class FolderSource(LineSource):
 
     def __init__(self, name: str, paths: list[Path]) -> None:
         self.name = name
-        self.is_stdin = False
         self._sources = [LineSource(str(path)) for path in paths]
 
-    def __iter__(self) -> Iterator[Line]:
+    def _lines(self) -> Iterator[Line]:
         index = number = 0
         for source in self._sources:
             line = None

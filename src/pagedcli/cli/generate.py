@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from pagedcli.batch.job import Job
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, ShowConfig, config_flags
-from pagedcli.cli.session import Job, parse_shard, run_job
+from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
@@ -54,10 +55,10 @@ def generate(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run that was stopped.", rich_help_panel=_FILES)
+        bool, typer.Option("--resume", help="Continue a run that was stopped.", rich_help_panel=_FILES)
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output and start anew.", rich_help_panel=_FILES)
+        bool, typer.Option("--overwrite", help="Start anew, and replace files that exist.", rich_help_panel=_FILES)
     ] = False,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Only every n-th row, beginning with the i-th.", rich_help_panel=_FILES)
@@ -146,7 +147,9 @@ def generate(
         shard=parse_shard(shard),
         metrics=metrics,
         summary_json=summary_json,
+        record=record,
     )
+    job.check_files()
     with ExitStack() as stack:
         emit = _observers(stack, job, dump_kv=dump_kv, record=record)
         code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=dump_kv)
@@ -163,8 +166,6 @@ def _input_name(prompts: str | None, input_file: str | None) -> str:
 
 
 def _job(input_name: str, output_file: str | None, loaded: LoadedConfig, **fields: Any) -> Job:
-    if fields["resume"] and fields["overwrite"]:
-        raise UsageError("--resume and --overwrite exclude each other")
     output = None if output_file in (None, "-") else Path(str(output_file))
     return Job(loaded, input_name, output, **fields)
 

@@ -7,7 +7,7 @@ import typer
 
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK
 from pagedcli.cli.terminal import say
-from pagedcli.errors import UsageError
+from pagedcli.files import check_files
 
 
 def merge(
@@ -16,13 +16,13 @@ def merge(
     output_file: Annotated[Path, typer.Option("-o", "--output-file", help="The merged file.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
     allow_duplicate_ids: Annotated[
-        bool, typer.Option("--allow-duplicate-ids", help="Keep rows whose id another shard has, too.")
+        bool, typer.Option("--allow-duplicate-ids", help="Keep rows whose ids occur in several shards.")
     ] = False,
 ) -> None:
     """Put the outputs of all shards of a run together, in the order of the input.
 
-    Every shard must be there once, finished, and of the same input and settings: beside each OUT its run has left
-    OUT.shard, which says so. Rows are copied as they are.
+    Every shard must be given once, finished, and made from the same input with the same settings, as OUT.run.json next
+    to each OUT says. Rows are copied unchanged.
 
     \b
     Examples:
@@ -34,11 +34,9 @@ def merge(
     """
     from pagedcli.batch.merge import merge_shards
 
-    if output_file in shards:
-        raise UsageError(f"{output_file} is one of the shards")
-    if output_file.exists() and not overwrite:
-        raise UsageError(f"the output {output_file} exists already", hint="use --overwrite, or another -o")
-    merged = merge_shards(shards, output_file, allow_duplicate_ids=allow_duplicate_ids)
+    reads = {f"the shard {path}": path for path in shards}
+    check_files(reads, {"the output": output_file}, overwrite=overwrite)
+    merged = merge_shards(shards, output_file, overwrite=overwrite, allow_duplicate_ids=allow_duplicate_ids)
     order = "input order" if merged.in_input_order else "one shard after the other, as the rows were completed"
     say(f"{merged.num_rows:,} rows of {len(shards):,} shards, {order}; {merged.num_failed:,} failed")
     say(f"rows: {output_file}")

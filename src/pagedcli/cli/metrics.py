@@ -1,20 +1,20 @@
-"""A run's counters as a text file for Prometheus (node_exporter's textfile collector), replaced as the run goes on."""
+"""A run's counters as a text file for Prometheus (node_exporter's textfile collector), rewritten during the run."""
 
-import os
 import time
 from pathlib import Path
 
 from pagedcli.batch.stats import BatchStats, LogHistogram
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
+from pagedcli.files import whole_file
 
 _WRITE_EVERY_S = 1.0
 
 
 class MetricsFile:
-    """Told the counters after each step; rewrites the file about once a second. A reader never sees half of it.
+    """Receives the counters after each step and rewrites the file about once a second. A reader never sees half of it.
 
-    Raises: UsageError if the file cannot be written at first; later it is said once, and the run goes on.
+    Raises: UsageError if the file cannot be written at first; later that is only reported, once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,9 +37,8 @@ class MetricsFile:
             say(f"note: no more metrics, as {self._path} cannot be written: {error.strerror}")
 
     def _replace(self, stats: BatchStats) -> None:
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        temporary.write_text(metrics_text(stats), encoding="utf-8")
-        os.replace(temporary, self._path)
+        with whole_file(self._path, overwrite=True, durable=False) as file:
+            file.write(metrics_text(stats).encode())
 
 
 def metrics_text(stats: BatchStats) -> str:

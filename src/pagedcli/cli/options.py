@@ -112,7 +112,7 @@ FLAGS: dict[str, Any] = {
         order=(Order, None, "Order of the rows. Default: input."),
         reorder=(Reorder, None, "prefix: serve rows that begin alike together. The output keeps its order."),
         limit=(int, "N", "Only the first rows of the input."),
-        max_errors=(int, "N", "Stop after this many error rows."),
+        max_errors=(int, "N", "Stop after this many error rows; --resume continues."),
         strict=(bool, None, "Unknown fields make an error row instead of a note."),
     ),
 }

@@ -1,6 +1,5 @@
 """What a run says on stderr before it starts and after it ended, and the effective configuration."""
 
-import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pagedcli.batch.stats import BatchStats, LogHistogram
 from pagedcli.cli.terminal import printable, say
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
+from pagedcli.files import whole_file
 
 if TYPE_CHECKING:
     from pagedcli.engine.engine_plan import Plan
@@ -107,16 +107,15 @@ def summary_document(result: BatchResult) -> dict[str, object]:
 
 def write_summary(path: Path, result: BatchResult) -> None:
     """Raises: PagedcliError if the file cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary_document(result))) + b"\n")
-        os.replace(temporary, path)
+        with whole_file(path, overwrite=True) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result))) + b"\n")
     except OSError as error:
         raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
 
 
 def resume_command(arguments: Iterable[str]) -> str:
-    """The command line that goes on where this one stopped."""
+    """The command line that continues where this one stopped."""
     kept = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
     return shlex.join(["pagedcli", *kept, "--resume"])
 

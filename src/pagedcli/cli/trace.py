@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pagedcli.batch.job import Job
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.replay import Follow, StepFormat, table_console
-from pagedcli.cli.session import Job, run_job
+from pagedcli.cli.session import run_job
 from pagedcli.cli.terminal import say
 from pagedcli.config import load_config
 from pagedcli.errors import UsageError
@@ -49,8 +50,8 @@ def trace(
         str | None,
         typer.Option("-o", "--output-file", help="Keep the rows. Default: they are dropped.", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace files that exist.")] = False,
     config: ConfigFile = None,
     format_: Annotated[
         StepFormat, typer.Option("--format", help="Of --step and --no-live.", rich_help_panel=_VIEW)
@@ -75,9 +76,8 @@ def trace(
     output = Path(output_file if output_file is not None else os.devnull)
     if output_file == "-":
         raise UsageError("-o - would mix rows with the view", hint="give a file, or use pagedcli generate --record")
-    if resume and overwrite:
-        raise UsageError("--resume and --overwrite exclude each other")
-    job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite)
+    job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
+    job.check_files()
     printer: StepPrinter | None = None
     observers: list[Emit] = []
     with ExitStack() as stack:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pagedcli.batch.intake import BatchOptions
-from pagedcli.batch.lines import Line
+from pagedcli.batch.lines import InputScan, Line
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.stats import BatchStats
@@ -150,7 +150,7 @@ class RowStream:
             receiver.flush()
         self._written.clear()
 
-    def finish(self) -> None:
+    def finish(self, read: InputScan) -> None:
         self.flush()
 
     def abandon(self) -> None:

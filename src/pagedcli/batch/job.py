@@ -1,0 +1,198 @@
+"""A batch job: the files, the fingerprint and the engine of one run, put together. Knows no terminal.
+
+Used by cli.session, which reports what happens. The steps come in the order of the methods; each may refuse the job.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint, run_key
+from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.lines import LineSource
+from pagedcli.batch.outputs import (
+    check_finished,
+    check_output,
+    is_csv,
+    is_to_be_replaced,
+    open_journal,
+    output_files,
+)
+from pagedcli.batch.parquet import ParquetRows, ParquetSource, is_parquet, require_pyarrow
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.run import BatchRun
+from pagedcli.batch.run_record import RunRecord
+from pagedcli.batch.sinks import FileSink, Sink, StreamSink
+from pagedcli.batch.sources import open_source
+from pagedcli.batch.stats import BatchStats
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import LoadedConfig
+from pagedcli.errors import UsageError
+from pagedcli.files import check_distinct, check_new, is_stream
+
+if TYPE_CHECKING:
+    from pagedcli.engine.llm_engine import LLMEngine
+
+METRICS_BEGINNING, SUMMARY_BEGINNING = b"# HELP pagedcli_", b'{\n  "pagedcli":'
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run and where the rows go."""
+
+    loaded: LoadedConfig
+    input_name: str  # a path, or '-' for stdin
+    output: Path | None  # None: stdout
+    resume: bool = False
+    overwrite: bool = False
+    shard: tuple[int, int] = (0, 1)  # (i, n): the rows whose index % n is i
+    metrics: Path | None = None  # counters for Prometheus, rewritten during the run
+    summary_json: Path | None = None  # the run's last lines for machines
+    record: Path | None = None  # the trace
+
+    @property
+    def output_file(self) -> Path | None:
+        """The regular file for the rows, if they go to one: it appears whole at the end."""
+        return None if self.output is None or is_stream(self.output) else self.output
+
+    @property
+    def shard_name(self) -> str:
+        return f"{self.shard[0] + 1}/{self.shard[1]}"
+
+    def check_files(self) -> None:
+        """Raises: UsageError if a file would be destroyed, or if the flags about files contradict each other."""
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite exclude each other")
+        if self.resume and self.output_file is None:
+            raise UsageError("--resume needs an output file: give one with -o")
+        reads = _input_files(self.input_name)
+        others = {"--metrics": self.metrics, "--summary-json": self.summary_json, "--record": self.record}
+        writes = others if self.output_file is None else {**output_files(self.output_file), **others}
+        check_distinct(reads, writes)
+        if self.output_file is not None:
+            if self.shard[1] > 1 and is_csv(self.output_file):
+                raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
+            check_output(self.output_file, resume=self.resume, overwrite=self.overwrite)
+        if not self.overwrite:
+            check_new("--metrics", self.metrics, replaceable=METRICS_BEGINNING)
+            if not self.resume:
+                check_new("--record", self.record)
+            check_new("--summary-json", self.summary_json, replaceable=SUMMARY_BEGINNING if self.resume else None)
+
+    def options(self) -> BatchOptions:
+        config = self.loaded.config
+        return BatchOptions(
+            defaults=config.sampling,
+            max_tokens_given=self.loaded.sources.get("sampling.max_tokens", "").startswith("--"),
+            seed=config.engine.seed,
+            system_prompt=config.run.system_prompt,
+            strict=config.run.strict,
+            limit=config.run.limit,
+            max_errors=config.run.max_errors,
+            shard=self.shard,
+            reorder=config.run.reorder,
+        )
+
+
+def _input_files(input_name: str) -> dict[str, Path]:
+    """For files.check_distinct."""
+    path = Path(input_name)
+    if path.is_dir():
+        return {f"the input file {each.name}": each for each in path.iterdir()}
+    return {} if input_name == "-" else {"the input": path}
+
+
+class OpenJob:
+    """A job with its input open, after Job.check_files. Raises: UsageError if the input cannot be read."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.lines = open_source(job.input_name)
+        self._table = _parquet_rows(job, self.lines)
+        self._num_rows: int | None = None  # of the output, if known
+        self._tokenizer: Tokenizer | None = None
+        self._fingerprint: dict[str, str] = {}
+
+    def finished(self) -> RunRecord | None:
+        """The record of the run, if it is to be resumed and has nothing left to do. Raises: UsageError."""
+        job, config = self.job, self.job.loaded.config
+        if not job.resume or job.output_file is None or is_to_be_replaced(job.output_file):
+            return None
+        return check_finished(
+            job.output_file, self._fingerprint, self.lines, order=config.run.order, limit=config.run.limit
+        )
+
+    def load_tokenizer(self) -> None:
+        from pagedcli.engine.plan import model_folder
+
+        config = self.job.loaded.config
+        folder = model_folder(config.engine)
+        self._tokenizer = Tokenizer(
+            folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
+        )
+        self._fingerprint = run_fingerprint(config, folder, self._tokenizer, shard=self.job.shard_name)
+
+    def open_sink(self, stdout: BinaryIO) -> Sink:
+        """Where rows go; a stream is opened or, if the job names none, `stdout` is taken."""
+        job = self.job
+        scan = self.lines.scan()
+        if scan is not None:
+            num_rows = min(scan.num_rows, job.loaded.config.run.limit or scan.num_rows)
+            self._num_rows = len(range(job.shard[0], num_rows, job.shard[1]))
+        self._fingerprint |= input_fingerprint(scan)
+        order = job.loaded.config.run.order
+        if job.output_file is None:
+            stream = stdout if job.output is None else job.output.open("wb")
+            return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
+        journal = open_journal(job.output_file, self._fingerprint, resume=job.resume, overwrite=job.overwrite)
+        return FileSink(job.output_file, journal, order=order, table=self._table)
+
+    def start(
+        self,
+        engine: "LLMEngine",
+        sink: Sink,
+        *,
+        observe: Callable[[BatchStats], None],
+        stop_requested: Callable[[], bool],
+    ) -> BatchRun:
+        """The run, after load_tokenizer and open_sink."""
+        assert self._tokenizer is not None, "load_tokenizer comes first"
+        config = self.job.loaded.config
+        created_s = sink.journal.header.created_s if isinstance(sink, FileSink) else int(time.time())
+        rows = RowWriter(
+            self._tokenizer,
+            config.engine.model,
+            run_key(self._fingerprint),
+            created_s,
+            output_token_ids=config.run.output_token_ids,
+        )
+        return BatchRun(
+            engine,
+            self._tokenizer,
+            self.lines,
+            sink,
+            rows,
+            self.job.options(),
+            live=self.lines.is_live,
+            num_rows=self._num_rows,
+            observe=observe,
+            stop_requested=stop_requested,
+        )
+
+
+def _parquet_rows(job: Job, lines: LineSource) -> ParquetRows | None:
+    """How rows become a Parquet table, if the output is one. Raises: UsageError for what a table cannot be."""
+    if job.output is None or not is_parquet(job.output):
+        return None
+    require_pyarrow()
+    run = job.loaded.config.run
+    if job.shard[1] > 1:
+        raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
+    if run.order == "completion":
+        raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
+    carried = lines if isinstance(lines, ParquetSource) else None
+    if carried is not None:
+        carried.check_answer_columns()
+    return ParquetRows(carried, run.output_token_ids)

@@ -1,0 +1,214 @@
+"""`pagedcli generate` and files: pipes as input, what may be replaced, what --resume accepts."""
+
+import gzip
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+
+import pytest
+from cli_harness import FAST, pagedcli, rows_of
+
+PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "The fox", "Hello"))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(PROMPTS)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---------------------------------------------------------------------- input that is a pipe
+
+
+def through_fifo(path, content):
+    """Someone who writes to a named pipe."""
+    if not path.exists():
+        os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(content,), daemon=True)
+    writer.start()
+    return writer
+
+
+def test_a_named_pipe_gives_the_rows_of_a_file(prompts, out, tmp_path):
+    expected = rows_of(pagedcli("generate", prompts, *FAST).stdout)
+    fifo = tmp_path / "fifo"
+    through_fifo(fifo, PROMPTS.encode())
+    pagedcli("generate", fifo, "-o", out, *FAST)
+    assert rows_of(out) == expected
+    through_fifo(tmp_path / "fifo.gz", gzip.compress(PROMPTS.encode()))
+    assert rows_of(pagedcli("generate", tmp_path / "fifo.gz", *FAST).stdout) == expected
+    through_fifo(fifo, PROMPTS.encode())
+    plan = pagedcli("plan", fifo, "--format", "json").stdout
+    assert json.loads(plan)["num_rows"] == 3
+
+
+@pytest.mark.parametrize("form", ["generate /dev/stdin < {}", "generate <(cat {})", "generate /dev/stdin < <(cat {})"])
+def test_pipes_of_a_shell_give_the_rows_of_a_file(prompts, form):
+    if not os.path.exists("/bin/bash"):
+        pytest.skip("bash is not on this machine")
+    python = shlex.join([sys.executable, "-m", "pagedcli"])
+    command = f"{python} {form.format(shlex.quote(str(prompts)))} {shlex.join(FAST)}"
+    made = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
+    assert [row["index"] for row in rows_of(made.stdout)] == [0, 1, 2], made.stderr
+
+
+def test_a_finished_run_from_a_pipe_is_known_by_its_lines(out):
+    pagedcli("generate", "-", "-o", out, *FAST, stdin=PROMPTS)
+    resume = ("generate", "-", "-o", out, *FAST, "--resume")
+    assert "nothing to resume" in pagedcli(*resume, stdin=PROMPTS).stderr
+    assert "input: 3 rows -> 4 rows" in pagedcli(*resume, stdin=PROMPTS + "no\n", expect=2).stderr
+    assert "input: changed" in pagedcli(*resume, stdin=PROMPTS.replace("fox", "dog"), expect=2).stderr
+
+
+# ---------------------------------------------------------------------- files that must not be lost
+
+
+@pytest.mark.parametrize("flag", ["--record", "--summary-json", "--metrics", "-o"])
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_no_output_is_written_over_the_input(tmp_path, flag, more):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(PROMPTS)
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    before = files_in(tmp_path)
+    for name in (prompts, tmp_path / "link.jsonl"):
+        said = pagedcli("generate", prompts, flag, name, *FAST, *more, expect=2).stderr
+        assert "the input are the same file" in said
+    assert files_in(tmp_path) == before
+
+
+def test_outputs_of_one_run_are_different_files(prompts, out, tmp_path):
+    for flag, name in (("--summary-json", "out.jsonl"), ("--metrics", "out.jsonl.partial")):
+        assert "same file" in pagedcli("generate", prompts, "-o", out, flag, tmp_path / name, *FAST, expect=2).stderr
+    same = ("--summary-json", tmp_path / "x", "--metrics", tmp_path / "x")
+    assert "same file" in pagedcli("generate", prompts, *same, *FAST, expect=2).stderr
+    assert list(files_in(tmp_path)) == ["prompts.jsonl"]
+
+
+def test_summary_and_metrics_replace_only_what_they_wrote_themselves(prompts, out, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    for flag in ("--summary-json", "--metrics"):
+        assert "exists already" in pagedcli("generate", prompts, flag, precious, *FAST, expect=2).stderr
+        assert precious.read_text() == "precious"
+        pagedcli("generate", prompts, flag, precious, *FAST, "--overwrite")
+        precious.write_text("precious")
+    metrics = ("--metrics", tmp_path / "run.prom")  # read by a collector all the time: every run rewrites it
+    pagedcli("generate", prompts, "-o", out, *FAST, *metrics)
+    pagedcli("generate", prompts, *FAST, *metrics)
+
+
+def test_devices_are_not_replaced(prompts):
+    pagedcli("generate", prompts, "-o", "/dev/null", "--summary-json", "/dev/null", "--metrics", "/dev/null", *FAST)
+    assert os.path.exists("/dev/null")
+    assert not os.path.isfile("/dev/null")
+
+
+# ---------------------------------------------------------------------- what --resume accepts
+
+
+def test_a_finished_run_is_complete_with_its_exit_code(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(PROMPTS + "no\n")
+    pagedcli("generate", bad, "-o", out, *FAST, expect=3)
+    before = files_in(tmp_path)
+    said = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=3).stderr
+    assert "is complete (4 rows, 1 failed): nothing to resume" in said
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--temperature", "0.5"), "sampling.temperature: 0.0 -> 0.5"),
+        (("--seed", "7"), "seed: 0 -> 7"),
+        (("--system-prompt", "You are a pirate"), "system_prompt: changed"),
+        (("--limit", "2"), "input: 3 rows -> 2 rows"),
+        (("--order", "completion"), "order: input -> completion"),
+        (("--shard", "1/2"), "shard: 1/1 -> 1/2"),
+    ],
+)
+def test_a_finished_output_of_other_settings_is_refused_and_each_change_named(prompts, out, flags, said):
+    pagedcli("generate", prompts, "-o", out, *FAST)
+    result = pagedcli("generate", prompts, "-o", out, *FAST, "--resume", *flags, expect=2).stderr
+    assert said in result
+    assert "{" not in result, "no dumps"
+
+
+@pytest.mark.parametrize("content", [PROMPTS + PROMPTS, PROMPTS.replace("fox", "dog"), PROMPTS[:20] + "\n"])
+def test_a_finished_output_of_another_input_is_refused(prompts, out, content):
+    pagedcli("generate", prompts, "-o", out, *FAST)
+    prompts.write_text(content)
+    before = files_in(out.parent)
+    assert "input: " in pagedcli("generate", prompts, "-o", out, *FAST, "--resume", expect=2).stderr
+    assert files_in(out.parent) == before
+
+
+def test_any_other_file_is_no_finished_output(prompts, out):
+    out.write_text("hello\n")
+    said = pagedcli("generate", prompts, "-o", out, *FAST, "--resume", expect=2).stderr
+    assert "out.jsonl.run.json, which says what run wrote it, cannot be read" in said
+    assert "hint: put out.jsonl.run.json back next to out.jsonl" in said
+    pagedcli("generate", prompts, "-o", out, *FAST, "--overwrite")
+    out.write_bytes(out.read_bytes() + b"hello\n")
+    assert "another program has changed it" in pagedcli(
+        "generate", prompts, "-o", out, *FAST, "--resume", expect=2
+    ).stderr  # fmt: skip
+
+
+def test_a_run_that_may_overwrite_still_may_when_it_is_resumed(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(PROMPTS + "no\n" * 3)
+    out.write_text("old\n")
+    pagedcli("generate", bad, "-o", out, *FAST, "--overwrite", "--max-errors", 2, expect=1)
+    assert out.read_text() == "old\n"
+    pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=3)
+    assert len(rows_of(out)) == 6
+
+
+def test_an_output_that_appeared_while_the_run_was_stopped_is_not_replaced(tmp_path, out):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no\n" * 3)
+    pagedcli("generate", bad, "-o", out, *FAST, "--max-errors", 2, expect=1)
+    out.write_text("theirs\n")
+    said = pagedcli("generate", bad, "-o", out, *FAST, "--resume", expect=2).stderr
+    assert "move out.jsonl away" in said
+    assert out.read_text() == "theirs\n"
+
+
+def test_a_kill_between_the_rename_and_the_end_of_the_journal_is_complete(prompts, out):
+    pagedcli("generate", prompts, "-o", out, *FAST)
+    record = json.loads(out.with_name("out.jsonl.run.json").read_text())
+    header = {"pagedcli_journal": 1, "created_s": 1, "fingerprint": record["fingerprint"]}
+    out.with_name("out.jsonl.partial").write_text(json.dumps(header, separators=(",", ":")) + "\n")
+    assert "nothing to resume" in pagedcli("generate", prompts, "-o", out, *FAST, "--resume").stderr
+    assert not out.with_name("out.jsonl.partial").exists()
+
+
+def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text("no\n" * 5 + PROMPTS)
+    arguments = ["generate", "bad.jsonl", "-o", "my out.jsonl", *FAST, "--max-errors", "2", "--summary-json", "s.json"]
+    exit_codes = []
+    for _ in range(4):
+        monkeypatch.setattr("sys.argv", ["pagedcli", *arguments])
+        exit_codes.append(1 if len(exit_codes) < 2 else 3)
+        said = pagedcli(*arguments, expect=exit_codes[-1]).stderr
+        if exit_codes[-1] == 3:
+            break
+        (line,) = [line for line in said.splitlines() if line.startswith("continue with: ")]
+        arguments = shlex.split(line.partition(": pagedcli ")[2])
+    assert exit_codes == [1, 1, 3]
+    assert len(rows_of(tmp_path / "my out.jsonl")) == 8
