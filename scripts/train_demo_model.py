@@ -6,10 +6,9 @@ copied), trains a byte-level BPE tokenizer, trains the model on a CPU and measur
     python scripts/train_demo_model.py --train DIR --steps 4000 --seed 0 --threads 2
     python scripts/train_demo_model.py --evaluate DIR
 
-The weights in the package were made while the recipe was still changing, in four runs of about 14M tokens in all:
-500 steps of an earlier curriculum, about 1,700 steps through the stages below, about 400 more with `--init`, and
-last `--init DIR --steps 1400 --lr 0.008 --seed 11 --threads 1` (24 minutes on one core). Training from scratch gives
-other weights, not the same file.
+The weights in the package are those of `--train DIR --steps 4000 --seed 0 --threads 1`: one run from scratch over
+13.4M tokens, 49 minutes of one core that had other work, too (2026-11-21, torch 2.13.0). Another processor or thread
+count rounds differently and gives other weights of the same quality.
 
 Looked-up names and codes are split by a checksum: a tenth of each never reaches the model in training (`held_out`;
 the tokenizer's merges do see all names), and the evaluation draws only from that tenth.  A wrong or misplaced KV
