@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.inspection.trace_file import TraceWriter
+from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.sampling_params import SamplingParams
 
 NUM_SEQS = 64

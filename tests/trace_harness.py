@@ -5,7 +5,7 @@ import random
 from simulation import Simulation
 
 from pagedcli.events import Event
-from pagedcli.inspection.trace_file import TraceWriter
+from pagedcli.inspection.trace_writer import TraceWriter
 
 
 def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, **limits) -> list[Event]:

@@ -18,22 +18,26 @@ else:
     from backports import zstd
 
 _CHUNK_BYTES = 1 << 18
-_MAX_LINE_BYTES = 1 << 28
+_MOST_LINE_BYTES = 1 << 26  # a prompt of a million token ids takes 7 MB
+# a trace shrinks 10 to 50 times; a file that grows far more was made to fill the memory
+_MOST_RATIO = 1000
+_FREE_BYTES = 1 << 28  # of decompressed data that need not be in proportion
 _ZSTD_LEVEL = 3
 
 
 class LineWriter:
-    """Collects lines in `buffer`, to which callers add them; `flush` brings them to the file.
+    """Collects lines in `buffer`, to which callers add them; `flush` brings them to the file, which is opened here or
+    given.
 
     Raises: UsageError for a name that is not that of such a file, or a file that cannot be written.
     """
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, path: Path, what: str, file: BinaryIO | None = None) -> None:
         self.path = path
         self.buffer = bytearray()
         self._compressor = zstd.ZstdCompressor(level=_ZSTD_LEVEL) if has_compressed_name(path, what) else None
         try:
-            self._file: BinaryIO = path.open("wb")
+            self._file = path.open("wb") if file is None else file
         except OSError as error:
             raise UsageError(f"cannot write the {what} {path}: {error.strerror}") from error
 
@@ -50,26 +54,30 @@ class LineWriter:
         self._file.flush()
         self.buffer.clear()
 
-    def close(self) -> None:
-        if self._file.closed:
-            return
+    def finish(self) -> None:
+        """Bring everything to the file and end the compressed stream. The file stays open."""
         self.flush()
         if self._compressor is not None:
             self._file.write(self._compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME))
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        self.finish()
         self._file.close()
 
 
 class LineReader:
-    """Iterates over the undecoded lines of a file. `line_number` follows, from 1.
+    """Iterates over the undecoded lines of a file, in bounded memory whatever the file. `line_number` follows, from 1.
 
-    Raises: UsageError if the file cannot be read; TraceError if it is damaged. Afterwards `notes` says what was odd
-            but harmless: a torn last line, which a killed run leaves, is dropped with a note.
+    Raises: UsageError if the file cannot be read; TraceError if it is damaged or out of all proportion. Afterwards
+            `notes` says what was odd but harmless: a torn last line, which a killed run leaves, is dropped with a note.
     """
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, path: Path, what: str, notes: list[str] | None = None) -> None:
         self.path = path
         self.line_number = 0
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if notes is None else notes
         self._what = what
 
     def __iter__(self) -> Iterator[bytes]:
@@ -79,20 +87,27 @@ class LineReader:
             yield line
 
     def _split(self) -> Iterator[bytes]:
-        rest = b""
+        rest = bytearray()
         for chunk in self._chunks():
-            lines = (rest + chunk).split(b"\n")
-            rest = lines.pop()
-            if len(rest) > _MAX_LINE_BYTES:
-                raise TraceError(f"{self.path}:{self.line_number + len(lines) + 1}: a line of over 256 MiB")
-            yield from lines
+            if b"\n" in chunk:
+                first, *lines = chunk.split(b"\n")
+                yield bytes(rest + first)
+                yield from lines[:-1]
+                rest = bytearray(lines[-1])
+            else:
+                rest += chunk
+            if len(rest) > _MOST_LINE_BYTES:
+                limit = f"{_MOST_LINE_BYTES >> 20} MiB"
+                raise TraceError(
+                    f"{self.path}:{self.line_number + 1}: the line is longer than {limit}: not a {self._what}"
+                )
         if rest:
             try:
                 msgspec.json.decode(rest)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 self.notes.append(f"the last line is torn ({len(rest)} bytes dropped): the run was cut off")
             else:
-                yield rest
+                yield bytes(rest)
 
     def _chunks(self) -> Iterator[bytes]:
         compressed = has_compressed_name(self.path, self._what)
@@ -106,18 +121,25 @@ class LineReader:
 
     def _decompressed(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         decompressor = zstd.ZstdDecompressor()
-        started = False
+        num_read = num_made = 0
         try:
             for chunk in chunks:
-                while chunk:
+                num_read += len(chunk)
+                while chunk or not (decompressor.needs_input or decompressor.eof):
                     if decompressor.eof:
                         decompressor = zstd.ZstdDecompressor()
-                    started = True
-                    yield decompressor.decompress(chunk)
+                    made = decompressor.decompress(chunk, max_length=_CHUNK_BYTES)
                     chunk = decompressor.unused_data if decompressor.eof else b""
+                    num_made += len(made)
+                    if num_made > _FREE_BYTES + _MOST_RATIO * num_read:
+                        raise TraceError(
+                            f"{self.path}: {num_read:,} bytes decompress to more than {num_made:,}: "
+                            f"not a {self._what} that pagedcli wrote"
+                        )
+                    yield made
         except zstd.ZstdError as error:
             raise TraceError(f"{self.path}: damaged after line {self.line_number}: {error}") from error
-        if started and not decompressor.eof:
+        if num_read and not decompressor.eof:
             self.notes.append("the compressed stream has no end: the run was cut off")
 
 

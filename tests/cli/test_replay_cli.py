@@ -1,5 +1,7 @@
 """`pagedcli trace`, `replay`, `explain` and `report` as a person meets them."""
 
+import csv
+import io
 import json
 
 import pytest
@@ -113,6 +115,20 @@ def test_explain_one_request(trace):
     header, *rows = pagedcli("explain", trace, "--request", "seq:4", "--format", "csv").stdout.splitlines()
     assert header.startswith("step,seq_id,request_id,kind,num_tokens")
     assert len(rows) == len(document["lookups"])
+
+
+def test_csv_holds_one_table(trace):
+    """So that a program reads it: every line has the columns of the header."""
+    for options in ([], ["--lookups"], ["--request", "request-4"]):
+        out = pagedcli("explain", trace, *options, "--format", "csv").stdout
+        rows = list(csv.reader(io.StringIO(out)))
+        assert rows[0][0] == ("step" if options else "label")
+        assert {len(row) for row in rows} == {len(rows[0])}
+        assert len(rows) > 1
+
+
+def test_paused_needs_a_terminal(prompts):
+    assert "--paused needs a terminal" in pagedcli("trace", prompts, "--paused", expect=2).stderr
 
 
 def test_report_is_written(trace, tmp_path):

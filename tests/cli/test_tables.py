@@ -3,6 +3,10 @@
 import csv
 import io
 import json
+import re
+import sys
+
+import pytest
 
 from pagedcli.cli.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, percent, print_tables, size
 
@@ -37,6 +41,34 @@ def test_nothing_in_a_cell_steers_the_terminal_or_breaks_a_row():
     hostile = [{"name": "a\x1b[2Jb\nc\td", "num_blocks": 1, "why": "one | two"}]
     assert "a\\x1b[2Jb c d" in as_text(Table("t", "T", COLUMNS, hostile))
     assert "one \\| two |" in as_markdown(Table("t", "T", COLUMNS, hostile))
+
+
+EVIL = "a\x1b[2J\x9b31m\u202eb\u2028c\x7f"
+
+
+@pytest.mark.parametrize("format_", [Format.TABLE, Format.MD, Format.JSON])
+def test_no_part_of_a_table_steers_the_terminal(capsys, format_):
+    table = Table(EVIL, EVIL, COLUMNS, [{"name": EVIL, "num_blocks": 1, "why": EVIL}], [EVIL])
+    print_tables([table], format_, facts={EVIL: EVIL})
+    out = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]", out)
+    if format_ is Format.JSON:
+        assert json.loads(out)[EVIL] == [{"name": EVIL, "num_blocks": 1, "why": EVIL}]
+
+
+def test_csv_is_raw_for_a_program_and_safe_on_a_terminal(capsys, monkeypatch):
+    table = Table("t", "T", COLUMNS, [{"name": EVIL, "num_blocks": 1, "why": ""}])
+    print_tables([table], Format.CSV)
+    assert EVIL in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_tables([table], Format.CSV)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_markdown_takes_nothing_as_markup():
+    note = "[here](http://evil) <img src=x> `code`"
+    text = as_markdown(Table("t", "T", COLUMNS, ROWS, [note]))
+    assert r"\[here](http://evil) \<img src=x> \`code\`" in text
 
 
 def test_csv_and_json_carry_plain_keys_and_raw_values(capsys):

@@ -12,7 +12,8 @@ from pagedcli.errors import RequestError
 from pagedcli.inspection.check import TraceChecker, check_trace
 from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.trace_file import TraceReader, TraceWriter
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.sampling_params import SamplingParams
 
 SMALL = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 2}

@@ -37,7 +37,8 @@ from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.perfetto import export_perfetto
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import StepSeries
-from pagedcli.inspection.trace_file import TraceReader, TraceWriter
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.trace_writer import TraceWriter
 
 
 @pytest.fixture(scope="module")

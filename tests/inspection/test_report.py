@@ -13,7 +13,8 @@ from simulation import Simulation
 from pagedcli.events import StepScheduled
 from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.report import BlockFrames, embedded_json, render_report
-from pagedcli.inspection.trace_file import TraceReader, TraceWriter
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.trace_writer import TraceWriter
 
 NASTY = "</script><script>document.title='owned'</script>"
 CHINESE = "你好,世界"

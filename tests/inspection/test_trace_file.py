@@ -8,7 +8,8 @@ from simulation import Simulation
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepFinished
-from pagedcli.inspection.trace_file import TraceReader, TraceWriter
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.trace_writer import TraceWriter
 
 SUFFIXES = [".jsonl", ".jsonl.zst"]
 
@@ -48,7 +49,7 @@ def test_what_a_step_wrote_is_on_disk_when_the_step_is_over(tmp_path, suffix):
     sim = Simulation(12, 2, emit=writer)
     sim.add([1, 2, 3])
     sim.step()
-    reader = TraceReader(path)
+    reader = TraceReader(tmp_path / f"run.recording{suffix}")
     assert isinstance(list(reader)[-1], StepFinished)
     assert reader.line_number == writer.num_events
     assert bool(reader.notes) == (suffix == ".jsonl.zst")  # an unfinished zstd frame is worth a note

@@ -22,7 +22,8 @@ from pagedcli.inspection.panels import PoolMap, block_ids_text
 from pagedcli.inspection.player import Player
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_file import TraceReader, TraceWriter
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.inspection.view import MomentScreen, print_step_tables
 from pagedcli.inspection.words import describe
 
@@ -280,6 +281,7 @@ def press(monkeypatch, keys):
     """Let the keyboard give these keys, then nothing. Returns the list of those not yet read."""
     left = list(keys)
     monkeypatch.setattr(Keyboard, "read", lambda self, timeout_s=0.0: left.pop(0) if left else None)
+    monkeypatch.setattr(Keyboard, "available", True)
     return left
 
 
@@ -328,10 +330,10 @@ def test_the_live_view_pauses_steps_and_quits(monkeypatch):
     out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
     raised = []
     monkeypatch.setattr("pagedcli.inspection.live.signal.raise_signal", raised.append)
+    left = press(monkeypatch, [None, ".", None, ".", None, "+", "-", " ", "q"])
     with LiveView(out, paused=True) as view:
         sim = Simulation(8, 2, emit=view.on_event)
         sim.add([1, 2, 3], 6)
-        left = press(monkeypatch, [None, ".", None, ".", None, "+", "-", " ", "q"])
         sim.step()
         assert len(left) == 7  # one step was allowed
         sim.step()
@@ -340,6 +342,43 @@ def test_the_live_view_pauses_steps_and_quits(monkeypatch):
         sim.run()
     assert raised == [signal.SIGINT]
     assert "PAUSED" in printed(out)
+
+
+@pytest.mark.parametrize("how", ["q", "one signal"])
+def test_a_paused_view_ends_at_once_and_the_step_is_finished(monkeypatch, how):
+    """As in a run: the handler of the run takes note and returns, and the engine ends after its step."""
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
+    requested = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: requested.append(number))
+    keys = ["q"] if how == "q" else []
+
+    def read(self, timeout_s=0.0):
+        if keys:
+            return keys.pop(0)
+        if timeout_s and not requested:
+            signal.raise_signal(signal.SIGINT)
+        return None
+
+    monkeypatch.setattr(Keyboard, "read", read)
+    monkeypatch.setattr(Keyboard, "available", True)
+    try:
+        with LiveView(out, paused=True) as view:
+            sim = Simulation(8, 2, emit=view.on_event)
+            sim.add([1, 2, 3], 6)
+            sim.step()
+            sim.step()  # what is left to do holds no more
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert requested == [signal.SIGINT]
+
+
+def test_a_pause_that_no_key_could_end_does_not_begin():
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
+    with LiveView(out, paused=True) as view:
+        sim = Simulation(8, 2, emit=view.on_event)
+        sim.add([1, 2, 3], 6)
+        sim.run()
+    assert "PAUSED" not in printed(out)
 
 
 def test_what_others_print_meanwhile_follows_the_screen(capsys):

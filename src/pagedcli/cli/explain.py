@@ -36,7 +36,10 @@ def explain(
             show_default=False,
         ),
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Of the tables.")] = Format.TABLE,
+    format_: Annotated[
+        Format,
+        typer.Option("--format", help="csv holds one table: totals, or with --lookups or --request the lookups."),
+    ] = Format.TABLE,
 ) -> None:
     """Why each prefix lookup hit or missed, and where the hit rate was lost.
 
@@ -67,6 +70,8 @@ def explain(
     else:
         title = "Lookups"
     tables.append(_lookups_table(chosen, title, decode))
+    if format_ is Format.CSV:  # one table per file
+        tables = tables[-1:] if lookups or request is not None else tables[:1]
     print_tables(tables, format_, facts=_facts(explainer, state))
 
 

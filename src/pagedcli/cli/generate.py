@@ -174,9 +174,9 @@ def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None
     """Who gets the engine's events; None if nobody asked."""
     observers: list[Emit] = []
     if record is not None:
-        from pagedcli.inspection.trace_file import TraceWriter
+        from pagedcli.inspection.trace_writer import TraceWriter
 
-        observers.append(stack.enter_context(TraceWriter(record)))
+        observers.append(stack.enter_context(TraceWriter(record, overwrite=job.overwrite, resume=job.resume)))
     if dump_kv:
         from rich.console import Console
 

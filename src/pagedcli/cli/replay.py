@@ -4,13 +4,13 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO, cast
 
 import msgspec
 import typer
 from rich.console import Console
 
-from pagedcli.cli.terminal import say
+from pagedcli.cli.terminal import TerminalJson, say
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file
@@ -23,6 +23,7 @@ from pagedcli.inspection.player import Player
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import pool_counts
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.printable import one_line, printable_json
 
 
 class StepFormat(StrEnum):
@@ -110,12 +111,12 @@ def _check(trace: Path, format_: StepFormat) -> None:
             "ok": True, "num_events": result.num_events, "num_steps": result.num_steps,
             "blocks": counts, "notes": result.notes,
         }  # fmt: skip
-        print(msgspec.json.encode(facts).decode())
+        print(printable_json(msgspec.json.encode(facts)).decode())
         return
     for note in result.notes:
         say(f"note: {note}")
     print(
-        f"{trace}: ok, {result.num_events:,} events in {result.num_steps:,} steps; at the end in use "
+        f"{one_line(str(trace))}: ok, {result.num_events:,} events in {result.num_steps:,} steps; at the end in use "
         f"{counts['in_use']:,} + cached {counts['cached']:,} + empty {counts['empty']:,} = {counts['total']:,} blocks"
     )
 
@@ -124,7 +125,8 @@ def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
 
     reader = TraceReader(trace)
     if output_file in (None, "-"):
-        export_perfetto(reader, sys.stdout.buffer)
+        on_terminal = cast(BinaryIO, TerminalJson(sys.stdout.buffer))
+        export_perfetto(reader, on_terminal if sys.stdout.isatty() else sys.stdout.buffer)
     else:
         path = Path(str(output_file))
         check_files({"the trace": trace}, {"the export": path}, overwrite=overwrite)

@@ -10,10 +10,11 @@ import msgspec
 from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram
-from pagedcli.cli.terminal import printable, say
+from pagedcli.cli.terminal import say
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
+from pagedcli.printable import printable
 
 if TYPE_CHECKING:
     from pagedcli.engine.engine_plan import Plan

@@ -5,6 +5,7 @@ JSON and CSV carry plain keys and raw numbers; tables and Markdown carry headers
 
 import csv
 import io
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 import typer
 from rich.cells import cell_len
 
-from pagedcli.cli.terminal import printable
+from pagedcli.printable import one_line, printable, printable_json
 
 Row = Mapping[str, Any]
 
@@ -98,12 +99,14 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
     """
     if format is Format.JSON:
         document = {**(facts or {}), **{table.key: list(table.rows) for table in tables}}
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+        document_text = printable_json(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        sys.stdout.write(document_text.decode() + "\n")
         return
     width = get_terminal_size().columns if sys.stdout.isatty() else None
+    csv_text = str if width is None else printable  # data for a program, raw; on a terminal it is read by a person
     render = {
         Format.TABLE: lambda table: as_text(table, width),
-        Format.CSV: lambda table: as_csv(table, with_title=len(tables) > 1),
+        Format.CSV: lambda table: csv_text(as_csv(table, with_title=len(tables) > 1)),
         Format.MD: as_markdown,
     }[format]
     sys.stdout.write("\n".join(render(table) for table in tables))
@@ -112,15 +115,12 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
 def as_text(table: Table, width: int | None = None) -> str:
     """Aligned columns, numbers to the right, words to the left. What is over `width` cells wraps in the last column."""
     if not table.rows:
-        return (
-            "\n".join([table.title, *(line for note in table.notes or ("none",) for line in _wrapped(note, width))])
-            + "\n"
-        )
+        return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
     cells = [[column.header for column in table.columns], *_shown(table)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
     room = None if width is None or table.columns[-1].is_number or width - indent < 16 else width - indent
-    lines = [table.title]
+    lines = [one_line(table.title)]
     for row in cells:
         padded = [
             _pad(cell, widths[i], to_right=table.columns[i].is_number) for i, cell in enumerate(row) if i < len(row) - 1
@@ -130,9 +130,7 @@ def as_text(table: Table, width: int | None = None) -> str:
         lines += [" " * indent + line for line in last[1:]]
     rule = "  ".join("-" * w for w in [*widths[:-1], min(widths[-1], room or widths[-1])])
     lines.insert(2, rule)
-    for note in table.notes:
-        lines += _wrapped(note, width)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_notes(table.notes, width)]) + "\n"
 
 
 def as_csv(table: Table, *, with_title: bool = False) -> str:
@@ -150,26 +148,30 @@ def as_markdown(table: Table) -> str:
     """A GitHub table below a heading."""
     rules = ["---:" if column.is_number else "---" for column in table.columns]
     rows = [[column.header for column in table.columns], rules, *_shown(table)]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    notes = [f"\n{note}" for note in table.notes]
-    return "\n".join([f"### {table.title}", "", *lines, *notes]) + "\n"
+    lines = ["| " + " | ".join(_markdown(cell) for cell in row) + " |" for row in rows]
+    notes = [f"\n{_markdown(one_line(note))}" for note in table.notes]
+    return "\n".join([f"### {_markdown(one_line(table.title))}", "", *lines, *notes]) + "\n"
+
+
+def _markdown(text: str) -> str:
+    """Text in which Markdown finds no HTML, no link and no cell's end."""
+    return re.sub(r"([\\|<\[`])", r"\\\1", text)
 
 
 def _shown(table: Table) -> list[list[str]]:
     return [
-        ["-" if (value := row.get(column.key)) is None else _one_line(column.show(value)) for column in table.columns]
+        ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
         for row in table.rows[: table.max_shown]
     ]
-
-
-def _one_line(cell: str) -> str:
-    """Line ends and tabs would break a row; other control characters would steer the terminal."""
-    return printable(" ".join(cell.splitlines()).replace("\t", " "))
 
 
 def _pad(cell: str, width: int, *, to_right: bool) -> str:
     space = " " * (width - cell_len(cell))
     return space + cell if to_right else cell + space
+
+
+def _notes(notes: Sequence[str], width: int | None) -> list[str]:
+    return [line for note in notes for line in _wrapped(one_line(note), width)]
 
 
 def _wrapped(line: str, width: int | None) -> list[str]:

@@ -18,7 +18,7 @@ from pagedcli.config import load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event
 from pagedcli.inspection.live import LiveView, StepPrinter
-from pagedcli.inspection.trace_file import TraceWriter
+from pagedcli.inspection.trace_writer import TraceWriter
 
 _VIEW = "View"
 
@@ -29,7 +29,7 @@ def trace(
     *,
     record: Annotated[
         Path | None,
-        typer.Option(metavar="TRACE.jsonl[.zst]", help="Write every event to a trace file.", rich_help_panel=_VIEW),
+        typer.Option(metavar="TRACE.jsonl[.zst]", help="Record every event to a new file.", rich_help_panel=_VIEW),
     ] = None,
     record_tokens: Annotated[
         bool,
@@ -72,6 +72,8 @@ def trace(
     """  # fmt: skip
     if prompts == "-" and sys.stdin.isatty():
         raise UsageError("prompts from a terminal cannot be traced: the keys are the view's", hint="name a JSONL file")
+    if paused and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("--paused needs a terminal: its keys make the steps", hint="leave it out")
     as_tables = no_live or step is not None or format_ is StepFormat.JSON
     output = Path(output_file if output_file is not None else os.devnull)
     if output_file == "-":
@@ -81,8 +83,9 @@ def trace(
     printer: StepPrinter | None = None
     observers: list[Emit] = []
     with ExitStack() as stack:
-        if record is not None:
-            observers.append(stack.enter_context(TraceWriter(record)))
+        writer = None if record is None else TraceWriter(record, overwrite=overwrite, resume=resume)
+        if writer is not None:
+            observers.append(stack.enter_context(writer))
         if as_tables:
             as_json = format_ is StepFormat.JSON
             printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=as_json)
@@ -96,8 +99,8 @@ def trace(
                 observer(event)
 
         code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=not as_tables)
-    if record is not None:
-        say(f"trace: {record}; look again with: pagedcli replay {record}")
+    if writer is not None and writer.path.exists():
+        say(f"trace: {writer.path}; look again with: pagedcli replay {record}")
     if printer is not None and step is not None and not printer.num_printed:
         raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
     raise typer.Exit(code)

@@ -12,6 +12,7 @@ from pagedcli.events import (
     BlocksFilled,
     BlocksReleased,
     BlocksReused,
+    EngineStarted,
     Event,
     PrefixLookedUp,
     RequestAdded,
@@ -84,18 +85,23 @@ class TraceLaws(View[PoolState]):
 
     def __init__(self) -> None:
         self._pool = PoolLaws()
+        self._last_ns = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._lookups: dict[int, PrefixLookedUp] = {}  # the last of each running sequence
         self._unreleased: set[int] = set()  # finished sequences that still hold blocks
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
         self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
-        self._last_ns = 0
 
     def check(self, event: Event, state: PoolState) -> None:
         """Raises TraceError if the event breaks a law in this state."""
-        before = self._before.get(type(event))
-        if before is not None and state.engine is not None:
-            before(self, event, state)
+        if type(event) is EngineStarted:
+            self._forget()
         self._pool.check(event, state)
+        before = self._before.get(type(event))
+        if before is not None:
+            before(self, event, state)
 
     # ------------------------------------------------------------------ requests
 
@@ -249,8 +255,6 @@ class TraceLaws(View[PoolState]):
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
-        if min(event.schedule_ns, event.forward_ns, event.sample_ns, event.observer_ns) < 0:
-            refuse(event, "a negative duration")
         if self._unreleased:
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
 

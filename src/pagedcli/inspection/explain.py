@@ -12,6 +12,7 @@ from typing import Literal
 from pagedcli.events import (
     BlockEvicted,
     BlocksFilled,
+    EngineStarted,
     Event,
     PrefixLookedUp,
     RequestAdded,
@@ -235,6 +236,11 @@ class Explainer(View[PoolState]):
         return max((lookup.num_shared_tokens for lookup in self.lookups if not lookup.own), default=0)
 
     # ------------------------------------------------------------------ events
+
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        """A further part of a resumed run: its cache begins empty, so nothing earlier was ever in it."""
+        self.finish()
+        self._first_seen, self._ghosts, self._evictions, self._earlier = {}, {}, _AliveCounter(), []
 
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
         self.block_size = state.block_size

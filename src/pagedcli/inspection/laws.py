@@ -47,11 +47,15 @@ class PoolLaws(View[PoolState]):
     """`check` is called before the state has the event. Some changes take several events; what is due next is kept."""
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._due: tuple[tuple[type[Event], ...], str] | None = None  # what must come next, in the middle of what
         self._evicted: set[int] = set()  # blocks not yet taken by BlocksAllocated
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
         self._lookup: PrefixLookedUp | None = None  # its hits are claimed next
         self._num_just_freed = 0  # blocks that the last BlocksReleased made free
+        self._may_repeat = True  # the first step of a part
 
     def check(self, event: Event, state: PoolState) -> None:
         """Raises TraceError if the event is impossible in this state."""
@@ -59,6 +63,8 @@ class PoolLaws(View[PoolState]):
             raise TraceError(f"{type(event).__name__} is not an event of schema version {SCHEMA_VERSION}")
         if state.engine is None and type(event) is not EngineStarted:
             refuse(event, "comes before engine_started, which must be the first record")
+        if type(event) is EngineStarted:
+            self._forget()  # a further part starts afresh, whatever the earlier run was killed in
         due, self._due = self._due, None
         if due is not None and type(event) not in due[0]:
             refuse(event, f"comes where {due[1]}")
@@ -219,7 +225,9 @@ class PoolLaws(View[PoolState]):
     def on_step_started(self, event: StepStarted, state: PoolState) -> None:
         if not 0 <= event.time_ns <= MOST_NS or not 0 <= event.step <= MOST_TOKENS:
             refuse(event, f"step {event.step} at {event.time_ns} ns")
-        if state.step is not None and event.step != state.step.step + 1:
+        # a further part repeats the number of a step that the earlier run did not come to schedule
+        repeats, self._may_repeat = self._may_repeat and event.step == state.step_number, False
+        if state.step is not None and event.step != state.step.step + 1 and not repeats:
             refuse(event, f"step {event.step} comes after step {state.step_number}")
         if state.step is not None and state.step.end_ns is None:
             refuse(event, "the step before has not finished")
@@ -254,8 +262,9 @@ class PoolLaws(View[PoolState]):
 
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
         self._current(event, event.step, state)
-        if not 0 <= event.time_ns <= MOST_NS:
-            refuse(event, f"at {event.time_ns} ns")
+        times = (event.time_ns, event.schedule_ns, event.forward_ns, event.sample_ns, event.observer_ns)
+        if not 0 <= min(times) <= max(times) <= MOST_NS:
+            refuse(event, "a negative duration, or one of centuries")
 
     # ------------------------------------------------------------------ parts
 

@@ -7,9 +7,12 @@ the run.
 import io
 import signal
 import sys
+import threading
 import time
-from contextlib import ExitStack, redirect_stderr
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from types import FrameType, TracebackType
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -22,6 +25,7 @@ from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summary
+from pagedcli.printable import one_line, printable_json
 
 _REDRAW_S = 0.1
 _DRAW_SHARE = 0.1  # of the time, at most, goes into drawing
@@ -52,7 +56,7 @@ class StepPrinter:
         if isinstance(event, StepScheduled) and self._only_step in (None, event.step):
             self.num_printed += 1
             if self._as_json:
-                self._console.file.write(msgspec.json.encode(self.moment.summary()).decode() + "\n")
+                self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
             else:
                 print_step_tables(self.moment, self._console)
 
@@ -62,7 +66,8 @@ class LiveView:
 
     On a terminal a full screen from the engine's start on, redrawn at most every 100 ms and never for more than a
     tenth of the time; space pauses, `.` makes one step, `q` is Ctrl-C. What others print to stderr meanwhile follows
-    when the screen is left. Elsewhere a plain line every ten seconds and for each preemption.
+    when the screen is left. Elsewhere, or without a keyboard, it never pauses; without a terminal it prints a plain
+    line every ten seconds and for each preemption.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class LiveView:
         self._next_draw = 0.0
         self._last_step = 0.0
         self._damage: str | None = None
+        self._is_ending = False  # the user has asked for the end: nothing is held any more
 
     def __enter__(self) -> "LiveView":
         return self
@@ -93,7 +99,7 @@ class LiveView:
         if self.moment.state.engine is not None:
             print_summary(self.moment, self._console)
         if self._damage is not None:
-            self._console.print(Text(f"the view ended early: {self._damage}", "bold red"))
+            self._console.print(Text(f"the view ended early: {one_line(self._damage)}", "bold red"))
 
     def on_event(self, event: Event) -> None:
         """Take in an event of the engine. While paused, this waits for a key."""
@@ -116,6 +122,7 @@ class LiveView:
         self._console.file = self._console.file
         self._screen.enter_context(redirect_stderr(self._held))
         self._screen.enter_context(self._keyboard)
+        self._paused = self._paused and self._keyboard.available  # else nothing could ever end the pause
         self._live = self._screen.enter_context(
             Live(console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         )
@@ -128,12 +135,38 @@ class LiveView:
             return
         while (key := self._keyboard.read()) is not None:
             self._obey(key)
-        if self._paused:
-            self._wait_for_step()
-        else:
-            self._hold_back()
-            if time.monotonic() >= self._next_draw:
-                self._draw()
+        with self._noticing_signals():
+            if self._paused:
+                self._wait_for_step()
+            else:
+                self._hold_back()
+        if not self._paused and time.monotonic() >= self._next_draw:
+            self._draw()
+
+    @contextmanager
+    def _noticing_signals(self) -> Iterator[None]:
+        """A signal that ends the run in order (it sets a flag and returns) ends the waiting, too."""
+        if threading.current_thread() is not threading.main_thread():  # only there Python delivers signals
+            yield
+            return
+
+        def handler_before(number: int, before: Any) -> Callable[[int, FrameType | None], None]:
+            def on_signal(_: int, frame: FrameType | None) -> None:
+                self._is_ending = True
+                if callable(before):
+                    before(number, frame)
+
+            return on_signal
+
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: before for number, before in handlers.items() if callable(before)}
+        for number, before in handlers.items():
+            signal.signal(number, handler_before(number, before))
+        try:
+            yield
+        finally:
+            for number, before in handlers.items():
+                signal.signal(number, before)
 
     def _obey(self, key: str) -> None:
         if key == " ":
@@ -143,28 +176,29 @@ class LiveView:
         elif key in "-_":
             self._speed_index = max(self._speed_index - 1, 0)
         elif key == "q":
+            self._is_ending = True
             signal.raise_signal(signal.SIGINT)  # what Ctrl-C does: the run ends after this step, in order
 
     def _wait_for_step(self) -> None:
         self._draw()
-        while self._paused:
-            key = self._keyboard.read(3600.0)
+        while self._paused and not self._is_ending:
+            key = self._keyboard.read(_REDRAW_S)
             if key in (".", "n", "right"):
-                break
+                return
             if key is not None:
                 self._obey(key)
                 self._draw()
 
     def _hold_back(self) -> None:
-        speed = SPEEDS[self._speed_index]
-        if speed is not None:
-            due = self._last_step + 1 / speed
-            while (left := due - time.monotonic()) > 0 and not self._paused:
-                if time.monotonic() >= self._next_draw:
-                    self._draw()
-                if (key := self._keyboard.read(min(left, _REDRAW_S))) is not None:
-                    self._obey(key)
-                    due = self._last_step + 1 / (SPEEDS[self._speed_index] or 1e9)
+        while not (self._paused or self._is_ending):
+            speed = SPEEDS[self._speed_index]
+            left = 0.0 if speed is None else self._last_step + 1 / speed - time.monotonic()
+            if left <= 0:
+                break
+            if time.monotonic() >= self._next_draw:
+                self._draw()
+            if (key := self._keyboard.read(min(left, _REDRAW_S))) is not None:
+                self._obey(key)
         self._last_step = time.monotonic()
 
     def _draw(self) -> None:

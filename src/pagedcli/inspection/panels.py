@@ -16,7 +16,8 @@ from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, HitCounts, memory_use, num_recomputed_tokens, pool_counts
-from pagedcli.inspection.words import plural, printable, waiting_reason
+from pagedcli.inspection.words import plural, waiting_reason
+from pagedcli.printable import one_line
 
 # state of a block: glyph, the same where only ASCII can be shown, style
 _GLYPHS = {
@@ -220,7 +221,7 @@ def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...
     plus = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else " idle" if seq.running else ""
     return (
         str(seq.seq_id),
-        printable(seq.request_id),
+        one_line(seq.request_id),
         seq.status + plus,
         f"{seq.num_computed_tokens}/{seq.num_tokens}",
         f"{seq.num_output_tokens}/{seq.max_new_tokens}",

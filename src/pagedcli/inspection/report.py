@@ -19,6 +19,7 @@ from pagedcli.events import (
     BlocksFilled,
     BlocksReleased,
     BlocksReused,
+    EngineStarted,
     SequenceForked,
     StepScheduled,
 )
@@ -92,6 +93,9 @@ class BlockFrames(View[PoolState]):
         self.first_step = 0
         self._codes = bytearray()
         self._touched: set[int] = set()
+
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        self._touched.update(range(len(self._codes)))  # a further part begins with an empty pool
 
     def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
         if not self.deltas:

@@ -105,6 +105,8 @@ class PoolState(BlockLedger):
         """The first event, and the first of each further part of a resumed run, which starts with an empty pool."""
         self.engine = event
         BlockLedger.__init__(self, event.num_blocks)
+        if self.step is not None and self.step.end_ns is None:  # the earlier run was killed in it
+            self.step.end_ns = self.step.start_ns
         for seq in self.seqs.values():
             seq.status, seq.block_table, seq.finished_step = "finished", [], self.step_number
         self.finished.update(self.seqs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pagedcli.events import (
     BlocksFilled,
+    EngineStarted,
     PrefixLookedUp,
     RequestPreempted,
     StepFinished,
@@ -218,10 +219,15 @@ class StepSeries(View[PoolState]):
         )  # fmt: skip
         self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
 
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        self._append(state)  # a step that the earlier part of a resumed run did not finish
+
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._append(state)
+
+    def _append(self, state: PoolState) -> None:
         step = state.step
-        assert step is not None
-        if not self._at_schedule:
+        if step is None or not self._at_schedule:
             return
         hits, self._hits = self._hits, Hits()
         row = (
@@ -229,5 +235,6 @@ class StepSeries(View[PoolState]):
             hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,
             self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
         )  # fmt: skip
+        self._at_schedule = ()
         for column, value in zip(self.columns.values(), row, strict=True):
             column.append(value)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pagedcli.events import (
+    EngineStarted,
     PrefixLookedUp,
     RequestAdded,
     RequestFinished,
@@ -11,7 +12,7 @@ from pagedcli.events import (
     TokensSampled,
 )
 from pagedcli.inspection.dispatch import View
-from pagedcli.inspection.records import Status
+from pagedcli.inspection.records import SeqState, Status
 from pagedcli.inspection.state import PoolState
 
 
@@ -42,6 +43,12 @@ class Timelines(View[PoolState]):
     def __init__(self) -> None:
         self.seqs: dict[int, SeqTimeline] = {}
 
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        """A further part: what the earlier run left unfinished ends with it."""
+        for seq_id, seq in state.finished.items():
+            if seq_id in self.seqs and seq.finish_reason is None:
+                self._cut(seq, state)
+
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
         self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, event.num_prompt_tokens)
         self._enter(event.seq_id, "waiting", _now(state))
@@ -69,8 +76,13 @@ class Timelines(View[PoolState]):
     def finish(self, state: PoolState) -> None:
         """Close the phases of sequences that the trace leaves unfinished."""
         for seq in state.seqs.values():
-            self._end(self.seqs[seq.seq_id], state.step_number or 0)
-            self.seqs[seq.seq_id].num_output_tokens = seq.num_output_tokens
+            self._cut(seq, state)
+
+    def _cut(self, seq: SeqState, state: PoolState) -> None:
+        timeline = self.seqs[seq.seq_id]
+        if timeline.phases and timeline.phases[-1].last_step is None:
+            self._end(timeline, state.step_number or 0)
+        timeline.num_output_tokens = seq.num_output_tokens
 
     def _enter(self, seq_id: int, status: Status, step: int) -> None:
         seq = self.seqs[seq_id]

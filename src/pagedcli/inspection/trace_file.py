@@ -1,119 +1,157 @@
-"""Trace files: one JSON object per event and line, `.jsonl` or `.jsonl.zst`. Line n is event n.
+"""Reads trace files: an EventSource. Streams and decodes line by line.
 
-Written by the observer of an engine, read by everything in inspection. Reading streams and decodes line by line.
+Used by everything that looks at a recorded run. Names of files are in trace_parts.py.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from pagedcli.errors import TraceError
-from pagedcli.events import SCHEMA_VERSION, AnyEvent, EngineStarted, Event, StepFinished
-from pagedcli.line_files import LineReader, LineWriter
-
-_COMPRESS_EVERY_NS = 50_000_000  # compressing step by step took 5 % of the throughput of a small model
-
-
-class TraceWriter:
-    """Writes each event it is called with. What a step wrote is on disk when the step is over; in a compressed file,
-    when a step ends 50 ms or more after the last time.
-
-    Raises: UsageError for a name that is not a trace's or a file that cannot be written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_events = 0
-        self.observer_ns = 0  # time spent here
-        self._lines = LineWriter(path, "trace")
-        self._encoder = msgspec.json.Encoder()
-        self._flushed_ns = 0
-
-    def __call__(self, event: Event) -> None:
-        start_ns = time.perf_counter_ns()
-        buffer = self._lines.buffer
-        self._encoder.encode_into(event, buffer, len(buffer))
-        buffer += b"\n"
-        self.num_events += 1
-        due_ns = self._flushed_ns + _COMPRESS_EVERY_NS if self._lines.is_compressed else 0
-        if type(event) is StepFinished and start_ns >= due_ns:
-            self.flush()
-        self.observer_ns += time.perf_counter_ns() - start_ns
-
-    def flush(self) -> None:
-        """Bring everything so far to the file, readable even if the process dies next."""
-        self._lines.flush()
-        self._flushed_ns = time.perf_counter_ns()
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def __enter__(self) -> "TraceWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+from pagedcli.events import SCHEMA_VERSION, AnyEvent, EngineStarted, Event, StepFinished, StepScheduled, StepStarted
+from pagedcli.inspection.trace_parts import parts
+from pagedcli.line_files import LineReader, has_compressed_name
 
 
 class TraceReader:
-    """Iterates over the events of a trace file. Afterwards `notes` says what was odd but harmless.
+    """Iterates over the events of a trace. Afterwards `notes` says what was odd but harmless.
 
+    The parts of a resumed run (`run.part2.jsonl` ...) follow the first one, with steps, sequences and times numbered
+    on; a part that is named itself is read alone. A run that was killed is read under the name it had while it was
+    written.
     Raises: UsageError if the file cannot be read; TraceError, naming file and line, if it is no trace, of another
-    schema version, or damaged. A torn last line, which a killed run leaves, is dropped with a note.
+    schema version, damaged, or out of all proportion. A torn last line, which a killed run leaves, is dropped with a
+    note.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines = LineReader(path, "trace")
-        self.notes = self._lines.notes
+        self.notes: list[str] = []
+        self._lines = LineReader(path, "trace", self.notes)  # of the part that is read
         self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
     @property
     def line_number(self) -> int:
-        """Of the event given last, from 1."""
+        """Of the event given last, from 1, in its file."""
         return self._lines.line_number
 
     @property
     def place(self) -> str:
         """File and line of the event given last."""
-        return f"{self.path}:{self.line_number}"
+        return f"{self._lines.path}:{self.line_number}"
 
     def __iter__(self) -> Iterator[Event]:
-        for line in self._checked_lines():
+        has_compressed_name(self.path, "trace")  # a name that is none is said first
+        first, *others = parts(self.path) or [self.path]
+        if first != self.path:
+            self.notes.append(f"{self.path} was never finished: this is {first.name}, as the killed run left it")
+        shift = _Shift()
+        for event in self._events(first):
+            shift.observe(event)
+            yield event
+        for number, path in enumerate(others, 2):
+            shift = shift.for_part(number)
             try:
-                yield self._decoder.decode(line)
-            except msgspec.DecodeError as error:  # a ValidationError is one, too
-                raise TraceError(f"{self.place}: {error}") from error
+                for event in self._events(path):
+                    if isinstance(event, EngineStarted) and not shift.fits(event):
+                        pool = f"{event.num_blocks:,} blocks of {event.block_size}"
+                        self.notes.append(f"{path.name} has another pool, {pool}: it is not read here; name it itself")
+                        return
+                    yield shift.observe(shift.shifted(event))
+            except _EmptyFile:
+                self.notes.append(f"{path.name} is empty: the run was killed as it began")
 
-    def _checked_lines(self) -> Iterator[bytes]:
-        """The undecoded lines, the first one checked."""
+    def _events(self, path: Path) -> Iterator[Event]:
+        """The events of one file."""
+        self._lines = LineReader(path, "trace", self.notes)
         for line in self._lines:
             if self.line_number == 1:
                 self._check_first(line)
-            yield line
+            try:
+                event = self._decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise TraceError(f"{self.place}: {error}") from error
+            if self.line_number > 1 and isinstance(event, EngineStarted):
+                raise TraceError(f"{self.place}: engine_started: a second start in one trace file")
+            yield event
         if self.line_number == 0:
-            raise TraceError(f"{self.path}: the file is empty, not a trace")
+            raise _EmptyFile(f"{path}: the file is empty, not a trace")
 
     def _check_first(self, line: bytes) -> None:
         try:
             head = msgspec.json.decode(line, type=_Head)
-        except msgspec.DecodeError as error:
-            raise TraceError(f"{self.path}:1: not a trace of pagedcli ({error})") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TraceError(f"{self.place}: not a trace of pagedcli ({error})") from error
         if head.event != EngineStarted.__struct_config__.tag or head.schema_version is None:
-            raise TraceError(f"{self.path}:1: a trace begins with engine_started, this file with {head.event!r}")
+            raise TraceError(f"{self.place}: a trace begins with engine_started, this file with {head.event!r}")
         if head.schema_version != SCHEMA_VERSION:
             raise TraceError(
-                f"{self.path}:1: schema version {head.schema_version}, this pagedcli reads version {SCHEMA_VERSION}",
+                f"{self.place}: schema version {head.schema_version}, this pagedcli reads version {SCHEMA_VERSION}",
                 hint=f"read it with the version that wrote it: pagedcli {head.pagedcli_version}",
             )
+
+
+class _EmptyFile(TraceError):
+    """A file without a line, which a run leaves that is killed as it begins."""
 
 
 class _Head(msgspec.Struct):
     event: str
     schema_version: int | None = None
     pagedcli_version: str = "?"
+
+
+class _Shift:
+    """Numbers the events of a further part on from those before it."""
+
+    def __init__(self, number: int = 1, step: int = 0, seq_id: int = 0, last_ns: int | None = None) -> None:
+        self._number = number
+        self._step = step  # what is added to each
+        self._seq_id = seq_id
+        self._begin_ns = last_ns  # what the first time of the part becomes
+        self._time_ns: int | None = None if last_ns is not None else 0
+        self._next_step, self._next_seq_id, self._last_ns = step, seq_id, last_ns or 0
+        self._engine: EngineStarted | None = None
+
+    def for_part(self, number: int) -> "_Shift":
+        """The shift of the next part."""
+        after = _Shift(number, self._next_step, self._next_seq_id, self._last_ns)
+        after._engine = self._engine
+        return after
+
+    def fits(self, event: EngineStarted) -> bool:
+        """Whether a part continues in a pool of the same size."""
+        engine = self._engine
+        return engine is None or (engine.num_blocks, engine.block_size) == (event.num_blocks, event.block_size)
+
+    def observe(self, event: Event) -> Event:
+        """Take note of the numbers that an event uses up."""
+        if isinstance(event, EngineStarted):
+            self._engine = event
+        elif isinstance(event, StepStarted | StepFinished):
+            self._last_ns = event.time_ns
+        elif isinstance(event, StepScheduled):
+            self._next_step = event.step + 1  # the number of a step that was never scheduled is used again
+        else:
+            self._next_seq_id = max(self._next_seq_id, getattr(event, "seq_id", -1) + 1)
+        return event
+
+    def shifted(self, event: Event) -> Event:
+        """The event with the numbers that it has in the whole run."""
+        if isinstance(event, EngineStarted):
+            return msgspec.structs.replace(event, part=self._number)
+        changes: dict[str, object] = {}
+        for name in event.__struct_fields__:
+            value = getattr(event, name)
+            if name == "step":
+                changes[name] = value + self._step
+            elif name == "seq_ids":
+                changes[name] = tuple(seq_id + self._seq_id for seq_id in value)
+            elif name in ("seq_id", "for_seq_id", "parent_seq_id"):
+                changes[name] = value + self._seq_id
+            elif name == "time_ns":
+                if self._time_ns is None:
+                    self._time_ns = (self._begin_ns or 0) - value
+                changes[name] = value + self._time_ns
+        return msgspec.structs.replace(event, **changes)

@@ -17,6 +17,7 @@ from pagedcli.events import (
     RequestWaiting,
     SequenceForked,
 )
+from pagedcli.printable import one_line
 
 _WAITING = {
     "max_num_seqs": "sequence limit ({limit} run)",
@@ -24,11 +25,6 @@ _WAITING = {
     "free_blocks": "needs {needed} blocks, {free} free",
     "preemption": "room was made for a running sequence",
 }
-
-
-def printable(text: str) -> str:
-    """Text from a request, with everything that could steer a terminal shown as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def plural(count: int, noun: str) -> str:
@@ -93,10 +89,10 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
         case RequestFinished():
             return f"finish seq {event.seq_id}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
         case RequestRefused():
-            return f"refuse request {printable(event.request_id)}: {printable(event.message)}"
+            return f"refuse request {one_line(event.request_id)}: {one_line(event.message)}"
         case RequestAdded():
             prompt = plural(event.num_prompt_tokens, "prompt token")
-            return f"add seq {event.seq_id}: request {printable(event.request_id)}, {prompt}"
+            return f"add seq {event.seq_id}: request {one_line(event.request_id)}, {prompt}"
         case SequenceForked():
             shared = plural(len(event.block_ids), "block")
             return f"fork seq {event.parent_seq_id} to seq {event.seq_id}: {shared} shared"
@@ -111,7 +107,7 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
         case BlocksReleased():
             return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}"
         case EngineStarted():
-            return f"start {event.model}: {event.num_blocks:,} blocks of {plural(event.block_size, 'token')}"
+            return f"start {one_line(event.model)}: {event.num_blocks:,} blocks of {plural(event.block_size, 'token')}"
         case _:
             return None
 

@@ -1,0 +1,31 @@
+"""Nothing that comes from a file steers a terminal; JSON stays the same document."""
+
+import json
+import sys
+import unicodedata
+
+import msgspec
+import pytest
+
+from pagedcli.printable import one_line, printable, printable_json
+
+DANGEROUS = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) in ("Cc", "Cs")]
+DIRECTION = [chr(code) for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+
+
+def test_control_characters_and_marks_of_direction_become_escapes():
+    for char in [*DANGEROUS, *DIRECTION, "\u2028", "\U000e0041"]:
+        assert one_line(f"a{char}b").isprintable()
+        assert printable(char) == char if char in "\t\n" else printable(char).isascii()
+
+
+@pytest.mark.parametrize("text", ["plain", "日本語", "é ñ", "👩\u200d💻", "a\u00a0b"])
+def test_ordinary_text_stays(text):
+    assert one_line(text) == printable(text) == text
+
+
+def test_json_stays_the_same_document():
+    text = "".join([*DANGEROUS, *DIRECTION, "\u2028\ufeff\U000e0041é日👩"]).encode(errors="ignore").decode()
+    encoded = printable_json(msgspec.json.encode({"a": text}))
+    assert json.loads(encoded) == {"a": text}
+    assert encoded.decode().isprintable()
