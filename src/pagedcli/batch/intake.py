@@ -30,6 +30,7 @@ class BatchOptions:
     max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     reorder: Literal["none", "prefix"] = "none"  # prefix: requests that begin alike are started one after the other
+    check_ids: bool = True  # False: the lines are a part of an input whose ids were checked as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Intake:
         try:
             document = decode_line(line.content)
             head = read_head(document, line.index, line.number)
-            if head.id is not None and not self._seen_ids.add(head.id):
+            if self._options.check_ids and head.id is not None and not self._seen_ids.add(head.id):
                 raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
             if done:
                 return None

@@ -3,7 +3,8 @@
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 import xxhash
 
@@ -20,6 +21,11 @@ class LogHistogram:
     def add(self, value: float) -> None:
         self._counts[round(math.log(max(value, 1e-9), _GROWTH))] += 1
         self.num_values += 1
+
+    def add_all(self, other: "LogHistogram") -> None:
+        """Add the values of another one."""
+        self._counts.update(other._counts)
+        self.num_values += other.num_values
 
     def percentile(self, percent: float) -> float | None:
         """The value that `percent` of all are at most; None without values."""
@@ -64,6 +70,21 @@ class BatchStats:
     def num_finished(self) -> int:
         """Rows of the output that exist, those of a resumed journal included."""
         return self.num_done + self.num_resumed
+
+
+def total(all_stats: Iterable[BatchStats]) -> BatchStats:
+    """The counters of several engines together; the time is that of the longest."""
+    result = BatchStats()
+    for stats in all_stats:
+        result.elapsed_s = max(result.elapsed_s, stats.elapsed_s)
+        for each in fields(BatchStats):
+            value = getattr(stats, each.name)
+            if isinstance(value, int):
+                setattr(result, each.name, (getattr(result, each.name) or 0) + value)
+        result.error_codes.update(stats.error_codes)
+        result.ttft.add_all(stats.ttft)
+        result.tpot.add_all(stats.tpot)
+    return result
 
 
 class SeenIds:

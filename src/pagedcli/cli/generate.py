@@ -16,7 +16,7 @@ from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event
 
-_FILES, _INSPECTION = "Files", "Inspection"
+_FILES, _INSPECTION, _CLUSTER = "Files", "Inspection", "Many workers (docs/distributed.md)"
 
 
 class ShownFormat(StrEnum):
@@ -109,6 +109,24 @@ def generate(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what the file would do to the KV cache (see pagedcli plan).")
     ] = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Run on workers of a local Ray cluster; -o is a folder of parts.", rich_help_panel=_CLUSTER
+        ),
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The same on a cluster that runs, for example 'auto'.",
+            rich_help_panel=_CLUSTER,
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Engines, one per worker.", rich_help_panel=_CLUSTER)
+    ] = 2,
     config: ConfigFile = None,
     show_config: ShowConfig = False,
     format_: Annotated[
@@ -138,6 +156,24 @@ def generate(
         return
     if dry_run:
         raise typer.Exit(_dry_run(prompts or input_file, loaded, format_))
+    if ray or ray_address is not None:
+        if output_file in (None, "-"):
+            raise UsageError("--ray writes a folder of parts: name it with -o")
+        if record is not None or metrics is not None or dump_kv or shard != "1/1":
+            raise UsageError("--ray has no --record, --dump-kv, --metrics and --shard")
+        from pagedcli.cli.cluster import ClusterJob, run_cluster_job
+
+        cluster_job = ClusterJob(
+            loaded,
+            _input_name(prompts, input_file),
+            Path(str(output_file)),
+            ray_address,
+            workers,
+            resume=resume,
+            overwrite=overwrite,
+            summary_json=summary_json,
+        )
+        raise typer.Exit(run_cluster_job(cluster_job))
     job = _job(
         _input_name(prompts, input_file),
         output_file,

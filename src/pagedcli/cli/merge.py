@@ -11,7 +11,10 @@ from pagedcli.files import check_files
 
 
 def merge(
-    shards: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What generate --shard wrote, in any order.")],
+    shards: Annotated[
+        list[Path],
+        typer.Argument(metavar="OUT...", help="What generate --shard wrote, in any order; or the folder of --ray."),
+    ],
     *,
     output_file: Annotated[Path, typer.Option("-o", "--output-file", help="The merged file.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
@@ -19,7 +22,7 @@ def merge(
         bool, typer.Option("--allow-duplicate-ids", help="Keep rows whose ids occur in several shards.")
     ] = False,
 ) -> None:
-    """Put the outputs of all shards of a run together, in the order of the input.
+    """Put the outputs of all shards of a run, or the parts of a distributed one, together in the order of the input.
 
     Every shard must be given once, finished, and made from the same input with the same settings, as OUT.run.json next
     to each OUT says. Rows are copied unchanged.
@@ -28,16 +31,22 @@ def merge(
     Examples:
       pagedcli generate prompts.jsonl --shard 1/2 -o a.jsonl      (and 2/2 -o b.jsonl on another machine)
       pagedcli merge a.jsonl b.jsonl -o out.jsonl
+      pagedcli merge parts -o out.jsonl                           (after generate prompts.jsonl --ray -o parts)
 
     Exit codes: 0 all rows are good, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error
     rows.
     """
     from pagedcli.batch.merge import merge_shards
+    from pagedcli.distributed.merge import merge_parts
 
     reads = {f"the shard {path}": path for path in shards}
     check_files(reads, {"the output": output_file}, overwrite=overwrite)
-    merged = merge_shards(shards, output_file, overwrite=overwrite, allow_duplicate_ids=allow_duplicate_ids)
+    if len(shards) == 1 and shards[0].is_dir():
+        merged, what = merge_parts(shards[0], output_file, overwrite=overwrite), str(shards[0])
+    else:
+        merged = merge_shards(shards, output_file, overwrite=overwrite, allow_duplicate_ids=allow_duplicate_ids)
+        what = f"{len(shards):,} shards"
     order = "input order" if merged.in_input_order else "one shard after the other, as the rows were completed"
-    say(f"{merged.num_rows:,} rows of {len(shards):,} shards, {order}; {merged.num_failed:,} failed")
+    say(f"{merged.num_rows:,} rows of {what}, {order}; {merged.num_failed:,} failed")
     say(f"rows: {output_file}")
     raise typer.Exit(EXIT_ERROR_ROWS if merged.num_failed else EXIT_OK)

@@ -82,6 +82,11 @@ class RowStream:
         """Counters of all rows so far."""
         return self._run.stats
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping
+
     def submit(self, line: Line, receiver: Receiver) -> None:
         """Add a row; waits while enough others wait. Its index must be of no other row in work.
 

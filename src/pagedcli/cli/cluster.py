@@ -1,0 +1,226 @@
+"""`generate --ray`: one batch run on a Ray cluster, with the messages, signals and exit codes of a single run."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagedcli.batch.run import BatchResult, Outcome
+from pagedcli.batch.stats import BatchStats, total
+from pagedcli.cli.progress import progress_view
+from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_OK, StopRequest
+from pagedcli.cli.summary import resume_command, say_model, say_summary, write_summary
+from pagedcli.cli.terminal import say
+from pagedcli.config import EngineConfig, LoadedConfig
+from pagedcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from pagedcli.distributed.coordinator import Snapshot
+    from pagedcli.distributed.parts import PartFolder
+    from pagedcli.distributed.ray_job import Pool, RayRun
+    from pagedcli.distributed.worker import WorkerJob
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """What to run, where the parts go, and on how many workers."""
+
+    loaded: LoadedConfig
+    input_name: str
+    output: Path  # a folder
+    address: str | None  # of a cluster; None: a local one
+    num_workers: int
+    resume: bool = False
+    overwrite: bool = False
+    summary_json: Path | None = None
+
+
+def run_cluster_job(job: ClusterJob) -> int:
+    """Run a job to its end. Returns the exit code. Raises: PagedcliError for whatever makes the run impossible."""
+    try:
+        from pagedcli.distributed.ray_job import RayRun, cluster
+    except ModuleNotFoundError as error:
+        raise UsageError("--ray needs Ray, which is not installed", hint="pip install 'pagedcli[ray]'") from error
+    from pagedcli.distributed.parts import PartFolder
+    from pagedcli.distributed.worker import WorkerJob
+
+    if job.resume and job.overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    folder = PartFolder(job.output)
+    folder.check(resume=job.resume, overwrite=job.overwrite)
+    say_model(job.loaded.config.engine.model)
+    ignored = _prepare(job, folder)
+    missing = folder.missing()
+    assert folder.manifest is not None, "prepared"
+    costs = [folder.manifest.costs[part] for part in missing]
+    num_rows = sum(folder.manifest.num_rows)
+    say(f"{num_rows:,} rows in {folder.manifest.num_parts:,} parts, {len(missing):,} to do")
+    progress = _Progress(num_rows, num_resumed=_num_resumed(folder, missing), max_errors=_max_errors(job))
+    outcome: Outcome = "complete"
+    if missing:
+        pool = _pool(job)
+        say(f"starting {pool.num_workers} workers with {pool.num_cpus} cores and {pool.num_gpus} GPUs each")
+        with cluster(job.address, pool):
+            outcome = _work(RayRun(_worker_job(job, WorkerJob), missing, costs, pool), progress)
+    if outcome == "complete":
+        folder.remove_work()
+        progress.count_parts(folder)
+    result = BatchResult(outcome, progress.stats, ignored)
+    say_summary(result)
+    progress.say_workers()
+    if job.summary_json is not None:
+        write_summary(job.summary_json, result)
+    return _exit_code(job, result)
+
+
+def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
+    """Cut the input into parts, or check that the ones that are there are of this very run. Returns ignored fields."""
+    from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
+    from pagedcli.batch.job import Job
+    from pagedcli.batch.parquet import ParquetSource
+    from pagedcli.batch.sources import open_source
+    from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.distributed.planning import plan_input
+    from pagedcli.engine.plan import model_folder
+
+    config = job.loaded.config
+    lines = open_source(job.input_name)
+    if lines.is_live:
+        raise UsageError("--ray needs a file or a folder as input, as it reads it more than once")
+    if isinstance(lines, ParquetSource):
+        lines.check_answer_columns()
+    model = model_folder(config.engine)
+    tokenizer = Tokenizer(
+        model, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
+    )
+    scan = lines.scan()
+    assert scan is not None, "not live"
+    fingerprint = run_fingerprint(config, model, tokenizer, shard="1/1") | input_fingerprint(scan)
+    if job.resume and folder.manifest is not None:
+        check_same_run(folder.path, folder.manifest.fingerprint, fingerprint)
+        if sum(folder.manifest.num_rows) != min(scan.num_rows, config.run.limit or scan.num_rows):
+            raise UsageError(f"{folder.path} is of a run with another --limit")
+        return {}
+    folder.clear()
+    options = Job(job.loaded, job.input_name, None).options()
+    start_s = time.perf_counter()
+    plan = plan_input(lines, tokenizer, options, config.engine.block_size)
+    parts, costs = plan.parts(job.num_workers)
+    folder.cut(lines, parts, costs, plan.duplicates, fingerprint)
+    say(f"read, tokenized and grouped by prefix in {time.perf_counter() - start_s:,.1f} s")
+    return plan.ignored
+
+
+def _work(run: "RayRun", progress: "_Progress") -> Outcome:
+    """Until the run ends or is stopped."""
+    stop, told = StopRequest(rows_are_kept=lambda: True), False
+    with progress_view(quiet_terminal=False) as view, stop.listening():
+        run.start()
+        while not run.wait(_POLL_S):
+            progress.update(run.snapshot())
+            view.update(progress.stats)
+            if (stop.requested or progress.has_too_many_errors) and not told:
+                run.stop()
+                told = True
+        progress.update(run.snapshot())
+    if progress.has_too_many_errors:
+        return "too_many_errors"
+    return "interrupted" if told else "complete"
+
+
+class _Progress:
+    """The counters of all workers."""
+
+    def __init__(self, num_rows: int, *, num_resumed: int, max_errors: int | None) -> None:
+        self._start_s = time.perf_counter()
+        self._max_errors = max_errors
+        self._num_rows = num_rows
+        self._num_resumed = num_resumed
+        self._snapshot: Snapshot | None = None
+        self.stats = BatchStats(num_rows=num_rows, num_resumed=num_resumed)
+
+    @property
+    def has_too_many_errors(self) -> bool:
+        return self._max_errors is not None and self.stats.num_failed >= self._max_errors
+
+    def update(self, snapshot: "Snapshot") -> None:
+        self._snapshot = snapshot
+        self.stats = total(stats for runs in snapshot.workers.values() for stats in runs.values())
+        self.stats.num_rows, self.stats.num_resumed = self._num_rows, self._num_resumed
+        self.stats.elapsed_s = time.perf_counter() - self._start_s
+
+    def count_parts(self, folder: "PartFolder") -> None:
+        """Rows and failures from the records of the parts: workers that died cannot have counted all of theirs."""
+        from pagedcli.batch.run_record import read_record
+
+        assert folder.manifest is not None
+        records = [read_record(folder.part(part)) for part in range(folder.manifest.num_parts)]
+        self.stats.num_done = max(self._num_rows - self.stats.num_resumed, 0)
+        num_failed = sum(record.num_failed_rows for record in records)
+        self.stats.num_failed = min(self.stats.num_failed, num_failed)
+        self.stats.num_resumed_failed = num_failed - self.stats.num_failed
+
+    def say_workers(self) -> None:
+        if self._snapshot is None:
+            return
+        for number, runs in enumerate(self._snapshot.workers.values(), 1):
+            stats = total(runs.values())
+            seconds = max(sum(each.elapsed_s for each in runs.values()), 1e-9)
+            restarts = f", restarted {len(runs) - 1} times" if len(runs) > 1 else ""
+            say(
+                f"  worker {number:<5} {stats.num_done:,} rows, {stats.num_generated_tokens / seconds:,.0f} tok/s"
+                f" generated, {100 * stats.hit_rate:.1f} % cached{restarts}"
+            )
+        say(f"  stolen       {self._snapshot.num_stolen:,} parts were done by another worker than planned")
+
+
+def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
+    """Rows that are there, in parts that are done and in journals."""
+    from pagedcli.batch.journal import journal_path
+
+    assert folder.manifest is not None
+    num_rows = sum(folder.manifest.num_rows) - sum(folder.manifest.num_rows[part] for part in missing)
+    for part in missing:
+        path = journal_path(folder.part(part))
+        if path.exists():
+            with path.open("rb") as file:
+                num_rows += max(sum(1 for _ in file) - 1, 0)  # the first line is the header
+    return num_rows
+
+
+def _pool(job: ClusterJob) -> "Pool":
+    from pagedcli.distributed.ray_job import Pool
+
+    cores = len(os.sched_getaffinity(0)) if job.address is None else 1
+    return Pool(job.num_workers, max(1, cores // job.num_workers), _num_gpus(job.loaded.config.engine))
+
+
+def _num_gpus(engine: EngineConfig) -> int:
+    """GPUs that each worker asks the cluster for."""
+    if engine.device == "auto":
+        import torch
+
+        return engine.tensor_parallel_size if torch.cuda.is_available() else 0
+    return 0 if engine.device == "cpu" else engine.tensor_parallel_size
+
+
+def _worker_job(job: ClusterJob, make: type["WorkerJob"]) -> "WorkerJob":
+    given = job.loaded.sources.get("sampling.max_tokens", "").startswith("--")
+    return make(job.output.resolve(), job.loaded.config, given)
+
+
+def _max_errors(job: ClusterJob) -> int | None:
+    return job.loaded.config.run.max_errors
+
+
+def _exit_code(job: ClusterJob, result: BatchResult) -> int:
+    if result.outcome != "complete":
+        say(f"continue with: {resume_command(sys.argv[1:])}")
+        return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
+    say(f"parts: {job.output}; one file: pagedcli merge {job.output} -o OUT")
+    stats = result.stats
+    return EXIT_ERROR_ROWS if stats.num_failed + stats.num_resumed_failed else EXIT_OK

@@ -1,0 +1,115 @@
+"""The parts of a distributed run become one file, in the order of the input. Used by cli.merge."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from pagedcli.batch.merge import Merged
+from pagedcli.batch.parquet import is_parquet, require_pyarrow
+from pagedcli.batch.run_record import LineDigest, RunRecord, read_record
+from pagedcli.batch.sinks import whole_rows
+from pagedcli.distributed.parts import PartFolder
+from pagedcli.errors import PagedcliError, UsageError
+
+_TABLE_ROWS = 16_384  # per row group of a merged table
+_PIECE_ROWS = 1024  # of a part in memory
+
+
+def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
+    """Write the rows of all parts in the folder to `output`.
+
+    Raises: UsageError if the folder is of no finished run; PagedcliError for a part that is not as it was written;
+            nothing has been written then.
+    """
+    folder = PartFolder(path)
+    if folder.manifest is None:
+        raise UsageError(f"{path} is not the output of a distributed run", hint="it has no manifest.json")
+    missing = folder.missing()
+    if missing:
+        raise UsageError(
+            f"{len(missing):,} of {folder.manifest.num_parts:,} parts of {path} are not done, the first is "
+            f"{folder.part(missing[0]).name}",
+            hint="finish the run with --resume",
+        )
+    if is_parquet(output) != (folder.manifest.suffix == ".parquet"):
+        raise UsageError(f"the parts are {folder.manifest.suffix} files", hint=f"-o OUT{folder.manifest.suffix}")
+    numbers = range(folder.manifest.num_parts)
+    records = [read_record(folder.part(number)) for number in numbers]
+    for number, record in zip(numbers, records, strict=True):
+        if record.shard != folder.manifest.shard(number) or record.num_rows != folder.manifest.num_rows[number]:
+            raise UsageError(f"{folder.part(number)} is not of the run that {path} describes")
+    try:
+        with ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
+            if is_parquet(output):
+                _merge_tables(folder, records, stack, file)
+            else:
+                file.writelines(_lines(folder, records, stack))
+    except OSError as error:
+        raise PagedcliError(f"cannot write {output}: {error.strerror}") from error
+    return Merged(
+        num_rows=sum(record.num_rows for record in records),
+        num_failed=sum(record.num_failed_rows for record in records),
+    )
+
+
+def _lines(folder: PartFolder, records: list[RunRecord], stack: ExitStack) -> Iterator[bytes]:
+    """Within a part rows are in the order of the input, so the next row of the input is the next one of its part."""
+    files = [stack.enter_context(folder.part(number).open("rb")) for number in range(len(records))]
+    digests = [LineDigest() for _ in records]
+    readers = [digest.passing(file) for digest, file in zip(digests, files, strict=True)]
+    for number in folder.part_of_row().tolist():
+        yield next(readers[number], b"")
+    for number, (record, digest) in enumerate(zip(records, digests, strict=True)):
+        digest.read(files[number])  # what is there after the last row
+        _check(folder, number, record, digest)
+
+
+def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack, output: BinaryIO) -> None:
+    require_pyarrow()
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for number, record in enumerate(records):
+        digest = LineDigest()
+        with folder.part(number).open("rb") as file:
+            digest.read(file)
+        _check(folder, number, record, digest)
+    files = [stack.enter_context(pq.ParquetFile(folder.part(number))) for number in range(len(records))]
+    readers = [_TableReader(file) for file in files]
+    part_of_row = folder.part_of_row()
+    with pq.ParquetWriter(output, files[0].schema_arrow, compression="zstd") as writer:
+        for start in range(0, len(part_of_row), _TABLE_ROWS):
+            parts = part_of_row[start : start + _TABLE_ROWS]
+            numbers, counts = np.unique(parts, return_counts=True)
+            pieces = [readers[number].take(count) for number, count in zip(numbers, counts, strict=True)]
+            order = np.argsort(np.argsort(parts, kind="stable"))  # where each row stands in the joined pieces
+            writer.write_table(pa.concat_tables(pieces).take(pa.array(order)))
+
+
+class _TableReader:
+    """Rows of a part of a table, as many as are wanted at a time."""
+
+    def __init__(self, file: Any) -> None:
+        self._batches = file.iter_batches(_PIECE_ROWS)
+        self._schema = file.schema_arrow
+        self._left: list[Any] = []  # pyarrow.RecordBatch
+
+    def take(self, num_rows: int) -> Any:
+        import pyarrow as pa
+
+        while sum(batch.num_rows for batch in self._left) < num_rows:
+            self._left.append(next(self._batches))
+        table = pa.Table.from_batches(self._left, self._schema)
+        self._left = table.slice(num_rows).to_batches()
+        return table.slice(0, num_rows)
+
+
+def _check(folder: PartFolder, number: int, record: RunRecord, digest: LineDigest) -> None:
+    if digest.hexdigest() != record.digest:
+        raise PagedcliError(
+            f"{folder.part(number)} is not as its run wrote it: {record.num_rows:,} rows with digest {record.digest}",
+            hint="copy it again; merge takes the files as they were written",
+        )

@@ -1,0 +1,231 @@
+"""The folder of a distributed run: its manifest, the rows of each part, and what the parts were cut from.
+
+Used by the driver, which writes them, by the workers and by merge. The layout:
+manifest.json, rows.u64 (row indexes, one part after the other), part-00000.jsonl and its record for each finished part;
+.work/part-00000.in (its input lines) until the whole run is done.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from pagedcli.batch.journal import journal_path
+from pagedcli.batch.lines import Line, LineSource
+from pagedcli.batch.parquet import ParquetSource
+from pagedcli.batch.run_record import record_path
+from pagedcli.distributed.partition import Ints
+from pagedcli.errors import UsageError
+from pagedcli.files import whole_file
+
+SCHEMA_VERSION = 1
+_MANIFEST, _ROWS, _WORK = "manifest.json", "rows.u64", ".work"
+_BUFFER_BYTES = 64 * 2**20  # of all parts together, while they are cut
+_TOO_LONG, _DUPLICATE, _GOOD = b"x", b"d", b"-"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a distributed run writes."""
+
+    pagedcli_parts: int  # schema version
+    created_s: int  # Unix time of the run's first start
+    fingerprint: dict[str, str]  # what decides the rows, with the input
+    suffix: str  # of the parts: '.jsonl' or '.parquet'
+    num_rows: list[int]  # of each part
+    costs: list[int]  # tokens that each part has to compute
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.num_rows)
+
+    def shard(self, part: int) -> str:
+        return f"{part + 1}/{self.num_parts}"
+
+
+class PartLine(msgspec.Struct, frozen=True):
+    """An input line of a part."""
+
+    line: Line
+    is_duplicate: bool  # an earlier line of the input has the same id
+
+
+class PartFolder:
+    """The files of a run. `manifest` is None until the input has been cut into parts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = self._read_manifest()
+
+    def part(self, number: int) -> Path:
+        assert self.manifest is not None
+        return self.path / f"part-{number:05}{self.manifest.suffix}"
+
+    def is_done(self, number: int) -> bool:
+        """Whether the part is written: the record comes before it, and the journal goes after it."""
+        path = self.part(number)
+        return path.exists() and record_path(path).exists() and not journal_path(path).exists()
+
+    def missing(self) -> list[int]:
+        """Parts that are not done."""
+        assert self.manifest is not None
+        return [number for number in range(self.manifest.num_parts) if not self.is_done(number)]
+
+    def rows(self, number: int) -> Ints:
+        """Row indexes of a part, those that begin alike next to each other."""
+        assert self.manifest is not None
+        start = sum(self.manifest.num_rows[:number])
+        count = self.manifest.num_rows[number]
+        return np.fromfile(self.path / _ROWS, "<i8", count, offset=8 * start).astype(np.int64)
+
+    def part_of_row(self) -> Ints:
+        """The part of each row of the input."""
+        assert self.manifest is not None
+        rows = np.fromfile(self.path / _ROWS, "<i8")
+        parts = np.empty(len(rows), np.int64)
+        parts[rows] = np.repeat(np.arange(self.manifest.num_parts), self.manifest.num_rows)
+        return parts
+
+    def lines(self, number: int) -> Iterator[PartLine]:
+        """The input lines of a part, in the order of the input."""
+        with (self._input(number)).open("rb") as file:
+            for record in file:
+                head, _, content = record[:-1].partition(b"\t")
+                index, line_number, flag = head.split(b" ")
+                text = None if flag == _TOO_LONG else content
+                line = Line(int(index), int(line_number), text, xxhash.xxh64_intdigest(content))
+                yield PartLine(line, flag == _DUPLICATE)
+
+    def carried(self, number: int) -> ParquetSource:
+        """The rows of a part of a table, with all columns."""
+        return ParquetSource(str(self._input(number).with_suffix(".parquet")))
+
+    # ------------------------------------------------------------------ changes
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Raises: UsageError if something there would be lost or mixed."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"the output {self.path} is a file, but a distributed run writes a folder of parts")
+        if self.manifest is None:
+            found = sorted(set(os.listdir(self.path)) - {_WORK, _ROWS}) if self.path.exists() else []
+            if found:
+                raise UsageError(f"the folder {self.path} holds {found[0]}", hint="name a new or empty folder with -o")
+        elif not resume and not overwrite:
+            raise UsageError(
+                f"{self.path} holds a distributed run", hint="continue it with --resume, or use --overwrite"
+            )
+
+    def clear(self) -> None:
+        """Remove the files of an earlier run, and nothing else."""
+        for number in range(self.manifest.num_parts if self.manifest else 0):
+            path = self.part(number)
+            for each in (path, record_path(path), journal_path(path)):
+                each.unlink(missing_ok=True)
+        (self.path / _MANIFEST).unlink(missing_ok=True)
+        (self.path / _ROWS).unlink(missing_ok=True)
+        self.remove_work()
+        self.manifest = None
+
+    def cut(
+        self, lines: LineSource, parts: list[Ints], costs: list[int], duplicates: set[int], fingerprint: dict[str, str]
+    ) -> None:
+        """Write the input lines of each part, and last the manifest."""
+        self.path.mkdir(exist_ok=True)
+        (self.path / _WORK).mkdir(exist_ok=True)
+        np.concatenate(parts).astype("<i8").tofile(self.path / _ROWS)
+        part_of_row = np.empty(sum(map(len, parts)), np.int64)
+        for number, rows in enumerate(parts):
+            part_of_row[rows] = number
+        self._cut_lines(lines, part_of_row, duplicates, len(parts))
+        if isinstance(lines, ParquetSource):
+            self._cut_table(lines, part_of_row, len(parts))
+        self.manifest = Manifest(
+            pagedcli_parts=SCHEMA_VERSION,
+            created_s=int(time.time()),
+            fingerprint=fingerprint,
+            suffix=".parquet" if isinstance(lines, ParquetSource) else ".jsonl",
+            num_rows=[len(rows) for rows in parts],
+            costs=costs,
+        )
+        with whole_file(self.path / _MANIFEST, overwrite=True) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self.manifest)) + b"\n")
+
+    def remove_work(self) -> None:
+        """Remove the inputs of the parts."""
+        shutil.rmtree(self.path / _WORK, ignore_errors=True)
+
+    def _input(self, number: int) -> Path:
+        return self.path / _WORK / f"part-{number:05}.in"
+
+    def _cut_lines(self, lines: LineSource, part_of_row: Ints, duplicates: set[int], num_parts: int) -> None:
+        buffers: list[list[bytes]] = [[] for _ in range(num_parts)]
+        num_bytes = 0
+
+        def write() -> None:
+            for number, buffer in enumerate(buffers):
+                with self._input(number).open("ab") as file:
+                    file.writelines(buffer)
+                buffer.clear()
+
+        for number in range(num_parts):
+            self._input(number).unlink(missing_ok=True)
+        for line in lines:
+            if line.index >= len(part_of_row):  # --limit
+                break
+            flag = _TOO_LONG if line.content is None else _DUPLICATE if line.index in duplicates else _GOOD
+            record = b"%d %d %b\t%b\n" % (line.index, line.number, flag, line.content or b"")
+            buffers[part_of_row[line.index]].append(record)
+            num_bytes += len(record)
+            if num_bytes >= _BUFFER_BYTES:
+                write()
+                num_bytes = 0
+        write()
+
+    def _cut_table(self, table: ParquetSource, part_of_row: Ints, num_parts: int) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(pq.ParquetWriter(self._input(number).with_suffix(".parquet"), table.schema))
+                for number in range(num_parts)
+            ]
+            buffers: list[list[Any]] = [[] for _ in range(num_parts)]
+            num_bytes = start = 0
+
+            def write() -> None:
+                for writer, buffer in zip(writers, buffers, strict=True):
+                    if buffer:
+                        writer.write_table(pa.Table.from_batches(buffer))
+                    buffer.clear()
+
+            for batch in table.batches():
+                parts = part_of_row[start : start + batch.num_rows]
+                start += batch.num_rows
+                for number in np.unique(parts):
+                    buffers[number].append(batch.take(pa.array(np.flatnonzero(parts == number))))
+                num_bytes += batch.nbytes
+                if num_bytes >= _BUFFER_BYTES:
+                    write()
+                    num_bytes = 0
+            write()
+
+    def _read_manifest(self) -> Manifest | None:
+        path = self.path / _MANIFEST
+        if not path.exists():
+            return None
+        try:
+            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} does not describe a distributed run: {error}") from error
+        if manifest.pagedcli_parts != SCHEMA_VERSION:
+            raise UsageError(
+                f"{path} has version {manifest.pagedcli_parts}, this pagedcli reads version {SCHEMA_VERSION}"
+            )
+        return manifest

@@ -1,0 +1,52 @@
+"""From an input file to parts that workers share: one pass that judges every row, and the cut. Used by the driver."""
+
+from dataclasses import dataclass, field
+
+from pagedcli.batch.intake import BatchOptions, Intake, Limits, Refused
+from pagedcli.batch.lines import LineSource
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.distributed.partition import Ints, PrefixKeys
+
+_PARTS_PER_WORKER = 8  # what a slow worker can be helped with is a whole part
+_MAX_PART_BYTES = 32 * 2**20  # a worker holds the lines of its parts
+MAX_PARTS = 500  # files that merge has open at once
+_NO_LIMIT = 2**31
+
+
+@dataclass(slots=True)
+class InputPlan:
+    """What one pass over an input found."""
+
+    keys: PrefixKeys
+    duplicates: set[int] = field(default_factory=set)  # rows whose id an earlier row has
+    ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+    num_bytes: int = 0
+
+    def parts(self, num_workers: int) -> tuple[list[Ints], list[int]]:
+        """The rows of each part, and the tokens that it has to compute."""
+        ordered = self.keys.ordered()
+        num_parts = max(_PARTS_PER_WORKER * num_workers, -(-self.num_bytes // _MAX_PART_BYTES))
+        parts = ordered.parts(max(1, min(num_parts, MAX_PARTS, len(self.keys))))
+        costs, start = [], 0
+        for rows in parts:
+            costs.append(int(ordered.costs[start : start + len(rows)].sum()))
+            start += len(rows)
+        return parts, costs
+
+
+def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, block_size: int) -> InputPlan:
+    """Read and tokenize every row. Raises: PagedcliError if the input cannot be read."""
+    plan, intake = InputPlan(PrefixKeys(block_size)), Intake(tokenizer, options, Limits(_NO_LIMIT))
+    for line in lines:
+        if options.limit is not None and line.index >= options.limit:
+            break
+        plan.num_bytes += len(line.content or b"")
+        taken = intake.prepare(line)
+        if taken is None or isinstance(taken, Refused):
+            plan.keys.add([], 0)
+            if isinstance(taken, Refused) and taken.error.code == "duplicate_id":
+                plan.duplicates.add(line.index)
+        else:
+            plan.keys.add(taken.prompt_token_ids, taken.params.max_tokens or 0, taken.cache_salt)
+    plan.ignored = dict(intake.parser.ignored)
+    return plan

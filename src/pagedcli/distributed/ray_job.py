@@ -1,0 +1,164 @@
+"""A run on a Ray cluster: Ray Data's actor pool works through tickets, each of which is one part of the input.
+
+The only module that imports ray. A ticket names no part: the coordinator gives the next one of the worker's own share,
+or steals one, and gives the same one again if Ray presents the ticket again because the worker died.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.data
+import ray.exceptions
+
+from pagedcli.distributed.coordinator import Coordinator, Snapshot
+from pagedcli.distributed.worker import Worker, WorkerJob
+from pagedcli.errors import PagedcliError
+
+_REPORT_EVERY_S = 0.5
+_PARTS_AT_ONCE = 2  # per worker: the next part's rows fill the engine while the last rows of one finish
+_OBJECT_STORE_BYTES = 100 * 2**20  # of a local cluster: only tickets go through it
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The workers of a run."""
+
+    num_workers: int
+    num_cpus: int  # of each
+    num_gpus: int  # of each
+
+
+@contextmanager
+def cluster(address: str | None, pool: Pool) -> Iterator[None]:
+    """A connection to a cluster; without an address a local one, on the loopback interface, for this run alone."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # on stderr; all of it is in the session's folder
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        if address is not None:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=pool.num_cpus * pool.num_workers,
+                num_gpus=pool.num_gpus * pool.num_workers,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "a local Ray cluster" if address is None else f"the Ray cluster {address}"
+        raise PagedcliError(f"cannot start on {where}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class RayRun:
+    """The parts that are left of a run, on the cluster that is connected."""
+
+    def __init__(self, job: WorkerJob, parts: list[int], costs: list[int], pool: Pool) -> None:
+        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
+        self._coordinator = actor.remote(parts, costs, pool.num_workers)
+        self._dataset = _tickets(len(parts)).map_batches(
+            _PartActor,
+            batch_size=1,
+            fn_constructor_args=(job, self._coordinator),
+            compute=ray.data.ActorPoolStrategy(
+                size=min(pool.num_workers, len(parts)),
+                max_tasks_in_flight_per_actor=_PARTS_AT_ONCE,
+                max_concurrent_calls_per_actor=_PARTS_AT_ONCE,
+                enable_true_multi_threading=True,
+            ),
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus,
+        )
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="ray data", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, at most so long. Returns whether it has come. Raises: PagedcliError if a worker failed."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise PagedcliError(
+                f"the run failed on the cluster: {_cause(self._error)}",
+                hint="finished rows are kept: run the same command with --resume",
+            ) from self._error
+        return True
+
+    def stop(self) -> None:
+        """Let the workers end after their current step."""
+        ray.get(self._coordinator.stop.remote())
+
+    def snapshot(self) -> Snapshot:
+        snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote())
+        return snapshot
+
+    def _work(self) -> None:
+        try:
+            for _ in self._dataset.iter_batches(batch_size=1, prefetch_batches=0):
+                pass
+        except Exception as error:  # whatever a worker raised, as Ray wraps it
+            self._error = error
+
+
+def _tickets(num_tickets: int) -> Any:
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    return ray.data.from_items([{"ticket": number} for number in range(num_tickets)], override_num_blocks=num_tickets)
+
+
+class _PartActor:
+    """A worker as Ray Data wants it: loaded once, called with one ticket after the other."""
+
+    def __init__(self, job: WorkerJob, coordinator: Any) -> None:
+        self._worker = Worker(job)
+        self._coordinator = coordinator
+        self._name = ray.get_runtime_context().get_actor_id()
+        threading.Thread(target=self._report_always, name="report", daemon=True).start()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        for ticket in batch["ticket"].tolist():
+            part = ray.get(self._coordinator.lease.remote(ticket, self._name))
+            if part is not None:
+                self._worker.run_part(part)
+        self._report()
+        return batch
+
+    def _report_always(self) -> None:
+        pause = threading.Event()
+        while not self._report():
+            pause.wait(_REPORT_EVERY_S)
+        self._worker.stop()
+
+    def _report(self) -> bool:
+        process = f"{os.uname().nodename}:{os.getpid()}"
+        stop: bool = ray.get(self._coordinator.report.remote(self._name, process, self._worker.stats))
+        return stop
+
+
+def _cause(error: BaseException) -> str:
+    """The message of our own error inside what Ray raises."""
+    inner: BaseException | None = error
+    while inner is not None:
+        cause = getattr(inner, "cause", None) or inner.__cause__
+        if isinstance(inner, PagedcliError):
+            return inner.message
+        if cause is None or cause is inner:
+            break
+        inner = cause
+    return f"{type(error).__name__}: {str(inner).strip().splitlines()[-1] if str(inner).strip() else ''}"

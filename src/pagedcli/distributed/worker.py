@@ -1,0 +1,181 @@
+"""What a worker does: a part's rows through its engine, into its journal and its file. Has no cluster itself."""
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedcli.batch.fingerprint import run_key
+from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.journal import Journal
+from pagedcli.batch.lines import InputDigest
+from pagedcli.batch.outputs import open_journal
+from pagedcli.batch.parquet import ParquetRows
+from pagedcli.batch.requests import RowHead, decode_line, read_head
+from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.sinks import FileSink
+from pagedcli.batch.stats import BatchStats, total
+from pagedcli.config import Config
+from pagedcli.distributed.parts import PartFolder, PartLine
+from pagedcli.distributed.row_stream import RowStream
+from pagedcli.errors import RequestError, UsageError
+
+_LOCK_WAIT_S = 30.0  # for a worker of a killed run to be gone
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJob:
+    """What every worker of a run needs to know."""
+
+    folder: Path
+    config: Config
+    max_tokens_given: bool  # by a flag
+
+    def options(self) -> BatchOptions:
+        """Without what is judged over the whole input: ids, limits and shards."""
+        config = self.config
+        return BatchOptions(
+            defaults=config.sampling,
+            max_tokens_given=self.max_tokens_given,
+            seed=config.engine.seed,
+            system_prompt=config.run.system_prompt,
+            strict=config.run.strict,
+            check_ids=False,
+        )
+
+
+class Worker:
+    """One engine, which works on any number of parts at once."""
+
+    def __init__(self, job: WorkerJob) -> None:
+        self._job = job
+        self._folder = PartFolder(job.folder)
+        manifest = self._folder.manifest
+        assert manifest is not None, "the driver has cut the input"
+        self._manifest = manifest
+        run = job.config.run
+        self._stream = RowStream(
+            job.config.engine,
+            job.options(),
+            lambda tokenizer: RowWriter(
+                tokenizer,
+                job.config.engine.model,
+                run_key(manifest.fingerprint),
+                manifest.created_s,
+                output_token_ids=run.output_token_ids,
+            ),
+            chat_template=run.chat_template,
+        )
+        self._duplicates = BatchStats()  # rows that never reach the engine
+        self._lock = threading.Lock()
+
+    @property
+    def stats(self) -> BatchStats:
+        """Counters of all rows so far."""
+        return total([self._stream.stats, self._duplicates])
+
+    def stop(self) -> None:
+        """End what is in work; its finished rows are kept."""
+        self._stream.stop()
+
+    def run_part(self, number: int) -> bool:
+        """Make a part, or the rest of it. Returns False if the worker was stopped before its end."""
+        if self._folder.is_done(number):
+            return True
+        lines = {each.line.index: each for each in self._folder.lines(number)}
+        part = _PartRun(self._open_sink(number), sorted(lines))
+        try:
+            todo = [lines[index] for index in self._folder.rows(number).tolist() if not part.holds(lines[index])]
+            for each in todo:
+                if each.is_duplicate:
+                    part.write_error(each, self._duplicate_row(each))
+            todo = [each for each in todo if not each.is_duplicate]
+            part.expect(len(todo))
+            for each in todo:
+                self._stream.submit(each.line, part)
+            part.wait()
+        except BaseException:
+            part.sink.abandon()
+            if self._stream.is_stopped:
+                return False
+            raise
+        digest = InputDigest()
+        for each in lines.values():
+            digest.add(each.line)
+        part.sink.finish(digest.scan())
+        return True
+
+    def _open_sink(self, number: int) -> FileSink:
+        table = None
+        if self._manifest.suffix == ".parquet":
+            table = ParquetRows(self._folder.carried(number), self._job.config.run.output_token_ids)
+        return FileSink(self._folder.part(number), self._journal(number), order="input", table=table)
+
+    def _journal(self, number: int) -> Journal:
+        """The part's journal, which a worker that is being killed may hold for a moment longer."""
+        fingerprint = self._manifest.fingerprint | {"shard": self._manifest.shard(number)}
+        deadline_s = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                path = self._folder.part(number)
+                journal = open_journal(path, fingerprint, resume=True, overwrite=False)
+            except UsageError as error:
+                if "another run" not in error.message or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.2)
+            else:
+                return journal
+
+    def _duplicate_row(self, each: PartLine) -> bytes:
+        document = decode_line(each.line.content)
+        head: RowHead = read_head(document, each.line.index, each.line.number)
+        error = RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
+        with self._lock:
+            self._duplicates.num_done += 1
+            self._duplicates.num_failed += 1
+            self._duplicates.error_codes[error.code] += 1
+        return self._stream.rows.encode_error(head, error)
+
+
+class _PartRun:
+    """The rows of one part, by their place in it."""
+
+    def __init__(self, sink: FileSink, indexes: list[int]) -> None:
+        self.sink = sink
+        self._places = {index: place for place, index in enumerate(indexes)}
+        self._num_left = 0
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def holds(self, each: PartLine) -> bool:
+        return self.sink.holds(self._places[each.line.index], each.line.digest)
+
+    def write_error(self, each: PartLine, row: bytes) -> None:
+        self.sink.write(self._places[each.line.index], each.line.digest, row, ok=False)
+
+    def expect(self, num_rows: int) -> None:
+        """So many rows will be submitted."""
+        self._num_left = num_rows
+        if not num_rows:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Until all rows are in the journal. Raises: what stopped the engine."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    # ------------------------------------------------------------------ called by the engine's thread
+
+    def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
+        self.sink.write(self._places[index], line_digest, row, ok=ok)
+        self._num_left -= 1
+
+    def flush(self) -> None:
+        self.sink.flush()
+        if not self._num_left:  # only now: from here on the sink is its part's thread's alone
+            self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()

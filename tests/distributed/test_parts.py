@@ -1,0 +1,240 @@
+"""The parts of a distributed run, without a cluster: cut, made, killed, made again and merged."""
+
+import json
+import threading
+
+import pytest
+from cli_harness import pagedcli, rows_of
+
+from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
+from pagedcli.batch.job import Job
+from pagedcli.batch.journal import journal_path
+from pagedcli.batch.sources import open_source
+from pagedcli.batch.stats import BatchStats
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.config import load_config
+from pagedcli.distributed.coordinator import Coordinator
+from pagedcli.distributed.merge import merge_parts
+from pagedcli.distributed.parts import PartFolder
+from pagedcli.distributed.planning import plan_input
+from pagedcli.distributed.worker import Worker, WorkerJob
+from pagedcli.engine.plan import model_folder
+from pagedcli.errors import PagedcliError, UsageError
+
+FLAGS = {
+    "sampling.max_tokens": 6,
+    "sampling.temperature": 1.0,
+    "engine.dtype": "float32",
+    "engine.max_num_seqs": 4,
+    "engine.num_gpu_blocks_override": 64,
+}
+CLI_FLAGS = [word for name, value in FLAGS.items() for word in (f"--{name.split('.')[1].replace('_', '-')}", value)]
+
+
+def lines():
+    """Plain, OpenAI and bad rows, and ids that come twice."""
+    for i in range(40):
+        if i % 10 == 3:
+            yield "{broken"
+        elif i % 10 == 6:
+            body = {"messages": [{"role": "user", "content": f"Tell me about number {i}."}], "temperature": 0}
+            yield json.dumps({"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        elif i % 10 == 9:
+            yield json.dumps({"id": "same", "prompt": f"Row {i}"})
+        else:
+            yield json.dumps({"prompt": f"Story number {i % 4}: Once upon a time there was a dog, {i}", "id": i})
+
+
+def without_run_dependent_fields(row):
+    if row.get("response") is not None:
+        body = row["response"]["body"]
+        del body["created"], body["usage"]["prompt_tokens_details"]
+    return row
+
+
+def rows(path):
+    return [without_run_dependent_fields(row) for row in rows_of(path)]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The folder of a run in one process."""
+    folder = tmp_path_factory.mktemp("single")
+    (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    pagedcli("generate", folder / "in.jsonl", "-o", folder / "out.jsonl", *CLI_FLAGS, expect=3)
+    return folder
+
+
+def cut(input_file, path, *, num_workers=2):
+    loaded = load_config(None, FLAGS)
+    source = open_source(str(input_file))
+    model = model_folder(loaded.config.engine)
+    tokenizer = Tokenizer(model)
+    fingerprint = run_fingerprint(loaded.config, model, tokenizer, shard="1/1") | input_fingerprint(source.scan())
+    options = Job(loaded, str(input_file), None).options()
+    plan = plan_input(source, tokenizer, options, block_size=16)
+    folder = PartFolder(path)
+    folder.cut(source, *plan.parts(num_workers), plan.duplicates, fingerprint)
+    return folder, WorkerJob(path, loaded.config, max_tokens_given=True)
+
+
+@pytest.fixture
+def parts(single, tmp_path):
+    return cut(single / "in.jsonl", tmp_path / "parts")
+
+
+def test_parts_made_in_any_order_are_the_rows_of_one_process(single, parts, tmp_path):
+    folder, job = parts
+    worker = Worker(job)
+    numbers = list(range(folder.manifest.num_parts))
+    threads = [threading.Thread(target=worker.run_part, args=(number,)) for number in reversed(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folder.missing() == []
+    merged = merge_parts(folder.path, tmp_path / "merged.jsonl")
+    assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
+    assert (merged.num_rows, merged.num_failed) == (40, 7)
+    assert worker.stats.num_done == 40
+    assert worker.stats.error_codes == {"invalid_json": 4, "duplicate_id": 3}
+
+
+def test_every_row_is_in_one_part_and_parts_hold_rows_that_begin_alike(parts):
+    folder, _ = parts
+    per_part = [[each.line.index for each in folder.lines(number)] for number in range(folder.manifest.num_parts)]
+    assert sorted(index for part in per_part for index in part) == list(range(40))
+    assert all(part == sorted(part) for part in per_part)
+    assert folder.part_of_row().tolist() == [
+        next(number for number, part in enumerate(per_part) if row in part) for row in range(40)
+    ]
+
+
+def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single, parts, tmp_path):
+    folder, job = parts
+    worker = Worker(job)
+    assert worker.run_part(0)
+    worker.stop()
+    assert not worker.run_part(1)
+    assert folder.missing() == list(range(1, folder.manifest.num_parts))
+    with pytest.raises(UsageError, match=r"15 of 16 parts.*are not done"):
+        merge_parts(folder.path, tmp_path / "merged.jsonl")
+    again = Worker(job)
+    for number in folder.missing():
+        assert again.run_part(number)
+    merge_parts(folder.path, tmp_path / "merged.jsonl")
+    assert rows(tmp_path / "merged.jsonl") == rows(single / "out.jsonl")
+
+
+@pytest.mark.parametrize("num_bytes", [30, 700, 1500])
+def test_a_part_is_resumed_from_a_torn_journal(single, parts, tmp_path, num_bytes):
+    folder, job = parts
+    worker = Worker(job)
+    kept = {}
+
+    def finish(sink, read):
+        sink.journal.flush()
+        kept[sink.path] = journal_path(sink.path).read_bytes()
+        original(sink, read)
+
+    from pagedcli.batch.sinks import FileSink
+
+    original = FileSink.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSink, "finish", finish)
+        worker.run_part(2)
+    part = folder.part(2)
+    expected = rows(part)
+    part.unlink()
+    journal_path(part).write_bytes(kept[part][:num_bytes])  # killed while it wrote a row
+    assert not folder.is_done(2)
+    assert Worker(job).run_part(2)
+    assert rows(part) == expected
+
+
+def test_a_part_that_is_not_as_it_was_written_is_not_merged(parts, tmp_path):
+    folder, job = parts
+    worker = Worker(job)
+    for number in folder.missing():
+        worker.run_part(number)
+    part = folder.part(3)
+    part.write_bytes(part.read_bytes().replace(b"a", b"b", 1))
+    with pytest.raises(PagedcliError, match=r"part-00003\.jsonl is not as its run wrote it"):
+        merge_parts(folder.path, tmp_path / "merged.jsonl")
+    assert not (tmp_path / "merged.jsonl").exists()
+
+
+def test_an_error_in_the_engine_ends_the_part_and_keeps_its_rows(parts):
+    folder, job = parts
+    worker = Worker(job)
+    worker._stream.engine.step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        worker.run_part(0)
+    assert not folder.is_done(0)
+    assert Worker(job).run_part(0)
+
+
+def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(UsageError, match=r"holds thesis.txt"):
+        PartFolder(tmp_path).check(resume=False, overwrite=True)
+    with pytest.raises(UsageError, match="is a file"):
+        PartFolder(tmp_path / "thesis.txt").check(resume=False, overwrite=True)
+
+
+def test_overwrite_removes_the_files_of_the_run_alone(parts):
+    folder, job = parts
+    Worker(job).run_part(0)
+    (folder.path / "mine.txt").write_text("precious")
+    folder.clear()
+    assert [each.name for each in folder.path.iterdir()] == ["mine.txt"]
+
+
+def test_a_table_is_cut_and_merged_with_all_its_columns(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
+    import pyarrow.parquet as pq
+
+    table = pa.table({"prompt": [f"Story {i % 3}: once {i}" for i in range(30)], "label": list(range(30))})
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=7)
+    pagedcli("generate", tmp_path / "in.parquet", "-o", tmp_path / "out.parquet", *CLI_FLAGS)
+    folder, job = cut(tmp_path / "in.parquet", tmp_path / "parts")
+    worker = Worker(job)
+    for number in folder.missing():
+        worker.run_part(number)
+    assert pq.read_table(folder.part(0)).column_names[:2] == ["prompt", "label"]
+    merge_parts(folder.path, tmp_path / "merged.parquet")
+    assert pq.read_table(tmp_path / "merged.parquet").equals(pq.read_table(tmp_path / "out.parquet"))
+    with pytest.raises(UsageError, match=r"parts are .parquet files"):
+        merge_parts(folder.path, tmp_path / "merged.jsonl")
+
+
+def test_a_ticket_that_comes_again_gets_the_same_part():
+    coordinator = Coordinator([7, 8, 9], [1, 1, 1], num_workers=2)
+    first = coordinator.lease(0, "a")
+    assert coordinator.lease(0, "a") == coordinator.lease(0, "b") == first
+    assert {first, coordinator.lease(1, "b"), coordinator.lease(2, "a")} == {7, 8, 9}
+    assert coordinator.lease(3, "a") is None
+
+
+def test_a_new_worker_takes_the_seat_of_the_one_that_is_silent():
+    coordinator = Coordinator(list(range(8)), [1] * 8, num_workers=2)
+    coordinator.lease(0, "a")
+    coordinator.lease(1, "b")
+    coordinator.report("a", "process", BatchStats())
+    assert coordinator.lease(2, "c") == 5, "b had parts 4 to 7"
+
+
+def test_a_restarted_worker_adds_to_what_its_dead_process_did():
+    coordinator = Coordinator([0], [1], num_workers=1)
+    coordinator.report("a", "host:1", BatchStats(num_done=3))
+    coordinator.report("a", "host:2", BatchStats(num_done=4))
+    snapshot = coordinator.snapshot()
+    assert sum(stats.num_done for stats in snapshot.workers["a"].values()) == 7
+    assert snapshot.num_restarts == 1
+
+
+def test_no_part_is_given_out_after_stop():
+    coordinator = Coordinator([0, 1], [1, 1], num_workers=1)
+    coordinator.stop()
+    assert coordinator.lease(0, "a") is None
+    assert coordinator.report("a", "process", BatchStats())
