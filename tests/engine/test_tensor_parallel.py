@@ -21,7 +21,8 @@ from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.tensor_parallel import WorkerFailure
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.formats import AsStored
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.weights import CheckpointWeights, DummyWeights
@@ -147,7 +148,7 @@ def test_impossible_numbers_of_ranks_are_refused_with_the_reason(model):
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_of_all_ranks_make_up_the_whole(model, size):
     spec = read_spec(model)
-    whole = decoder_parameters(spec)
+    whole = decoder_parameters(spec, AsStored())
     options = {"ignored": frozenset(), "dtype": torch.float32, "device": torch.device("cpu")}
     for source in (CheckpointWeights(model), DummyWeights(0)):
         full = source.load(whole, **options)

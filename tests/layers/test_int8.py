@@ -69,5 +69,5 @@ def test_int8_takes_less_memory_and_gives_nearly_the_same_logprobs(library):
 
 
 def test_int8_is_refused_where_the_native_decoder_does_not_run():
-    with pytest.raises(ConfigError, match="quantization int8 needs"):
+    with pytest.raises(ConfigError, match="int8 weights need the native CPU kernels, but attention is 'reference'"):
         LLMEngine(EngineConfig(quantization="int8", attention_backend="reference", max_model_len=128))

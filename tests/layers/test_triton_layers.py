@@ -72,8 +72,8 @@ def test_rotate_and_store_equals_split_heads_and_write(num_heads, num_kv_heads, 
         qkv, num_heads, num_kv_heads, norm=norm, table=table, positions=positions, slots=slots,
         k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
-    cos, sin = rotary.rotary_rows(table, positions)
-    expected_q, k, v = rotary.split_heads(qkv, num_heads, num_kv_heads, norm=norm, cos=cos, sin=sin)
+    angles = rotary.rotary_rows(table, positions)
+    expected_q, k, v = rotary.split_heads(qkv, num_heads, num_kv_heads, head_dim, norm=norm, angles=angles)
     tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3}
     torch.testing.assert_close(q, expected_q, **tolerance)
     for cache, values in ((k_cache, k), (v_cache, v)):
@@ -162,7 +162,7 @@ def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
     params = [SamplingParams(temperature=t, max_tokens=3, ignore_eos=True, seed=1) for t in (0.0, 0.8, 0.0)]
     expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(3), params)
     engine = make_engine(path, attention_backend="triton", async_scheduling=True)
-    assert engine.model._stores_in_one_pass
+    assert all(layer.attention.body.fused_store for layer in engine.model._layers)
     engine.runner.graphs = DecodeGraphs(engine.runner, capture=False)
     assert run(engine, ragged_prompts(3), params) == expected
 

@@ -1,14 +1,23 @@
 """The native decoder gives transformers' logits for every family, whatever the block size and the chunks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from model_zoo import NATIVE_FAMILIES, cached_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.errors import ModelError
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import SINGLE, ParallelContext
+from pagedcli.models import cpu_decoder, decoder
+from pagedcli.models.base import DecoderRequest
+from pagedcli.models.decoder import Decoder
+from pagedcli.models.formats import StoredTensor, weight_format
 from pagedcli.models.loading import load_model
+from pagedcli.models.parameters import Parameter, Part
 from pagedcli.models.reading import read_spec
+from pagedcli.models.sharding import shard_parameters
 
 CPU = torch.device("cpu")
 
@@ -98,3 +107,39 @@ def test_compute_logits_takes_any_rows_of_hidden(case):
     _, model, *_ = case
     hidden = torch.randn(5, model.spec.hidden_size)
     torch.testing.assert_close(model.compute_logits(hidden[[3, 1]]), model.compute_logits(hidden)[[3, 1]])
+
+
+def test_the_first_decoder_that_can_run_a_model_does_and_each_that_cannot_says_why(tmp_path_factory):
+    path = cached_model("qwen3", tmp_path_factory)
+    spec = read_spec(path)
+    request = {"path": path, "dtype": torch.float32, "device": CPU, "load_format": "dummy", "seed": 0}
+    request |= {"trust_remote_code": False, "max_model_len": 8, "parallel": SINGLE, "backend": ReferenceAttention()}
+    plain = DecoderRequest(spec=spec, weight_format=weight_format(None), **request)
+    assert type(load_model(path, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU)) is Decoder
+    assert cpu_decoder.refusal(plain) == "needs the native attention kernels, and attention is 'reference'"
+    assert decoder.refusal(plain) is None
+    assert "int8 weights need the native CPU kernels" in decoder.refusal(
+        replace(plain, weight_format=weight_format("int8"))
+    )
+    assert "has no Qwen3ForCausalLM" in decoder.refusal(replace(plain, spec=replace(spec, is_fallback=True)))
+    with pytest.raises(
+        ConfigError, match="no decoder runs Qwen3ForCausalLM with weights int8: native in one call: needs"
+    ):
+        load_model(path, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU, quantization="int8")
+
+
+def test_a_rank_keeps_whole_elements_of_packed_weights(tmp_path_factory):
+    """8 four-bit numbers of an int32, or a group that shares a scale, are never split."""
+    packed = StoredTensor("qweight", torch.int32, out_dim=1, in_dim=0, in_per=8)
+    scales = StoredTensor("scales", out_dim=1, in_dim=0, in_per=32)
+    assert packed.shape(48, 64) == (8, 48)
+    assert scales.shape(48, 64) == (2, 48)
+    down = {stored.suffix: Parameter({"down_proj": stored.shape(48, 64)}, stored=stored) for stored in (packed, scales)}
+    spec = replace(read_spec(cached_model("qwen3", tmp_path_factory)), intermediate_size=64)
+    parts = shard_parameters(
+        {f"layers.0.down.{key}": value for key, value in down.items()}, spec, ParallelContext(1, 2)
+    )
+    assert [parameter.shape for parameter in parts.values()] == [(4, 48), (1, 48)]
+    assert [parameter.parts["down_proj"] for parameter in parts.values()] == [Part(0, 4, 8), Part(0, 1, 2)]
+    with pytest.raises(ConfigError, match="groups of 32 that 'scales' holds"):
+        shard_parameters({"layers.0.down.scales": down["scales"]}, spec, ParallelContext(1, 4))

@@ -89,11 +89,11 @@ def test_split_heads_norms_and_rotates_q_and_k_and_leaves_v(tmp_path):
     qkv = torch.randn(2, (4 + 2 * 2) * HEAD_DIM, generator=generator)
     weight = torch.randn(6, HEAD_DIM, generator=generator)
     heads = qkv.view(2, 8, HEAD_DIM)
-    q, k, v = split_heads(qkv.clone(), 4, 2, norm=(weight, 1e-6), cos=cos, sin=sin)
+    q, k, v = split_heads(qkv.clone(), 4, 2, HEAD_DIM, norm=(weight, 1e-6), angles=(cos, sin))
     assert torch.equal(q, rotate(rms_norm(heads[:, :4], weight[:4], 1e-6), cos, sin))
     assert torch.equal(k, rotate(rms_norm(heads[:, 4:6], weight[4:], 1e-6), cos, sin))
     assert torch.equal(v, heads[:, 6:])
-    q, k, v = split_heads(qkv, 4, 2, norm=None, cos=cos, sin=sin)
+    q, k, v = split_heads(qkv, 4, 2, HEAD_DIM, norm=None, angles=(cos, sin))
     assert torch.equal(q, rotate(heads[:, :4], cos, sin))
     assert q.is_contiguous()
 

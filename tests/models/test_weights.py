@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.formats import AsStored
 from pagedcli.models.loading import load_model
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.weights import CheckpointWeights, DummyWeights
 
@@ -25,7 +26,7 @@ def load(path, **options):
 
 def tensors_of(path, source=None, dtype=torch.float32, ignored=frozenset()):
     source = source or CheckpointWeights(path)
-    return source.load(decoder_parameters(read_spec(path)), ignored=ignored, dtype=dtype, device=CPU)
+    return source.load(decoder_parameters(read_spec(path), AsStored()), ignored=ignored, dtype=dtype, device=CPU)
 
 
 @pytest.fixture

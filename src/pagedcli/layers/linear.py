@@ -4,6 +4,8 @@ On a CPU that is oneDNN's, packed once through torch: without it oneDNN packs a 
 project's own kernels run (layers.native_linear), this is not used.
 """
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,15 +13,26 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 
 
+class LinearLayer(Protocol):
+    """y = x W^T + b, however W is kept."""
+
+    nbytes: int  # of W as it is kept
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Shapes: x [T, in] -> [T, out]."""
+        ...
+
+
 class Linear:
     """y = x W^T + b. Weight [out, in], bias [out] or None, as in checkpoints."""
 
-    __slots__ = ("_packed", "bias", "weight")
+    __slots__ = ("_packed", "bias", "nbytes", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed = _pack(weight)
-        self.weight = weight if self._packed is None else None  # not kept beside the packed one
+        self.weight = weight if self._packed is None else None  # not kept in both forms
         self.bias = bias
+        self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [..., in] -> [..., out], in the weight's dtype."""

@@ -14,3 +14,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return cast(Tensor, fused.silu_and_mul(gate_up.contiguous()))
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu in its tanh form. Shapes: as silu_and_mul."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+# by hidden_act of config.json
+ACTIVATIONS = {"silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}

@@ -4,14 +4,13 @@ Heads, MLP and vocabulary are split; each rank adds up with the others where a s
 Source: Shoeybi et al., Megatron-LM, 2019.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-
-from pagedcli.layers.linear import Linear
 
 # torch 2.13 gave it a new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,18 +63,18 @@ class ParallelContext:
 SINGLE = ParallelContext()
 
 
-class SummedLinear(Linear):
+class SummedLinear:
     """A linear layer whose inputs are split over the ranks: the sum of all ranks' results. Only rank 0 has the bias."""
 
-    __slots__ = ("_parallel",)
+    __slots__ = ("_linear", "_parallel")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: ParallelContext) -> None:
-        super().__init__(weight, bias if parallel.rank == 0 else None)
+    def __init__(self, linear: Callable[[Tensor], Tensor], parallel: ParallelContext) -> None:
+        self._linear = linear
         self._parallel = parallel
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in / size] -> [T, out]."""
-        return self._parallel.all_reduce(super().__call__(x))
+        return self._parallel.all_reduce(self._linear(x))
 
 
 class VocabularyEmbedding:
@@ -100,16 +99,16 @@ class VocabularyEmbedding:
         return self._parallel.all_reduce(rows)
 
 
-class VocabularyHead(Linear):
+class VocabularyHead:
     """The last linear layer, whose outputs are split over the ranks: the logits of the whole vocabulary."""
 
-    __slots__ = ("_parallel", "_vocab_size")
+    __slots__ = ("_linear", "_parallel", "_vocab_size")
 
-    def __init__(self, weight: Tensor, vocab_size: int, parallel: ParallelContext) -> None:
-        super().__init__(weight)
+    def __init__(self, linear: Callable[[Tensor], Tensor], vocab_size: int, parallel: ParallelContext) -> None:
+        self._linear = linear
         self._vocab_size = vocab_size
         self._parallel = parallel
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [R, E] -> [R, V], on every rank."""
-        return self._parallel.gather_columns(super().__call__(x), self._vocab_size)
+        return self._parallel.gather_columns(self._linear(x), self._vocab_size)

@@ -30,16 +30,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, *, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    norm: tuple[Tensor, float] | None,
+    angles: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the step's tokens, q and k normed and rotated.
 
-    Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); cos, sin of rotary_rows;
+    Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); angles of rotary_rows, or
+             None for q and k that are not rotated;
              returns q [T, H, D] contiguous, k and v [T, G, D] with strided rows.
     """
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[-1])
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if norm is not None:
         qk = rms_norm(qk, *norm)  # q and k in one pass
-    qk = rotate(qk, cos, sin)
+    if angles is not None:
+        qk = rotate(qk, *angles)
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v

@@ -1,12 +1,19 @@
-"""The contract between the engine and a model: CausalLM."""
+"""The contract between the engine and a model: CausalLM; and between models.loading and a decoder: DecoderRequest."""
 
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.formats import WeightFormat
 from pagedcli.models.spec import ModelSpec
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 class CausalLM(Protocol):
@@ -45,3 +52,21 @@ class CausalLM(Protocol):
         Shapes:  hidden [R, E], any rows of forward's result; returns [R, V] in the model's dtype.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderRequest:
+    """A model to load. Each decoder module has `refusal(request) -> str | None`, which loads nothing, and
+    `load(request) -> CausalLM`."""
+
+    path: Path
+    spec: ModelSpec  # of the whole model
+    backend: AttentionBackend
+    weight_format: WeightFormat
+    dtype: torch.dtype
+    device: torch.device
+    load_format: LoadFormat
+    seed: int  # of dummy weights
+    trust_remote_code: bool
+    max_model_len: int  # tokens
+    parallel: ParallelContext

@@ -4,18 +4,19 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 """
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import PagedBatch
-from pagedcli.attention.cpu import CpuAttention
+from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.models.decoder import decoder_parameters
+from pagedcli.models.base import DecoderRequest
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.weights import WeightSource
+from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepStruct, bind
 
@@ -23,30 +24,21 @@ from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepS
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: dict[str, Tensor],
-        *,
-        backend: CpuAttention,
-        rope_table: Tensor,
-        quantize: bool = False,
-    ) -> None:
+    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], rope_table: Tensor) -> None:
         """Packs the weights and removes each from `tensors`, so that there is no second copy of them all."""
+        spec = request.spec
         self.spec = spec
         self.notes: tuple[str, ...] = ()
         self.attention_layers = spec.attention_layers
-        self._backend = backend
-        self._library = load_library()
-        self._functions = bind(self._library.functions)
-        self._quantize = quantize
+        self._backend = request.backend
+        self._format = request.weight_format
+        self._functions = bind(load_library().functions)
         self._kept: list[Tensor | NativeLinear] = [rope_table]  # what the structs point into
         self._weight_bytes = 0
         embedding = tensors.pop("embedding")
         tied = spec.tie_word_embeddings
-        self._lm_head = self._linear(embedding if tied else tensors.pop("lm_head"))
-        # int8 rows are too coarse to start a sequence from, and only a few rows are read per step
-        self._embedding = None if tied and not quantize else embedding
+        self._lm_head = self._linear({"weight": embedding if tied else tensors.pop("lm_head")})
+        self._embedding = None if tied and self._format.keeps_rows else embedding
         self._weight_bytes += self._embedding.nbytes if self._embedding is not None else 0
         self._layers = (LayerStruct * spec.num_layers)(
             *(self._layer(tensors, f"layers.{i}") for i in range(spec.num_layers))
@@ -63,24 +55,6 @@ class CpuDecoder:
             final_norm=self._vector(tensors.pop("final_norm")),
             rope_table=rope_table.data_ptr(),
         )
-
-    @classmethod
-    def load(
-        cls,
-        spec: ModelSpec,
-        source: WeightSource,
-        *,
-        backend: CpuAttention,
-        dtype: torch.dtype,
-        max_model_len: int,
-        quantize: bool = False,
-    ) -> "CpuDecoder":
-        """Fill a decoder from `source`. Units: max_model_len in tokens. Raises: ModelError, see weights."""
-        assert spec.rope is not None, "a native spec has rope parameters"
-        ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
-        tensors = source.load(decoder_parameters(spec), ignored=ignored, dtype=dtype, device=torch.device("cpu"))
-        table = rope_table(spec.rope, spec.head_dim, max_model_len, dtype=dtype).contiguous()
-        return cls(spec, tensors, backend=backend, rope_table=table, quantize=quantize)
 
     @property
     def weight_bytes(self) -> int:
@@ -122,8 +96,8 @@ class CpuDecoder:
 
     def _layer(self, tensors: dict[str, Tensor], key: str) -> LayerStruct:
         def linear(name: str, *, gated: bool = False) -> object:
-            weight, bias = tensors.pop(f"{key}.{name}.weight"), tensors.pop(f"{key}.{name}.bias", None)
-            return self._linear(weight, bias, gated=gated).struct
+            stored = {each.suffix: tensors.pop(f"{key}.{name}.{each.suffix}") for each in self._format.stored}
+            return self._linear(stored, tensors.pop(f"{key}.{name}.bias", None), gated=gated).struct
 
         q_norm, k_norm = None, None
         if self.spec.qk_norm:
@@ -139,8 +113,8 @@ class CpuDecoder:
             down=linear("down"),
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> NativeLinear:
-        linear = NativeLinear(self._library, weight, bias, gated=gated, quantize=self._quantize)
+    def _linear(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, *, gated: bool = False) -> NativeLinear:
+        linear = self._format.native_linear(stored, bias, gated=gated)
         self._kept.append(linear)
         self._weight_bytes += linear.nbytes + (bias.nbytes if bias is not None else 0)
         return linear
@@ -150,3 +124,33 @@ class CpuDecoder:
         self._kept.append(weight)
         self._weight_bytes += weight.nbytes
         return weight.data_ptr()
+
+
+def refusal(request: DecoderRequest) -> str | None:
+    """Why the native library cannot run a whole step of the model in one call; None if it can."""
+    if request.parallel.size > 1:
+        return "runs on one rank only"
+    return spec_refusal(request.spec, request.backend)
+
+
+def spec_refusal(spec: ModelSpec, backend: AttentionBackend) -> str | None:
+    """The part of `refusal` that is known before a model is asked for."""
+    if spec.is_fallback:
+        return f"has no {spec.architecture}"
+    if backend.geometry_address is None:
+        return f"needs the native attention kernels, and attention is '{backend.name}'"
+    if spec.hidden_size % 2 or spec.intermediate_size % 2:
+        return f"packs no odd sizes, and the model's are {spec.hidden_size} and {spec.intermediate_size}"
+    return None
+
+
+def load(request: DecoderRequest) -> CpuDecoder:
+    """Raises: ModelError, see weights."""
+    spec = request.spec
+    assert spec.rope is not None, "a native spec has rope parameters"
+    ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
+    source = open_weights(request.path, request.load_format, request.seed)
+    parameters = decoder_parameters(spec, request.weight_format)
+    tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
+    table = rope_table(spec.rope, spec.head_dim, request.max_model_len, dtype=request.dtype).contiguous()
+    return CpuDecoder(request, tensors, table)

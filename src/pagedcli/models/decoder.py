@@ -1,39 +1,28 @@
-"""The one native decoder: pre-norm, rotary, grouped heads, gated MLP. Runs Llama, Mistral, Qwen2(.5) and Qwen3.
+"""The native decoder in torch: what differs between families is data of the ModelSpec. Any device, any rank.
 
-Plain tensors in slotted classes: a decode step of a small model is 28 layers of a few microseconds each, and module
-machinery would cost as much again.
+One of the decoders of models.loading. Where the project's CPU kernels serve attention, they are its linear layers, too.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
-from pagedcli.attention.layer import AttentionLayer
-from pagedcli.layers.fused import fused_layers, stores_in_one_pass
-from pagedcli.layers.linear import Linear, unpacked_note
-from pagedcli.layers.mlp import silu_and_mul
-from pagedcli.layers.norm import add_rms_norm, rms_norm
-from pagedcli.layers.parallel import SINGLE, ParallelContext, SummedLinear, VocabularyEmbedding, VocabularyHead
-from pagedcli.layers.rotary import rotary_rows, split_heads
+from pagedcli.layers.fused import stores_in_one_pass
+from pagedcli.layers.linear import LinearLayer, unpacked_note
+from pagedcli.layers.mlp import ACTIVATIONS
+from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
+from pagedcli.models.base import DecoderRequest
+from pagedcli.models.blocks import Attention, Branch, DecoderLayer, GatedMlp, Step, add_and_norm
+from pagedcli.models.parameters import decoder_parameters
+from pagedcli.models.rope import RopeSpec
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.weights import Parameter, WeightSource
+from pagedcli.models.weights import open_weights
 
-
-@dataclass(slots=True)
-class DecoderLayer:
-    """The weights of one layer."""
-
-    input_norm: Tensor  # [E]
-    qkv: Linear  # E -> (H + 2G) * D
-    qk_norm: tuple[Tensor, float] | None  # weight [H + G, D] and eps
-    attention_out: Linear  # H * D -> E
-    mlp_norm: Tensor  # [E]
-    gate_up: Linear  # E -> 2I
-    down: Linear  # I -> E
+MakeLinear = Callable[[Mapping[str, Tensor], Tensor | None], LinearLayer]
 
 
 class Decoder:
@@ -45,173 +34,144 @@ class Decoder:
         "_final_norm",
         "_layers",
         "_lm_head",
-        "_rope_table",
-        "_stores_in_one_pass",
-        "_weight_bytes",
         "attention_layers",
         "notes",
         "spec",
+        "weight_bytes",
     )
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: dict[str, Tensor],
-        *,
-        backend: AttentionBackend,
-        rope_table: Tensor,
-        parallel: ParallelContext = SINGLE,
-    ) -> None:
-        self.spec = spec  # of this rank
+    def __init__(self, request: DecoderRequest, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
+        """`spec` and `tensors` are those of this rank; `tensors` is emptied, so that no weight is held twice."""
+        build = _Builder(request, spec, tensors)
+        self.spec = spec
+        self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
+        vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
         self.attention_layers = spec.attention_layers
-        self.notes = unpacked_note(rope_table.device, rope_table.dtype)
-        self._weight_bytes = sum(tensor.nbytes for tensor in tensors.values())  # a tied lm_head is not in there
-        self._backend = backend
-        self._stores_in_one_pass = stores_in_one_pass(backend)
-        self._rope_table = rope_table  # [P, D]
-        self._embedding = VocabularyEmbedding(tensors["embedding"], spec.vocab_size, parallel)  # [V, E]
-        self._layers = [_layer(spec, tensors, f"layers.{i}", parallel) for i in range(spec.num_layers)]
-        self._final_norm = tensors["final_norm"]
-        lm_head = tensors["embedding" if spec.tie_word_embeddings else "lm_head"]
-        self._lm_head = VocabularyHead(lm_head, spec.vocab_size, parallel)
-
-    @classmethod
-    def load(
-        cls,
-        spec: ModelSpec,
-        source: WeightSource,
-        *,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        parallel: ParallelContext = SINGLE,
-    ) -> "Decoder":
-        """Fill a decoder from `source`, or one rank's part of it. Units: max_model_len in tokens. Raises: ModelError,
-        see weights; ConfigError if the model cannot be split over the ranks."""
-        assert spec.rope is not None, "a native spec has rope parameters"
-        ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
-        own_spec = shard_spec(spec, parallel)
-        parameters = shard_parameters(decoder_parameters(spec), spec, parallel)
-        tensors = source.load(parameters, ignored=ignored, dtype=dtype, device=device)
-        table = rope_table(spec.rope, spec.head_dim, max_model_len, dtype=dtype).to(device)
-        return cls(own_spec, tensors, backend=backend, rope_table=table, parallel=parallel)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, shared ones counted once."""
-        return self._weight_bytes
+        self._backend: AttentionBackend = request.backend
+        embedding = tensors.pop("embedding")  # [V, E]
+        lm_head = embedding if spec.tie_word_embeddings else tensors.pop("lm_head")
+        self._embedding = VocabularyEmbedding(embedding, spec.vocab_size, request.parallel)
+        self._lm_head = VocabularyHead(build.make_linear({"weight": lm_head}, None), spec.vocab_size, request.parallel)
+        self._final_norm = tensors.pop("final_norm")
+        self._layers = [build.layer(i) for i in range(spec.num_layers)]
+        tables = embedding.nbytes + (0 if spec.tie_word_embeddings else lm_head.nbytes)
+        self.weight_bytes = vectors + tables + build.linear_bytes
+        assert not tensors, f"{', '.join(tensors)} have no place in the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
-        spec, backend, eps = self.spec, self._backend, self.spec.rms_norm_eps
-        backend.prepare(batch)
-        # None: the backend's cache is filled in one pass with the rotation
-        angles = None if self._stores_in_one_pass else rotary_rows(self._rope_table, positions)
-        residual = self._embedding(input_ids)
+        self._backend.prepare(batch)
         k_caches, v_caches = kv_cache.unbind(0)
-        hidden: Tensor | None = None  # what the previous layer adds to the residual
-        caches = k_caches.unbind(0), v_caches.unbind(0)
-        for layer, ask, k_cache, v_cache in zip(self._layers, self.attention_layers, *caches, strict=True):
-            x = _norm(hidden, residual, layer.input_norm, eps)
-            if angles is None:
-                q = self._rotate_and_store(layer, layer.qkv(x), positions, batch.slots, k_cache, v_cache, ask)
-            else:
-                heads = layer.qkv(x), spec.num_heads, spec.num_kv_heads
-                q, k, v = split_heads(*heads, norm=layer.qk_norm, cos=angles[0], sin=angles[1])
-                backend.write(k, v, k_cache, v_cache, batch.slots, ask)
-            x = layer.attention_out(backend.attend(q, k_cache, v_cache, batch, ask).flatten(1))
-            x = add_rms_norm(x, residual, layer.mlp_norm, eps)
-            hidden = layer.down(silu_and_mul(layer.gate_up(x)))
-        return _norm(hidden, residual, self._final_norm, eps)
-
-    def _rotate_and_store(
-        self,
-        layer: DecoderLayer,
-        qkv: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        ask: AttentionLayer,
-    ) -> Tensor:
-        q: Tensor = fused_layers().rotate_and_store(
-            qkv,
-            self.spec.num_heads,
-            self.spec.num_kv_heads,
-            norm=layer.qk_norm,
-            table=self._rope_table,
-            positions=positions,
-            slots=slots,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            kv_scales=(ask.k_scale, ask.v_scale),
-        )
-        return q
+        step = Step(positions, batch, k_caches.unbind(0), v_caches.unbind(0), self.attention_layers)
+        residual = self._embedding(input_ids)
+        hidden: Tensor | None = None  # what the previous branch adds to the residual
+        for layer in self._layers:
+            hidden = layer.attention(hidden, residual, step)
+            hidden = layer.mlp(hidden, residual, step)
+        return add_and_norm(hidden, residual, self._final_norm, self.spec.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
         return self._lm_head(hidden)
 
 
-def decoder_parameters(spec: ModelSpec) -> dict[str, Parameter]:
-    """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them."""
-    width, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    inner = spec.intermediate_size
-    parameters = {
-        "embedding": Parameter({"model.embed_tokens.weight": (spec.vocab_size, width)}),
-        "final_norm": Parameter({"model.norm.weight": (width,)}, init="ones"),
-    }
-    if not spec.tie_word_embeddings:
-        parameters["lm_head"] = Parameter({"lm_head.weight": (spec.vocab_size, width)})
-    for i in range(spec.num_layers):
-        key, name = f"layers.{i}", f"model.layers.{i}"
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        parameters[f"{key}.input_norm"] = Parameter({f"{name}.input_layernorm.weight": (width,)}, init="ones")
-        parameters[f"{key}.mlp_norm"] = Parameter({f"{name}.post_attention_layernorm.weight": (width,)}, init="ones")
-        qkv = {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
-        parameters |= _linear(f"{key}.qkv", qkv, width, spec.qkv_bias)
-        parameters |= _linear(f"{key}.out", {f"{attention}.o_proj": width}, q_rows, spec.attention_out_bias)
-        parameters |= _linear(
-            f"{key}.gate_up", {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, width, spec.mlp_bias
+class _Builder:
+    """Makes the layers from a spec and tensors, which it takes out of the dict."""
+
+    def __init__(self, request: DecoderRequest, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
+        self._request, self._spec, self._tensors = request, spec, tensors
+        self._tables: dict[RopeSpec, Tensor] = {}
+        self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
+        self._fused_store = stores_in_one_pass(request.backend)
+        self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
+        weight_format = request.weight_format
+        self.make_linear: MakeLinear = (
+            weight_format.native_linear if self.uses_cpu_kernels else weight_format.torch_linear
         )
-        parameters |= _linear(f"{key}.down", {f"{mlp}.down_proj": width}, inner, spec.mlp_bias)
+
+    def layer(self, index: int) -> DecoderLayer:
+        key = f"layers.{index}"
+        return DecoderLayer(
+            attention=self._branch(f"{key}.input_norm", self._attention(index, key)),
+            mlp=self._branch(f"{key}.mlp_norm", self._mlp(key)),
+        )
+
+    def _branch(self, norm: str, body: Callable[[Tensor, Step], Tensor]) -> Branch:
+        return Branch(self._tensors.pop(norm), body, None, 1.0, self._spec.rms_norm_eps)
+
+    def _attention(self, index: int, key: str) -> Attention:
+        spec = self._spec
+        norm = None
         if spec.qk_norm:
-            norms = {f"{attention}.{part}_norm.weight": (spec.head_dim,) for part in ("q", "k")}
-            parameters[f"{key}.qk_norm"] = Parameter(norms, init="ones")
-    return parameters
+            q_weight, k_weight = self._tensors.pop(f"{key}.qk_norm").chunk(2)
+            rows = [q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]
+            norm = (torch.cat(rows), spec.rms_norm_eps)
+        return Attention(
+            index=index,
+            backend=self._request.backend,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            qkv=self._linear(f"{key}.qkv"),
+            norm=norm,
+            wide_norm=None,
+            table=self._table(spec.rope),
+            out=self._summed_linear(f"{key}.out"),
+            fused_store=self._fused_store,
+        )
+
+    def _mlp(self, key: str) -> GatedMlp:
+        activation = ACTIVATIONS[self._spec.hidden_act]
+        return GatedMlp(self._linear(f"{key}.gate_up"), activation, self._summed_linear(f"{key}.down"))
+
+    def _table(self, rope: RopeSpec | None) -> Tensor | None:
+        if rope is None:
+            return None
+        if rope not in self._tables:
+            request = self._request
+            table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype)
+            self._tables[rope] = table.to(request.device)
+        return self._tables[rope]
+
+    def _linear(self, key: str, *, with_bias: bool = True) -> LinearLayer:
+        stored = {
+            tensor.suffix: self._tensors.pop(f"{key}.{tensor.suffix}") for tensor in self._request.weight_format.stored
+        }
+        bias = self._tensors.pop(f"{key}.bias", None)
+        linear = self.make_linear(stored, bias if with_bias else None)
+        self.linear_bytes += linear.nbytes
+        return linear
+
+    def _summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
+        """A layer whose inputs are split over the ranks: only rank 0 adds the bias."""
+        parallel = self._request.parallel
+        linear = self._linear(key, with_bias=parallel.rank == 0)
+        return linear if parallel.size == 1 else SummedLinear(linear, parallel)
 
 
-def _linear(key: str, rows: dict[str, int], columns: int, has_bias: bool) -> dict[str, Parameter]:
-    parameters = {f"{key}.weight": Parameter({f"{name}.weight": (n, columns) for name, n in rows.items()})}
-    if has_bias:
-        parameters[f"{key}.bias"] = Parameter({f"{name}.bias": (n,) for name, n in rows.items()})
-    return parameters
+def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend) -> bool:
+    """Whether the native library serves attention and can pack every weight of the model."""
+    return backend.geometry_address is not None and spec.hidden_size % 2 == spec.intermediate_size % 2 == 0
 
 
-def _layer(spec: ModelSpec, tensors: dict[str, Tensor], key: str, parallel: ParallelContext) -> DecoderLayer:
-    def linear(name: str) -> Linear:
-        return Linear(tensors[f"{key}.{name}.weight"], tensors.get(f"{key}.{name}.bias"))
-
-    def summed_linear(name: str) -> Linear:
-        return SummedLinear(tensors[f"{key}.{name}.weight"], tensors.get(f"{key}.{name}.bias"), parallel)
-
-    qk_norm = None
-    if spec.qk_norm:
-        q_weight, k_weight = tensors[f"{key}.qk_norm"].chunk(2)
-        rows = [q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]
-        qk_norm = (torch.cat(rows), spec.rms_norm_eps)
-    return DecoderLayer(
-        input_norm=tensors[f"{key}.input_norm"],
-        qkv=linear("qkv"),
-        qk_norm=qk_norm,
-        attention_out=summed_linear("out"),
-        mlp_norm=tensors[f"{key}.mlp_norm"],
-        gate_up=linear("gate_up"),
-        down=summed_linear("down"),
-    )
+def refusal(request: DecoderRequest) -> str | None:
+    """Why this decoder cannot run a model; None if it can."""
+    if request.spec.is_fallback:
+        return f"has no {request.spec.architecture}"
+    reason = request.weight_format.torch_refusal()
+    if reason is not None and not has_cpu_kernels(request.spec, request.backend):
+        return f"{reason}, but attention is '{request.backend.name}'"
+    return None
 
 
-def _norm(hidden: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The next norm; the first layer has nothing to add to the residual yet."""
-    return rms_norm(residual, weight, eps) if hidden is None else add_rms_norm(hidden, residual, weight, eps)
+def load(request: DecoderRequest) -> Decoder:
+    """The decoder, or one rank's part of it.
+
+    Raises: ModelError, see weights; ConfigError if the model cannot be split over the ranks.
+    """
+    spec = request.spec
+    ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
+    parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
+    source = open_weights(request.path, request.load_format, request.seed)
+    tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
+    return Decoder(request, shard_spec(spec, request.parallel), tensors)

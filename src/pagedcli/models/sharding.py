@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.formats import StoredTensor
+from pagedcli.models.parameters import Parameter, Part
 from pagedcli.models.spec import ModelSpec
-from pagedcli.models.weights import Parameter, Part
 
 
 def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
@@ -49,20 +50,35 @@ def shard_parameters(
 
 
 def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, Part]:
-    if key in ("embedding", "lm_head"):
+    stored, layer = parameter.stored, key.split(".")[-2] if "." in key else key
+    if layer in ("embedding", "lm_head"):
         return {name: Part(0, *parallel.part_of(spec.vocab_size)) for name in parameter.shapes}
-    if key.endswith((".qkv.weight", ".qkv.bias")):
-        return {name: _head_rows(name, spec, parallel) for name in parameter.shapes}
-    if key.endswith((".gate_up.weight", ".gate_up.bias")):
-        return {name: Part(0, *parallel.part_of(shape[0])) for name, shape in parameter.shapes.items()}
-    if key.endswith((".out.weight", ".down.weight")):
-        return {name: Part(1, *parallel.part_of(shape[1])) for name, shape in parameter.shapes.items()}
+    if layer == "qkv" and stored.out_dim is not None:
+        heads = {name: _head_rows(name, spec, parallel) for name in parameter.shapes}
+        return {name: _part(stored.out_dim, rows, stored.out_per, stored) for name, rows in heads.items()}
+    if layer == "gate_up" and stored.out_dim is not None:
+        rows = parallel.part_of(spec.intermediate_size)
+        return dict.fromkeys(parameter.shapes, _part(stored.out_dim, rows, stored.out_per, stored))
+    if layer in ("out", "down") and stored.in_dim is not None:
+        columns = parallel.part_of(spec.num_heads * spec.head_dim if layer == "out" else spec.intermediate_size)
+        return dict.fromkeys(parameter.shapes, _part(stored.in_dim, columns, stored.in_per, stored))
     return {}
 
 
-def _head_rows(name: str, spec: ModelSpec, parallel: ParallelContext) -> Part:
+def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -> Part:
+    """A range of features as a range of elements. Raises: ConfigError if an element would have to be split."""
+    first, end = features
+    if first % per or end % per:
+        raise ConfigError(
+            f"a rank's features {first} to {end} do not end between the groups of {per} that {stored.suffix!r} holds",
+            hint="use a smaller --tensor-parallel-size",
+        )
+    return Part(dim, first // per, end // per)
+
+
+def _head_rows(name: str, spec: ModelSpec, parallel: ParallelContext) -> tuple[int, int]:
     """The rows of whole heads; key/value heads fewer than the ranks are shared by neighbours."""
     num_heads = spec.num_heads if ".q_proj." in name else spec.num_kv_heads
     share = max(1, num_heads // parallel.size)
     first = parallel.rank * num_heads // parallel.size
-    return Part(0, first * spec.head_dim, (first + share) * spec.head_dim)
+    return first * spec.head_dim, (first + share) * spec.head_dim

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -22,8 +22,11 @@ from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
 from pagedcli.models import fallback_probe
-from pagedcli.models.fallback_refusals import AttentionTrace, refusal, refuse_length
+from pagedcli.models.base import DecoderRequest
+from pagedcli.models.fallback_refusals import AttentionTrace, refuse_length
+from pagedcli.models.fallback_refusals import refusal as refused
 from pagedcli.models.fallback_spec import first_sentence, read_config
+from pagedcli.models.formats import WEIGHT
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_NAME = "pagedcli"
@@ -60,7 +63,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers. It keeps nothing: the step comes with the call."""
     if paged_step is None:
-        raise refusal(type(module).__name__, "does not receive the keyword arguments of the model's forward")
+        raise refused(type(module).__name__, "does not receive the keyword arguments of the model's forward")
     return paged_step.attend(module, query, key, value, scaling, attention_mask=attention_mask, **kwargs), None
 
 
@@ -141,23 +144,24 @@ def _run_body(body: Any, input_ids: Tensor, positions: Tensor, step: PagedStep |
     return hidden
 
 
-def load_fallback(
-    path: Path,
-    spec: ModelSpec,
-    *,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: Literal["auto", "safetensors", "dummy"],
-    seed: int,
-    trust_remote_code: bool,
-    max_model_len: int,
-) -> TransformersLM:
+def refusal(request: DecoderRequest) -> str | None:
+    """Why transformers is not asked to run a model; None if it is."""
+    if request.parallel.size > 1:
+        return "runs on one rank only"
+    if not request.spec.is_fallback:
+        return f"leaves {request.spec.architecture} to the native decoders"
+    if request.weight_format.stored != (WEIGHT,) or not request.weight_format.keeps_rows:
+        return f"has no {request.weight_format.name} weights"
+    return None
+
+
+def load(request: DecoderRequest) -> TransformersLM:
     """Load a model through transformers, and prove on a few tokens that the paged cache gives the same logits.
 
-    Units:   max_model_len in tokens.
     Raises:  ModelError with the reason, if the weights are incomplete or the architecture cannot run here.
     """
+    path, spec, dtype, max_model_len = request.path, request.spec, request.dtype, request.max_model_len
+    trust_remote_code = request.trust_remote_code
     config = read_config(path, trust_remote_code)
     refuse_length(config.get_text_config(decoder=True), spec, max_model_len)
     # transformers' own attention first: it gives the logits to compare with
@@ -167,30 +171,28 @@ def load_fallback(
         "the same paged cache, slower than a native one"
     ]
     try:
-        if load_format == "dummy":
+        if request.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.manual_seed(request.seed)
                 model = _AUTO_MODEL.from_config(config, **options)
         else:
             model, num_unused = _from_pretrained(path, config, options)
             notes += [f"{num_unused} tensors of the checkpoint are not used by it"] if num_unused else []
     except ValueError as error:  # transformers' way of saying that it has no causal language model of this kind
         raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
-    model.eval().to(device)
+    model.eval().to(request.device)
     try:
         _refuse_by_class(model, spec)
-        if spec.soft_cap is not None:
-            model.set_attn_implementation("eager")  # transformers' sdpa drops the cap
         expected = fallback_probe.own_logits(model, spec.vocab_size)
         layers = _trace_attention(model, spec, max_model_len)
-        _refuse_by_backend(layers, spec, backend)
-        paged = TransformersLM(model, spec, backend=backend, notes=tuple(notes), attention_layers=layers)
+        _refuse_by_backend(layers, spec, request.backend)
+        paged = TransformersLM(model, spec, backend=request.backend, notes=tuple(notes), attention_layers=layers)
         fallback_probe.check_equal(paged, expected, dtype)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         # whatever the code of a model that was not written for this stumbles over is a reason to refuse it
-        raise refusal(spec.architecture, f"fails there ({type(error).__name__}: {first_sentence(error)})") from error
+        raise refused(spec.architecture, f"fails there ({type(error).__name__}: {first_sentence(error)})") from error
     return paged
 
 
@@ -256,8 +258,8 @@ def _refuse_by_backend(layers: tuple[AttentionLayer, ...], spec: ModelSpec, back
 
 def _refuse_by_class(model: Any, spec: ModelSpec) -> None:
     if not model._supports_attention_backend:
-        raise refusal(spec.architecture, "does not call transformers' attention interface")
+        raise refused(spec.architecture, "does not call transformers' attention interface")
     if model.base_model is model:
-        raise refusal(spec.architecture, "does not keep its layers and its head apart")
+        raise refused(spec.architecture, "does not keep its layers and its head apart")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise refusal(spec.architecture, "takes no position ids")
+        raise refused(spec.architecture, "takes no position ids")

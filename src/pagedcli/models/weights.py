@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,52 +14,7 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import read_json
-
-Init = Literal["normal", "ones"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one tensor-parallel rank keeps of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
-
-    dim: int
-    first: int
-    end: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A view of the tensor."""
-        return tensor.narrow(self.dim, self.first, self.end - self.first)
-
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of that view."""
-        return (*shape[: self.dim], self.end - self.first, *shape[self.dim + 1 :])
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One tensor of the decoder: checkpoint tensors stacked along their first dimension (q, k and v make one qkv)."""
-
-    shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
-    init: Init = "normal"  # what `--load-format dummy` fills it with
-    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> what of it is kept; the whole if not named
-
-    @property
-    def kept_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape of what is kept."""
-        return {
-            name: self.parts[name].shape_of(shape) if name in self.parts else shape
-            for name, shape in self.shapes.items()
-        }
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the stacked tensor."""
-        shapes = list(self.kept_shapes.values())
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-    def kept(self, name: str, tensor: Tensor) -> Tensor:
-        """What is kept of a checkpoint tensor."""
-        return self.parts[name].of(tensor) if name in self.parts else tensor
+from pagedcli.models.parameters import Parameter
 
 
 class WeightSource(Protocol):
@@ -73,6 +28,11 @@ class WeightSource(Protocol):
         `ignored` names checkpoint tensors that may be there and are not needed (a tied lm_head, rotary buffers).
         """
         ...
+
+
+def open_weights(path: Path, load_format: str, seed: int) -> WeightSource:
+    """The weights of a folder, or with load_format dummy seeded noise."""
+    return DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
 
 
 class DummyWeights:
@@ -97,8 +57,9 @@ class DummyWeights:
         num_places, num_blocks = (self._POOL - 1) * self._BLOCK, 0
         tensors = {}
         for key, parameter in parameters.items():
-            if parameter.init == "ones":
-                tensors[key] = torch.ones(parameter.shape, dtype=dtype, device=device)
+            if parameter.init != "normal":
+                value = 1.0 if parameter.init == "ones" else 0.0
+                tensors[key] = torch.full(parameter.shape, value, dtype=parameter.kept_dtype(dtype), device=device)
                 continue
             whole = replace(parameter, parts={})
             tensor = torch.empty(whole.shape, dtype=dtype, device=device)
@@ -107,8 +68,9 @@ class DummyWeights:
                 block.copy_(pool[place : place + block.numel()])
                 num_blocks += 1
             if parameter.parts:  # of the same noise, whatever the number of ranks
-                stacked = torch.split(tensor, [shape[0] for shape in parameter.shapes.values()])
-                tensor = torch.cat([parameter.kept(*pair) for pair in zip(parameter.shapes, stacked, strict=True)])
+                sizes = [shape[parameter.dim] for shape in parameter.shapes.values()]
+                stacked = zip(parameter.shapes, torch.split(tensor, sizes, parameter.dim), strict=True)
+                tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
             tensors[key] = tensor
         return tensors
 
@@ -135,10 +97,10 @@ class CheckpointWeights:
             tensors = {}
             for key, parameter in parameters.items():
                 parts = (
-                    parameter.kept(name, self._read(files[where[name]], where[name], name, shape))
-                    for name, shape in parameter.shapes.items()
+                    parameter.kept(name, self._read(files[where[name]], where[name], name, parameter))
+                    for name in parameter.shapes
                 )
-                tensors[key] = _stacked(parts, parameter, dtype, device)
+                tensors[key] = _stacked(parts, parameter, parameter.kept_dtype(dtype), device)
         return tensors
 
     def _file_names(self) -> list[str]:
@@ -195,15 +157,17 @@ class CheckpointWeights:
                 hint="config.json describes another model, or the weights are adapted or quantized",
             )
 
-    def _read(self, file: Any, file_name: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _read(self, file: Any, file_name: str, name: str, parameter: Parameter) -> Tensor:
         tensor: Tensor = file.get_tensor(name)
+        shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self._path / file_name}: tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
                 f"{list(shape)}",
                 hint="config.json and the weights belong to different models",
             )
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        floating = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if tensor.dtype not in (floating if stored_dtype is None else (stored_dtype,)):
             raise ModelError(
                 f"{self._path / file_name}: tensor {name!r} is stored as {dtype_name(tensor.dtype)}",
                 hint="quantized weights are not supported: use the float32, bfloat16 or float16 version",
@@ -220,10 +184,10 @@ def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype, 
             return part
         parts = iter((part,))
     target = torch.empty(parameter.shape, dtype=dtype, device=device)
-    row = 0
+    place = 0
     for part in parts:
-        target[row : row + part.shape[0]].copy_(part)
-        row += part.shape[0]
+        target.narrow(parameter.dim, place, part.shape[parameter.dim]).copy_(part)
+        place += part.shape[parameter.dim]
     return target
 
 
