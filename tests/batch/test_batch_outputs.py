@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from batch_harness import DEFAULTS, Harness
+from batch_harness import DEFAULTS, Harness, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
 
 from pagedcli.batch.intake import Prepared
@@ -48,6 +48,20 @@ def test_csv_has_the_rows_of_jsonl_one_line_per_sample(prompts, tmp_path):
     assert [line["id"] for line in table] == ["7", "", "", "c", ""]
     assert table[0]["prompt_tokens"] == str(plain["usage"]["prompt_tokens"])
     assert table[4]["error_code"] == bad["error"]["code"]
+    for column in ("prompt_tokens", "completion_tokens"):
+        total = sum(row["usage"][column] for row in (plain, two, chat["response"]["body"]))
+        assert sum(int(line[column] or 0) for line in table) == total
+
+
+def test_a_table_keeps_logprobs_and_token_ids(prompts, tmp_path):
+    flags = (*FAST, "--logprobs", 1, "--output-token-ids")
+    pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *flags, expect=3)
+    pagedcli("generate", prompts, "-o", tmp_path / "out.csv", *flags, expect=3)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    row = rows_of(tmp_path / "out.jsonl")[0]
+    assert json.loads(table[0]["logprobs"]) == row["logprobs"]
+    assert json.loads(table[0]["token_ids"]) == row["token_ids"]
 
 
 def test_an_empty_table_has_its_header(tmp_path):
@@ -77,6 +91,7 @@ def test_metrics_and_summary_say_what_the_rows_say(prompts, tmp_path):
     assert metrics['pagedcli_row_errors_total{code="invalid_request"}'] == "1"
     assert int(metrics["pagedcli_generated_tokens_total"]) == summary["generated_tokens"] == generated
     assert float(metrics['pagedcli_time_to_first_token_seconds{quantile="0.5"}']) > 0
+    assert 0 <= summary["queued_s"]["p50"] <= summary["ttft_s"]["p50"]
     assert (summary["outcome"], summary["rows"], summary["rows_failed"]) == ("complete", 4, 1)
     assert summary["error_codes"] == {"invalid_request": 1}
     typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
@@ -135,7 +150,7 @@ def test_reordered_rows_are_the_same_and_hit_the_cache_more_often():
         harness = Harness(num_gpu_blocks_override=40, max_num_seqs=4)
         results[reorder] = harness.run(lines, reorder=reorder)
     (plain, plain_rows), (reordered, reordered_rows) = results["none"], results["prefix"]
-    assert reordered_rows == plain_rows
+    assert [*map(without_run_dependent_fields, reordered_rows)] == [*map(without_run_dependent_fields, plain_rows)]
     assert [row["index"] for row in reordered_rows] == list(range(121))
     assert reordered.stats.hit_rate > 2 * plain.stats.hit_rate
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from batch_harness import is_complete
+from batch_harness import is_complete, without_run_dependent_fields
 
 from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
@@ -61,14 +61,6 @@ def run_in_child(folder: Path, resume: bool) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os._exit(run_job(job(folder, resume=resume)))
-
-
-def without_run_dependent_fields(row):
-    """OpenAI's fields tell when the run began and what the cache held: these two may differ."""
-    if row.get("response") is not None:
-        body = row["response"]["body"]
-        del body["created"], body["usage"]["prompt_tokens_details"]
-    return row
 
 
 def rows_of(path):

@@ -7,7 +7,7 @@ import threading
 
 import msgspec
 import pytest
-from batch_harness import Harness
+from batch_harness import Harness, without_run_dependent_fields
 
 from pagedcli.batch.lines import Line
 from pagedcli.batch.sinks import StreamSink
@@ -38,13 +38,14 @@ def user(text):
 
 
 def test_plain_rows_have_the_documented_fields(harness):
-    (row,) = harness.rows([plain("Once upon a time", id="x")])
+    _, (row,) = harness.run([plain("Once upon a time", id="x", cache_salt="of its own")])
     assert list(row) == ["index", "id", "text", "finish_reason", "usage", "error"]
     assert (row["index"], row["id"], row["error"]) == (0, "x", None)
     assert row["usage"] == {
         "prompt_tokens": len(harness.tokenizer.encode("Once upon a time")),
         "completion_tokens": 8,
         "total_tokens": len(harness.tokenizer.encode("Once upon a time")) + 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -107,7 +108,7 @@ def test_pool_size_and_neighbours_never_change_the_rows(harness):
     tight = Harness(num_gpu_blocks_override=12)
     result, tight_rows = tight.run(lines, output_token_ids=True)
     assert result.stats.num_preemptions > 0, "the pool is too large to test anything"
-    assert tight_rows == rows
+    assert [without_run_dependent_fields(row) for row in tight_rows] == rows
     assert Harness(max_num_seqs=1, enable_prefix_caching=False).rows(lines, output_token_ids=True) == rows
 
 
@@ -134,6 +135,7 @@ def test_shards_give_together_what_one_run_gives(harness):
         shards.append([json.loads(row) for row in stream.getvalue().splitlines()])
     assert [len(shard) for shard in shards] == [3, 2]
     merged = sorted((row for shard in shards for row in shard), key=lambda row: row["index"])
+    merged = [without_run_dependent_fields(row) for row in merged]
     assert merged == harness.rows(lines)
 
 
@@ -199,12 +201,22 @@ def test_logprobs_of_the_sampled_token_are_in_the_row(harness):
     assert "".join(position["token"] for position in row["logprobs"]) == row["text"]
 
 
+def test_a_line_brings_variables_for_the_template_but_no_template(harness):
+    def row(**variables):
+        return harness.rows([{"messages": user("Hello!"), "chat_template_kwargs": variables}])[0]
+
+    assert row(enable_thinking=False)["error"] is None
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for name, value in {"chat_template": endless, "return_dict": True, "tokenize": True}.items():
+        assert row(**{name: value})["error"]["code"] == "unsupported_parameter"
+
+
 def test_a_cache_salt_keeps_equal_prompts_apart(harness):
     prompt = "Here is a list of names and codes that nobody has asked for in this file."
 
     def cached(*salts):
         bodies = [{"prompt": prompt, "cache_salt": salt} for salt in salts]
-        rows = Harness(max_num_seqs=1).rows(
+        _, rows = Harness(max_num_seqs=1).run(
             [openai(body, "/v1/completions", str(place)) for place, body in enumerate(bodies)]
         )
         return [row["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for row in rows]
@@ -236,7 +248,7 @@ def test_a_system_prompt_makes_text_prompts_chats(harness):
 
 
 def test_openai_rows_have_openais_fields(harness):
-    chat, completion, error = harness.rows(
+    _, (chat, completion, error) = harness.run(
         [
             openai({"model": "m", "messages": user("Hello!"), "logprobs": True, "top_logprobs": 1, "n": 2}),
             openai({"model": "m", "prompt": "Once", "logprobs": 1, "max_tokens": 3}, "/v1/completions", "b"),
@@ -260,7 +272,7 @@ def test_openai_rows_parse_with_openais_own_types(harness):
     openai_types = pytest.importorskip("openai.types", reason="the openai package is not installed")
     from openai.types.chat import ChatCompletion
 
-    chat, completion = harness.rows(
+    _, (chat, completion) = harness.run(
         [
             openai({"model": "m", "messages": user("Hello!"), "logprobs": True, "top_logprobs": 2, "n": 2}),
             openai({"model": "m", "prompt": "Once", "logprobs": 2, "max_tokens": 3}, "/v1/completions", "b"),

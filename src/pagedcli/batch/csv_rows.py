@@ -1,4 +1,7 @@
-"""Rows as lines of a CSV table, one per sample. Used by batch.sinks. Log-probabilities and token ids have no column."""
+"""Rows as lines of a CSV table, one per sample. Used by batch.sinks.
+
+Tokens of a request are on the line of its first sample, so that the sum of a column is that of the run.
+"""
 
 import csv
 import io
@@ -13,8 +16,11 @@ COLUMNS = (
     "sample",  # 0 to n - 1; empty for an error
     "text",
     "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",  # of all samples of the row
+    "prompt_tokens",  # here and below: of the whole request, on its first line
+    "cached_tokens",
+    "completion_tokens",
+    "logprobs",  # JSON, as in a row of JSONL
+    "token_ids",  # JSON
     "error_code",
     "error_message",
 )
@@ -40,14 +46,24 @@ def _samples(row: dict[str, Any]) -> list[dict[str, Any]]:
     if row["error"] is not None:
         return [cells | {"error_code": row["error"]["code"], "error_message": row["error"]["message"]}]
     usage = body["usage"]
-    cells |= {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": usage["completion_tokens"]}
+    tokens = {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+    }
     samples = body.get("choices") or body.get("outputs") or [body | {"index": 0}]
     return [
         cells
+        | (tokens if place == 0 else {})
         | {
             "sample": sample["index"],
             "text": sample["message"]["content"] if "message" in sample else sample["text"],
             "finish_reason": sample["finish_reason"],
         }
-        for sample in samples
+        | {name: _json(sample[name]) for name in ("logprobs", "token_ids") if sample.get(name) is not None}
+        for place, sample in enumerate(samples)
     ]
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

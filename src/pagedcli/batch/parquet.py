@@ -199,12 +199,13 @@ def answer_schema(*, output_token_ids: bool = False) -> Any:
     position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
     sample = [("text", pa.string()), ("finish_reason", pa.string()), *token_ids]
     sample.append(("token_logprobs", pa.list_(position)))  # `logprobs` is how many the row asks for
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
     return pa.schema(
         [
             *sample,
             ("outputs", pa.list_(pa.struct([("index", pa.int32()), *sample]))),  # with n > 1, instead of text
-            ("usage", pa.struct([(name, pa.int64()) for name in counts])),
+            ("usage", pa.struct(usage)),
             ("error", pa.struct([("code", pa.string()), ("message", pa.string()), ("line", pa.int64())])),
         ]
     )

@@ -21,6 +21,10 @@ _ALIASES = {"max_completion_tokens": "max_tokens", "guided_regex": "regex"}
 _GRAMMAR_FIELDS = ("response_format", "regex")
 _REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs", "guided_json"))
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
+# arguments of apply_chat_template that are no variables of the template
+_TEMPLATE_SETTINGS = frozenset(
+    ("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors")
+) | frozenset(("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "continue_final_message"))
 # about accounting, not about the answer
 _HARMLESS_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
@@ -106,7 +110,7 @@ class RequestParser:
             params=params,
             max_tokens_given="max_tokens" in body,
             cache_salt=_typed(body, "cache_salt", str, None),
-            chat_template_kwargs=_typed(body, "chat_template_kwargs", dict[str, Any], {}),
+            chat_template_kwargs=_template_kwargs(body),
         )
 
     def _check_envelope(self, document: dict[str, Any], shape: Shape) -> None:
@@ -243,6 +247,19 @@ def _json_schema_format(schema: Any) -> dict[str, Any]:
         except (msgspec.DecodeError, RecursionError) as error:
             raise RequestError("invalid_schema", f"guided_json is not JSON: {error}") from error
     return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template. A line brings no template of its own: that is a program, which may never end."""
+    given: dict[str, Any] = _typed(body, "chat_template_kwargs", dict[str, Any], {})
+    for name in given:
+        if name in _TEMPLATE_SETTINGS:
+            raise RequestError(
+                "unsupported_parameter",
+                f"chat_template_kwargs may not hold {name!r}",
+                hint="give a template to the whole run with --chat-template",
+            )
+    return given
 
 
 def _typed(body: dict[str, Any], name: str, wanted: Any, default: Any) -> Any:

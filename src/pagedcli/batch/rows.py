@@ -34,9 +34,7 @@ class RowWriter:
         """The row of a finished request."""
         usage: dict[str, Any] = _usage(output)
         if head.shape == "plain":
-            # no cached_tokens: it depends on what ran before, and rows are equal after a resume
             return msgspec.json.encode(self._plain_row(head, output, sample_text, usage))
-        usage["prompt_tokens_details"] = {"cached_tokens": output.num_cached_tokens}
         key = self._id(head)
         chat = head.shape == "chat.completion"
         body = {
@@ -147,7 +145,13 @@ class RowWriter:
 def _usage(output: "RequestOutput") -> dict[str, Any]:
     num_prompt = len(output.prompt_token_ids)
     num_output = sum(len(sample.token_ids) for sample in output.samples)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        # what ran before decides it: the one number in which a resumed run may differ
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+    }
 
 
 def _json_logprob(logprob: float) -> float:

@@ -232,6 +232,7 @@ class BatchRun:
         self._sink.write(work.head.index, work.line_digest, row, ok=True)
         self.stats.num_done += 1
         self.stats.ttft.add(output.metrics.ttft_s)
+        self.stats.queued.add(output.metrics.queued_s)
         if output.metrics.tpot_s is not None:
             self.stats.tpot.add(output.metrics.tpot_s)
 

@@ -58,7 +58,8 @@ class BatchStats:
     peak_used_blocks: int = 0  # blocks
     num_blocks: int = 0  # blocks in the pool
     elapsed_s: float = 0.0
-    ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from the moment the engine got the request
+    ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from when the engine took the row
+    queued: LogHistogram = field(default_factory=LogHistogram)  # seconds, the part of it before the first step
     tpot: LogHistogram = field(default_factory=LogHistogram)  # seconds
 
     @property

@@ -1,137 +1,60 @@
 """`pagedcli generate`: a JSONL file of prompts in, one JSON row per prompt out."""
 
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from pagedcli.batch.job import Job
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, ShowConfig, config_flags
+from pagedcli.cli.run_flags import (
+    DryRun,
+    DumpKv,
+    InputFile,
+    Metrics,
+    OutputFile,
+    Overwrite,
+    Prompts,
+    Ray,
+    RayAddress,
+    Record,
+    RecordTokens,
+    Resume,
+    Shard,
+    Shown,
+    ShownFormat,
+    SummaryJson,
+    Workers,
+)
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event
 
-_FILES, _INSPECTION, _CLUSTER = "Files", "Inspection", "Many workers (docs/distributed.md)"
-
-
-class ShownFormat(StrEnum):
-    """The values of --format, for --show-config and --dry-run."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
-    MD = "md"
-    YAML = "yaml"
-
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
 def generate(
-    prompts: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPTS.jsonl",
-            help="Input file or folder; .gz is decompressed, .parquet is a table, - is stdin.",
-            show_default=False,
-        ),
-    ] = None,
+    prompts: Prompts = None,
     *,
-    input_file: Annotated[
-        str | None,
-        typer.Option("-i", "--input-file", help="The same as an option.", rich_help_panel=_FILES, show_default=False),
-    ] = None,
-    output_file: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--output-file",
-            help="Output file. Default: -, which is stdout.",
-            rich_help_panel=_FILES,
-            show_default=False,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a run that was stopped.", rich_help_panel=_FILES)
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start anew, and replace files that exist.", rich_help_panel=_FILES)
-    ] = False,
-    shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Only every n-th row, beginning with the i-th.", rich_help_panel=_FILES)
-    ] = "1/1",
-    metrics: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.prom",
-            help="Keep the run's counters in this file, for Prometheus.",
-            rich_help_panel=_INSPECTION,
-            show_default=False,
-        ),
-    ] = None,
-    summary_json: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write the summary of the run to this file.",
-            rich_help_panel=_INSPECTION,
-            show_default=False,
-        ),
-    ] = None,
-    dump_kv: Annotated[
-        bool,
-        typer.Option(
-            "--dump-kv",
-            help="Print block tables, ref counts and prefix hits of each step.",
-            rich_help_panel=_INSPECTION,
-        ),
-    ] = False,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="TRACE.jsonl",
-            help="Write every event of the KV cache to a trace file.",
-            rich_help_panel=_INSPECTION,
-            show_default=False,
-        ),
-    ] = None,
-    record_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--record-tokens",
-            help="Put token ids into the trace. They are private otherwise.",
-            rich_help_panel=_INSPECTION,
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what the file would do to the KV cache (see pagedcli plan).")
-    ] = False,
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray", help="Run on workers of a local Ray cluster; -o is a folder of parts.", rich_help_panel=_CLUSTER
-        ),
-    ] = False,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The same on a cluster that runs, for example 'auto'.",
-            rich_help_panel=_CLUSTER,
-            show_default=False,
-        ),
-    ] = None,
-    workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Engines, one per worker.", rich_help_panel=_CLUSTER)
-    ] = 2,
+    input_file: InputFile = None,
+    output_file: OutputFile = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    shard: Shard = "1/1",
+    metrics: Metrics = None,
+    summary_json: SummaryJson = None,
+    dump_kv: DumpKv = False,
+    record: Record = None,
+    record_tokens: RecordTokens = False,
+    dry_run: DryRun = False,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
+    workers: Workers = 2,
     config: ConfigFile = None,
     show_config: ShowConfig = False,
-    format_: Annotated[
-        ShownFormat, typer.Option("--format", help="Of --show-config and --dry-run; yaml of --show-config only.")
-    ] = ShownFormat.TABLE,
+    format_: Shown = ShownFormat.TABLE,
     flags: Flags,
 ) -> None:
     """Generate from a JSONL file of prompts.
@@ -156,28 +79,10 @@ def generate(
         return
     if dry_run:
         raise typer.Exit(_dry_run(prompts or input_file, loaded, format_))
-    if ray or ray_address is not None:
-        if output_file in (None, "-"):
-            raise UsageError("--ray writes a folder of parts: name it with -o")
-        if record is not None or metrics is not None or dump_kv or shard != "1/1":
-            raise UsageError("--ray has no --record, --dump-kv, --metrics and --shard")
-        from pagedcli.cli.cluster import ClusterJob, run_cluster_job
-
-        cluster_job = ClusterJob(
-            loaded,
-            _input_name(prompts, input_file),
-            Path(str(output_file)),
-            ray_address,
-            workers,
-            resume=resume,
-            overwrite=overwrite,
-            summary_json=summary_json,
-        )
-        raise typer.Exit(run_cluster_job(cluster_job))
-    job = _job(
-        _input_name(prompts, input_file),
-        output_file,
+    job = Job(
         loaded,
+        _input_name(prompts, input_file),
+        None if output_file in (None, "-") else Path(str(output_file)),
         resume=resume,
         overwrite=overwrite,
         shard=parse_shard(shard),
@@ -185,11 +90,33 @@ def generate(
         summary_json=summary_json,
         record=record,
     )
+    if ray or ray_address is not None:
+        raise typer.Exit(_run_on_cluster(job, ray_address, workers, dump_kv=dump_kv))
     job.check_files()
     with ExitStack() as stack:
         emit = _observers(stack, job, dump_kv=dump_kv, record=record)
         code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=dump_kv)
     raise typer.Exit(code)
+
+
+def _run_on_cluster(job: Job, address: str | None, workers: int, *, dump_kv: bool) -> int:
+    from pagedcli.cli.cluster import ClusterJob, run_cluster_job
+
+    if job.output is None:
+        raise UsageError("--ray writes a folder of parts: name it with -o")
+    if job.record is not None or job.metrics is not None or dump_kv or job.shard != (0, 1):
+        raise UsageError("--ray has no --record, --dump-kv, --metrics and --shard")
+    cluster_job = ClusterJob(
+        job.loaded,
+        job.input_name,
+        job.output,
+        address,
+        workers,
+        resume=job.resume,
+        overwrite=job.overwrite,
+        summary_json=job.summary_json,
+    )
+    return run_cluster_job(cluster_job)
 
 
 def _input_name(prompts: str | None, input_file: str | None) -> str:
@@ -199,11 +126,6 @@ def _input_name(prompts: str | None, input_file: str | None) -> str:
     if input_name is None:
         raise UsageError("no prompts are given", hint="name a JSONL file, or - for stdin; see pagedcli generate --help")
     return input_name
-
-
-def _job(input_name: str, output_file: str | None, loaded: LoadedConfig, **fields: Any) -> Job:
-    output = None if output_file in (None, "-") else Path(str(output_file))
-    return Job(loaded, input_name, output, **fields)
 
 
 def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None) -> Emit | None:

@@ -63,7 +63,8 @@ def metrics_text(stats: BatchStats) -> str:
     if stats.num_rows is not None:
         families.append(("gauge", "rows_expected", "Rows that the output will have.", stats.num_rows))
     lines = [line for family in families for line in _family(*family)]
-    lines += _summary("time_to_first_token_seconds", "From the engine's receipt to the first token.", stats.ttft)
+    lines += _summary("time_to_first_token_seconds", "From when the engine took a row to its first token.", stats.ttft)
+    lines += _summary("time_in_queue_seconds", "Of this, before the row's first step.", stats.queued)
     lines += _summary("time_per_output_token_seconds", "Between later tokens, mean of a row.", stats.tpot)
     return "\n".join(lines) + "\n"
 

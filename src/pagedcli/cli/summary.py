@@ -67,7 +67,9 @@ def say_summary(result: BatchResult) -> None:
             f"  generated    {_count(stats.num_generated_tokens, 'token')}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
-        say(f"  latency      TTFT {_percentiles(stats.ttft)}; TPOT {_percentiles(stats.tpot)}")
+        say(f"  TTFT         {_percentiles(stats.ttft)}, from when the engine took a row, not from the run's start")
+        say(f"  of it queued {_percentiles(stats.queued)}, before the row's first step")
+        say(f"  TPOT         {_percentiles(stats.tpot)}")
         say(
             f"  KV blocks    {stats.peak_used_blocks:,} of {stats.num_blocks:,} at the peak"
             f" ({100 * stats.peak_used_blocks / stats.num_blocks:.1f} %)"
@@ -78,7 +80,10 @@ def say_summary(result: BatchResult) -> None:
 
 
 def summary_document(result: BatchResult) -> dict[str, object]:
-    """The end of a run for machines. Tokens and blocks by number, times in seconds; null: nothing was measured."""
+    """The end of a run for machines. Tokens and blocks by number, times in seconds; null: nothing was measured.
+
+    ttft_s runs from when the engine took a row to its first token; queued_s is its part before the row's first step.
+    """
     stats = result.stats
     seconds = max(stats.elapsed_s, 1e-9)
     return {
@@ -98,6 +103,7 @@ def summary_document(result: BatchResult) -> dict[str, object]:
         "generated_tokens_per_s": stats.num_generated_tokens / seconds,
         "total_tokens_per_s": (stats.num_prompt_tokens + stats.num_generated_tokens) / seconds,
         "ttft_s": {f"p{percent}": stats.ttft.percentile(percent) for percent in (50, 95, 99)},
+        "queued_s": {f"p{percent}": stats.queued.percentile(percent) for percent in (50, 95, 99)},
         "tpot_s": {f"p{percent}": stats.tpot.percentile(percent) for percent in (50, 95, 99)},
         "preemptions": stats.num_preemptions,
         "recomputed_tokens": stats.num_recomputed_tokens,
