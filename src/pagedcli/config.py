@@ -1,6 +1,6 @@
 """What the user asked: frozen, typed, validated. Precedence: default < YAML file < flag.
 
-Used by cli, batch and engine; knows no torch. What this machine will do about it is engine.plan.Plan.
+Used by cli, batch and engine; needs no torch. What a machine does about it: engine.decide and engine.engine_plan.
 """
 
 import difflib

@@ -14,8 +14,9 @@ from interpreter import interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import resolve_kv_dtype
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.plan import resolve_kv_dtype
+from pagedcli.engine.machine import Gpu
 from pagedcli.errors import ConfigError
 
 pytest.importorskip("triton")
@@ -31,20 +32,18 @@ def test_fp8_through_the_interpreter():
 @plain
 def test_fp8_is_refused_on_a_cpu_and_other_dtypes_with_the_reason():
     with pytest.raises(ConfigError, match="needs a CUDA GPU"):
-        resolve_kv_dtype("fp8", torch.float32, CPU)
+        resolve_kv_dtype("fp8", torch.float32, None)
     with pytest.raises(ConfigError, match="computes in float32"):
-        resolve_kv_dtype("bfloat16", torch.float32, CPU)
-    assert resolve_kv_dtype("float32", torch.float32, CPU) == torch.float32
+        resolve_kv_dtype("bfloat16", torch.float32, None)
+    assert resolve_kv_dtype("float32", torch.float32, None) == torch.float32
 
 
 @plain
-def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+def test_an_older_gpu_is_refused_by_its_compute_capability():
+    gpu = Gpu(name="A100", total_bytes=1, free_bytes=1, capability=(8, 0))
     with pytest.raises(ConfigError, match=r"8\.9; A100 has 8\.0"):
-        resolve_kv_dtype("fp8", torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert resolve_kv_dtype("fp8", torch.bfloat16, torch.device("cuda")) == FP8
+        resolve_kv_dtype("fp8", torch.bfloat16, gpu)
+    assert resolve_kv_dtype("fp8", torch.bfloat16, replace(gpu, capability=(9, 0))) == FP8
 
 
 def quantized(x, scale):
@@ -118,7 +117,7 @@ def test_values_past_the_scale_saturate_and_stay_numbers():
 
 @interpreted
 def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
-    from pagedcli.engine import loading
+    from pagedcli.engine import decide
     from pagedcli.engine.scheduler import ScheduledStep
     from pagedcli.engine.sequence import Sequence
     from pagedcli.sampling_params import SamplingParams
@@ -132,7 +131,7 @@ def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
     exact = LLMEngine(config).runner
     exact.kv_cache.zero_()
     expected, _ = exact.execute(ScheduledStep([seq], [60]))
-    monkeypatch.setattr(loading, "resolve_kv_dtype", lambda *_: FP8)
+    monkeypatch.setattr(decide, "resolve_kv_dtype", lambda *_: FP8)
     engine = LLMEngine(config)
     assert engine.runner.kv_cache.dtype == FP8
     assert engine.plan.block_bytes == engine.runner.kv_cache[:, :, 0].nbytes

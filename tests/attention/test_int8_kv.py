@@ -30,10 +30,10 @@ from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import select_backend
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.cli.engine_table import expect_engine
 from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import decide, resolve_kv_dtype
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.plan import resolve_kv_dtype
+from pagedcli.engine.machine import Gpu, this_machine
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.self_test import look_up_texts
 from pagedcli.engine.sequence import Sequence
@@ -313,11 +313,11 @@ def test_backends_that_cannot_say_so_and_what_to_do(library, model):
         with pytest.raises(BackendError, match="no KV cache of int8") as caught:
             engine_for(model, attention_backend=name)
         assert "--kv-cache-dtype auto" in caught.value.hint
-    with pytest.raises(ConfigError, match="for a CPU, not cuda") as caught:
-        resolve_kv_dtype("int8", BF16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="for a CPU, not a CUDA GPU") as caught:
+        resolve_kv_dtype("int8", BF16, Gpu(name="any", total_bytes=1, free_bytes=1, capability=(9, 0)))
     assert "fp8" in caught.value.hint
     with pytest.raises(ConfigError, match="needs a CUDA GPU") as caught:
-        resolve_kv_dtype("fp8", BF16, CPU)
+        resolve_kv_dtype("fp8", BF16, None)
     assert "int8" in caught.value.hint
 
 
@@ -335,7 +335,7 @@ def test_a_model_through_transformers_is_refused(library, tmp_path):
     assert "--kv-cache-dtype auto" in caught.value.hint
     config = EngineConfig(model=str(path), device="cpu", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="which runs through transformers"):  # `plan` says what the engine would say
-        expect_engine(config, read_spec(path))
+        decide(config, read_spec(path), this_machine())
 
 
 def test_heads_too_long_for_exact_sums_are_refused(library):

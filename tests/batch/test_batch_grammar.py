@@ -14,7 +14,7 @@ from pagedcli import LLM, SamplingParams
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
-from pagedcli.engine.plan import model_folder
+from pagedcli.engine.decide import model_folder
 from pagedcli.errors import ParameterError, RequestError
 
 PERSON = {

@@ -137,15 +137,17 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
 def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
     from model_zoo import tiny_model
 
-    from pagedcli.cli.engine_table import EngineFacts, expect_engine
+    from pagedcli.cli.engine_table import EngineFacts
     from pagedcli.config import EngineConfig
+    from pagedcli.engine.decide import decide
     from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.engine.machine import this_machine
 
     config = EngineConfig(
         model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",
         attention_backend="sdpa", num_gpu_blocks_override=4,
     )  # fmt: skip
     engine = LLMEngine(config)
-    expected = expect_engine(config, engine.spec)
+    expected = EngineFacts.of_decisions(decide(config, engine.spec, this_machine()))
     assert expected.notes == ("linear layers are slow here: oneDNN packs no float16 weights",)
-    assert expected == EngineFacts.of(engine.plan, engine.model.notes)
+    assert expected == EngineFacts.of_plan(engine.plan, engine.model.notes)

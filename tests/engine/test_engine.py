@@ -11,8 +11,8 @@ from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import resolve_max_num_batched_tokens
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.plan import resolve_max_num_batched_tokens
 from pagedcli.errors import ConfigError, PagedcliError, RequestError
 from pagedcli.sampling_params import SamplingParams
 

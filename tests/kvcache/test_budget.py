@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.memory import host_memory, measure_step, other_holders, process_memory
+from pagedcli.engine.machine import host_memory
+from pagedcli.engine.memory import measure_step, other_holders, process_memory
 from pagedcli.errors import UsageError
 from pagedcli.inspection.memory_report import (
     block_formula,
@@ -32,7 +33,7 @@ from pagedcli.kvcache.budget import (
     blocks_for_requests,
     concurrency,
 )
-from pagedcli.kvcache.cards import CARDS, card_memory
+from pagedcli.kvcache.cards import CARDS, find_card
 from pagedcli.models.reading import read_spec
 
 GIB = 2**30
@@ -255,9 +256,9 @@ def test_with_a_block_nothing_is_missing():
 
 
 def test_cards_are_found_by_any_spelling():
-    assert card_memory("H200") == CARDS["h200"]
-    assert card_memory("NVIDIA GeForce RTX 4090") == CARDS["rtx4090"]
-    assert card_memory("a100") == CARDS["a100-40gb"]  # the smallest of its variants
-    assert card_memory("A100 80GB") == CARDS["a100-80gb"]
+    assert find_card("H200") == CARDS["h200"]
+    assert find_card("NVIDIA GeForce RTX 4090") == CARDS["rtx4090"]
+    assert find_card("a100") == CARDS["a100-40gb"]  # the smallest of its variants
+    assert find_card("A100 80GB") == CARDS["a100-80gb"]
     with pytest.raises(UsageError, match="known: "):
-        card_memory("a")
+        find_card("a")

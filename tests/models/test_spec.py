@@ -11,7 +11,7 @@ from huggingface_hub import errors as hub_errors
 from model_zoo import NATIVE_FAMILIES, cached_model
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.plan import resolve_max_model_len
+from pagedcli.engine.decide import resolve_max_model_len
 from pagedcli.errors import ModelError
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.reading import read_spec

@@ -43,8 +43,12 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model and a cache ask of a backend. Each backend module has `load(spec) -> AttentionBackend`, which raises
-    BackendError with the reason where the machine cannot run it; select.py refuses what Capabilities rule out."""
+    """What a model and a cache ask of a backend.
+
+    Each backend module has `check(spec) -> type[AttentionBackend]`, which needs neither the device nor any software
+    for it, and `load(spec) -> AttentionBackend`. Both raise BackendError with the reason if the device cannot run it;
+    select.py refuses what Capabilities rule out.
+    """
 
     device: torch.device
     dtype: torch.dtype  # of q, k and v
@@ -54,6 +58,7 @@ class AttentionSpec:
     head_dim: int  # D
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype. Others need a backend with `kv_dtypes`
     layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
+    capability: tuple[int, int] | None = None  # compute capability of a CUDA device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,7 @@ class Capabilities:
     negative_scale: bool = True  # AttentionLayer.scale below 0
     batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
     graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
+    native_step: bool = False  # a decoder can attend within its own native call, see geometry_address
     fused_store: bool = False  # layers.triton_layers.rotate_and_store fills this cache: [N, G, S, D]
 
 

@@ -41,7 +41,11 @@ class CpuAttention(AttentionBackend):
 
     name = "cpu"
     capabilities = Capabilities(
-        dtypes=frozenset(DTYPE_CODES), kv_dtypes=frozenset({torch.int8}), negative_scale=False, batch_invariant=True
+        dtypes=frozenset(DTYPE_CODES),
+        kv_dtypes=frozenset({torch.int8}),
+        negative_scale=False,
+        batch_invariant=True,
+        native_step=True,
     )
 
     def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:
@@ -150,9 +154,8 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
     return library.paged_attend, library.paged_write
 
 
-def load(spec: AttentionSpec) -> CpuAttention:
-    """The native backend. Raises BackendError where there is no compiler, off the CPU, and for an int8 cache of longer
-    heads than it can sum exactly."""
+def check(spec: AttentionSpec) -> type[CpuAttention]:
+    """Raises BackendError off the CPU, and for an int8 cache of longer heads than it can sum exactly."""
     if spec.device.type != "cpu":
         raise BackendError(f"runs on a CPU, not on {spec.device}")
     if spec.kv_dtype == torch.int8 and spec.head_dim > MAX_INT8_HEAD_DIM:
@@ -160,4 +163,9 @@ def load(spec: AttentionSpec) -> CpuAttention:
             f"has an int8 KV cache for head_dim up to {MAX_INT8_HEAD_DIM}, not {spec.head_dim}",
             hint="use --kv-cache-dtype auto",
         )
-    return CpuAttention(spec, load_library())
+    return CpuAttention
+
+
+def load(spec: AttentionSpec) -> CpuAttention:
+    """The native backend. Raises BackendError where there is no compiler, and for what check refuses."""
+    return check(spec)(spec, load_library())

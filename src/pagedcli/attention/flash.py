@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionSpec, PagedBatch
@@ -102,10 +101,16 @@ def flash2_backend(package: Any) -> Flash2Attention:
     return Flash2Attention(package.flash_attn_with_kvcache, package.flash_attn_varlen_func)
 
 
+def check(spec: AttentionSpec) -> type[Flash3Attention] | type[Flash2Attention]:
+    """The version that would serve the spec if it were installed. Raises BackendError where the device does not allow
+    either."""
+    check_flash_device(spec)
+    return Flash3Attention if spec.capability == (9, 0) else Flash2Attention
+
+
 def load(spec: AttentionSpec) -> Flash3Attention | Flash2Attention:
     """Version 3 where it is installed on an sm_90 device, else version 2. Raises BackendError with the reason."""
-    check_flash_device(spec)
-    if torch.cuda.get_device_capability(spec.device) == (9, 0):
+    if check(spec) is Flash3Attention:
         interface = _import("flash_attn_interface")
         if interface is not None:
             return flash3_backend(interface)

@@ -53,6 +53,11 @@ class ReferenceAttention(AttentionBackend):
         return out
 
 
+def check(spec: AttentionSpec) -> type[ReferenceAttention]:
+    """Refuses nothing."""
+    return ReferenceAttention
+
+
 def load(spec: AttentionSpec) -> ReferenceAttention:
     """The reference, which serves every spec."""
     return ReferenceAttention()

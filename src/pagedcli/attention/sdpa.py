@@ -136,6 +136,11 @@ def _gather(cache: Tensor, group: _Group) -> Tensor:
     return gathered
 
 
+def check(spec: AttentionSpec) -> type[SdpaAttention]:
+    """Refuses nothing."""
+    return SdpaAttention
+
+
 def load(spec: AttentionSpec) -> SdpaAttention:
     """Serves every spec that torch's scaled_dot_product_attention does."""
     return SdpaAttention(spec)

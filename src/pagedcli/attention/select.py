@@ -1,10 +1,11 @@
 """Which attention backend runs, and why the faster ones do not. The only place that knows backends by name.
 
-Used by the engine and by `pagedcli doctor`. A new backend is one file with `load(spec)` and one line in REGISTRY.
+Used by the engine and by `pagedcli doctor`. A new backend is one file with `check(spec)` and `load(spec)`, and one line
+in REGISTRY.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -19,7 +20,7 @@ class Entry:
     """One backend of the registry. Nothing is imported before it is asked for."""
 
     name: str
-    module: str  # has load(spec) -> AttentionBackend
+    module: str  # has check(spec) and load(spec), see AttentionSpec
     auto_devices: tuple[str, ...]  # device types on which "auto" tries it; by name it can be asked for anywhere
 
 
@@ -29,10 +30,19 @@ REGISTRY = (
     Entry("triton", "pagedcli.attention.triton_paged", ("cuda",)),
     Entry("varlen", "pagedcli.attention.varlen", ("cuda",)),
     Entry("flash", "pagedcli.attention.flash", ("cuda",)),
-    Entry("sdpa", "pagedcli.attention.sdpa", ("cpu", "cuda", "mps", "xpu")),
-    Entry("reference", "pagedcli.attention.reference", ("cpu", "cuda", "mps", "xpu")),
+    Entry("sdpa", "pagedcli.attention.sdpa", ("cpu", "cuda")),
+    Entry("reference", "pagedcli.attention.reference", ("cpu", "cuda")),
 )
 BACKEND_NAMES = ("auto", *(entry.name for entry in REGISTRY))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that serves a spec, not loaded yet, and one line for each preferred one that cannot."""
+
+    name: str
+    kind: type[AttentionBackend]
+    refused: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +70,46 @@ def select_backend(
     Units:   block_size in tokens, head_dim in elements.
     Raises:  BackendError if the name is unknown or that backend cannot run here, with the reason and a way out.
     """
-    if num_heads % num_kv_heads:
-        raise BackendError(f"num_heads is {num_heads}, which is not a multiple of num_kv_heads {num_kv_heads}")
     spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim, kv_dtype, frozenset(layers))
-    if name == "auto":
-        return _first_that_runs(spec)
-    for entry in REGISTRY:
-        if entry.name == name:
-            try:
-                return Selection(_load(entry, spec), ())
-            except BackendError as error:
+    choice = choose_backend(name, spec)
+    return Selection(load_backend(choice.name, spec), choice.refused)
+
+
+def choose_backend(
+    name: str, spec: AttentionSpec, *, is_here: bool = True, missing: Mapping[str, str] | None = None
+) -> Choice:
+    """What select_backend would choose.
+
+    `is_here` False: for a machine that is described, not this one; its software is taken to be complete but for what
+    `missing` says, a reason by the name of the backend.
+    Raises:  BackendError if the name is unknown or that backend cannot run there, with the reason and a way out.
+    """
+    if spec.num_heads % spec.num_kv_heads:
+        raise BackendError(f"num_heads is {spec.num_heads}, not a multiple of num_kv_heads {spec.num_kv_heads}")
+    by_name = tuple(entry for entry in REGISTRY if entry.name == name)
+    if not by_name and name != "auto":
+        raise BackendError(f"unknown attention backend '{name}'", hint=f"choose one of {', '.join(BACKEND_NAMES)}")
+    refused: list[str] = []
+    for entry in by_name or (entry for entry in REGISTRY if spec.device.type in entry.auto_devices):
+        try:
+            return Choice(entry.name, _probe(entry, spec, is_here, missing or {}), tuple(refused))
+        except BackendError as error:
+            if by_name:
                 raise BackendError(
                     f"attention backend '{name}' cannot run here: {error.message}",
                     hint=error.hint or "use attention_backend: auto",
                 ) from error
-    raise BackendError(f"unknown attention backend '{name}'", hint=f"choose one of {', '.join(BACKEND_NAMES)}")
+            refused.append(f"{entry.name}: {error.message}")
+    own_kv_dtype = spec.kv_dtype not in (None, spec.dtype)
+    raise BackendError(
+        f"no attention backend runs on {spec.device}: {'; '.join(refused)}",
+        hint="use --kv-cache-dtype auto" if own_kv_dtype else "use device: cpu",
+    )
+
+
+def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """The backend of a choice. Raises: BackendError."""
+    return _load(next(entry for entry in REGISTRY if entry.name == name), spec)
 
 
 def available_backends(
@@ -88,34 +123,30 @@ def available_backends(
 ) -> list[tuple[str, str | None]]:
     """Every backend in order of preference, each with None if it can run here or the reason why not."""
     spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim)
-    return [(entry.name, reason) for entry, _, reason in _try_all(REGISTRY, spec)]
+    return [(entry.name, _why_not(entry, spec)) for entry in REGISTRY]
 
 
-def _first_that_runs(spec: AttentionSpec) -> Selection:
-    refused: list[str] = []
-    candidates = tuple(entry for entry in REGISTRY if spec.device.type in entry.auto_devices)
-    for entry, backend, reason in _try_all(candidates, spec):
-        if backend is not None:
-            return Selection(backend, tuple(refused))
-        refused.append(f"{entry.name}: {reason}")
-    own_kv_dtype = spec.kv_dtype not in (None, spec.dtype)
-    raise BackendError(
-        f"no attention backend runs on {spec.device}: {'; '.join(refused)}",
-        hint="use --kv-cache-dtype auto" if own_kv_dtype else "use device: cpu",
-    )
+def _why_not(entry: Entry, spec: AttentionSpec) -> str | None:
+    try:
+        _load(entry, spec)
+    except BackendError as error:
+        return error.message
+    return None
 
 
-def _try_all(
-    entries: tuple[Entry, ...], spec: AttentionSpec
-) -> Iterator[tuple[Entry, AttentionBackend | None, str | None]]:
-    for entry in entries:
-        try:
-            yield entry, _load(entry, spec), None
-        except BackendError as error:
-            yield entry, None, error.message
+def _probe(entry: Entry, spec: AttentionSpec, is_here: bool, missing: Mapping[str, str]) -> type[AttentionBackend]:
+    if entry.name in missing:
+        raise BackendError(missing[entry.name])
+    if is_here:
+        return type(_load(entry, spec))
+    kind: type[AttentionBackend] = import_module(entry.module).check(spec)
+    check_spec(kind.capabilities, spec)
+    return kind
 
 
 def _load(entry: Entry, spec: AttentionSpec) -> AttentionBackend:
+    if spec.device.type == "cuda" and spec.capability is None:
+        spec = replace(spec, capability=torch.cuda.get_device_capability(spec.device))
     backend: AttentionBackend = import_module(entry.module).load(spec)
     check_spec(backend.capabilities, spec)
     return backend

@@ -365,12 +365,18 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def load(spec: AttentionSpec) -> TritonAttention:
-    """The Triton backend. Raises BackendError off CUDA (unless triton interprets) and without a compiler."""
+def check(spec: AttentionSpec) -> type[TritonAttention]:
+    """Raises BackendError off CUDA (unless triton interprets) and on older devices."""
     if spec.device.type != "cuda" and not interpreted():
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
-    if spec.device.type == "cuda" and _capability(spec.device) < (8, 0):
-        raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
+    if spec.device.type == "cuda" and (spec.capability or (0, 0)) < (8, 0):
+        raise BackendError("needs compute capability 8.0 or newer")
+    return TritonAttention
+
+
+def load(spec: AttentionSpec) -> TritonAttention:
+    """The Triton backend. Raises BackendError without a C compiler, and for what check refuses."""
+    kind = check(spec)
     if problem := missing_compiler():
         raise BackendError(problem, hint="install gcc, or name a compiler in the environment variable CC")
-    return TritonAttention(spec)
+    return kind(spec)

@@ -76,8 +76,14 @@ def check_flash_device(spec: AttentionSpec) -> None:
     """Raises BackendError for a device that no FlashAttention kernel runs on."""
     if spec.device.type != "cuda":
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
-    if torch.cuda.get_device_capability(spec.device) < (8, 0):
-        raise BackendError(f"needs compute capability 8.0, {torch.cuda.get_device_name(spec.device)} is older")
+    if (spec.capability or (0, 0)) < (8, 0):
+        raise BackendError("needs compute capability 8.0 or newer")
+
+
+def check(spec: AttentionSpec) -> type[VarlenAttention]:
+    """Raises BackendError where the device does not allow it."""
+    check_flash_device(spec)
+    return VarlenAttention
 
 
 def load(spec: AttentionSpec) -> VarlenAttention:
@@ -89,5 +95,4 @@ def load(spec: AttentionSpec) -> VarlenAttention:
     missing = missing_parameters(varlen_attn, NEEDED)
     if missing:
         raise BackendError(f"varlen_attn of torch {torch.__version__} does not take {', '.join(missing)}")
-    check_flash_device(spec)
-    return VarlenAttention(varlen_attn)
+    return check(spec)(varlen_attn)

@@ -125,7 +125,7 @@ class OpenJob:
         )
 
     def load_tokenizer(self) -> None:
-        from pagedcli.engine.plan import model_folder
+        from pagedcli.engine.decide import model_folder
 
         config = self.job.loaded.config
         folder = model_folder(config.engine)

@@ -11,9 +11,9 @@ import msgspec
 from pagedcli.bench.machine import Machine, measure_machine
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
+from pagedcli.engine.decide import DTYPES
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.outputs import EngineStats, RequestOutput
-from pagedcli.engine.plan import DTYPES
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4

@@ -137,12 +137,10 @@ def kernels(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
-    import torch
-
     from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.machine import measure_machine
     from pagedcli.bench.throughput import workload_config
-    from pagedcli.engine.plan import model_folder, resolve_dtype, resolve_kv_dtype
+    from pagedcli.engine.decide import model_folder, resolve_dtype, resolve_kv_dtype
     from pagedcli.models.reading import read_spec
 
     engine_config = load_config(config, flags).config.engine
@@ -152,7 +150,7 @@ def kernels(
     spec = read_spec(model_folder(engine_config))
     dtype = resolve_dtype(engine_config.dtype, spec)
     machine = measure_machine(dtype)
-    kv_dtype = resolve_kv_dtype(engine_config.kv_cache_dtype, dtype, torch.device("cpu"))
+    kv_dtype = resolve_kv_dtype(engine_config.kv_cache_dtype, dtype, None)
     rows = kernel_rows(spec, machine.limits, tokens or [1, 8, 32, 512], dtype=dtype, kv_dtype=kv_dtype)
     columns = [
         Column("kernel", "kernel"),
@@ -251,7 +249,7 @@ def _run(config: EngineConfig, passes: Sequence[Workload]) -> "Throughput":
 
 def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
     from pagedcli.bench.floor import workload_floor
-    from pagedcli.engine.plan import DTYPES
+    from pagedcli.engine.decide import DTYPES
 
     run, seconds, machine = result.median, result.median_s, result.median_machine
     row: dict[str, Any] = {

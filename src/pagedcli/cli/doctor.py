@@ -51,9 +51,10 @@ def doctor(
 
     Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage.
     """  # fmt: skip
-    from pagedcli.engine.plan import resolve_device
+    from pagedcli.engine.decide import resolve_device
+    from pagedcli.engine.machine import this_machine
 
-    chosen = resolve_device(device)
+    chosen = resolve_device(device, this_machine())
     backends = _backend_rows(chosen)
     results = _self_test(str(chosen), [row["backend"] for row in backends if row["available"]])
     tables = [_versions_table(), _devices_table(), _backends_table(backends, str(chosen)), _engine_table(str(chosen))]
@@ -102,7 +103,7 @@ def _compiler() -> str:
 def _devices_table() -> Table:
     import torch
 
-    from pagedcli.engine.memory import host_memory
+    from pagedcli.engine.machine import host_memory
 
     total, available = host_memory()
     threads = f"{_num_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -147,7 +148,7 @@ def _why_no_gpu() -> str:
 def _backend_rows(device: "torch.device") -> list[dict[str, Any]]:
     from pagedcli.attention.select import available_backends
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.plan import model_folder, resolve_dtype
+    from pagedcli.engine.decide import model_folder, resolve_dtype
     from pagedcli.models.reading import read_spec
 
     config = EngineConfig()
@@ -175,8 +176,8 @@ def _engine_table(device: str) -> Table:
 
     try:
         engine = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8))
-        found: EngineFacts | str = EngineFacts.of(engine.plan, engine.model.notes)
-    except Exception as error:  # a diagnosis goes on, and says what broke: a driver raises anything
+        found: EngineFacts | str = EngineFacts.of_plan(engine.plan, engine.model.notes)
+    except Exception as error:  # a diagnosis continues and says what broke: a driver raises anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
     return engine_table(f"What an engine does on {device}, with the built-in model", found)
 
@@ -197,7 +198,7 @@ def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
 def _lookups() -> "list[LookUp]":
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.plan import model_folder
+    from pagedcli.engine.decide import model_folder
     from pagedcli.engine.self_test import LookUp, look_up_texts
 
     tokenizer = Tokenizer(model_folder(EngineConfig()))

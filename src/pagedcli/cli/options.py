@@ -116,6 +116,29 @@ FLAGS: dict[str, Any] = {
         strict=(bool, None, "Unknown fields make an error row instead of a note."),
     ),
 }
+# what a prediction depends on
+PLAN_KEYS = tuple(
+    f"engine.{name}"
+    for name in (
+        "model",
+        "revision",
+        "dtype",
+        "quantization",
+        "trust_remote_code",
+        "device",
+        "attention_backend",
+        "enforce_eager",
+        "block_size",
+        "kv_cache_dtype",
+        "num_gpu_blocks_override",
+        "kv_cache_memory",
+        "gpu_memory_utilization",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "tensor_parallel_size",
+    )
+)
 ENGINE_KEYS = tuple(key for key in FLAGS if key.startswith("engine."))
 SAMPLING_KEYS = tuple(key for key in FLAGS if key.startswith("sampling."))
 RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))

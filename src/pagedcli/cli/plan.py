@@ -1,13 +1,13 @@
 """`pagedcli plan`: what a prompt file would do to this machine's KV cache, without generating anything."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pagedcli.cli.engine_table import EngineFacts, engine_table, expect_engine
-from pagedcli.cli.machine import MACHINE_KEYS, Machine, expect_machine
-from pagedcli.cli.options import ConfigFile, Flags, config_flags
+from pagedcli.cli.engine_table import EngineFacts, engine_table
+from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, scan_prompts
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
@@ -21,7 +21,7 @@ _MAX_SHOWN = 10
 EXIT_BAD_ROWS = 3
 
 
-@config_flags(*MACHINE_KEYS, *PROMPT_KEYS)
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS)
 def plan(
     prompts: Annotated[
         str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file; .gz is decompressed, - is stdin.")
@@ -65,22 +65,48 @@ def run_plan(
     """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
     scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer)
     config = loaded.config
-    machine = None if scan.spec is None else expect_machine(config.engine, scan.spec)
-    expected: EngineFacts | str | None = None
-    try:
-        expected = None if scan.spec is None else expect_engine(config.engine, scan.spec)
-    except BackendError as error:  # an engine would refuse to start; what the file holds is worth knowing anyway
-        expected = error.message
+    pool, expected = _expect(config.engine, scan)
     if scan.plan.num_prompts == 0:
         say("no row of this file is good, so there is nothing to plan (see --field if prompts have another name)")
-    tables = _tables(scan, config, machine)
+    tables = _tables(scan, config, pool)
     if expected is not None:
         tables.append(engine_table("What an engine would do here", expected))
-    print_tables(tables, format_, facts=_facts(scan, config.engine, machine))
+    print_tables(tables, format_, facts=_facts(scan, config.engine, pool))
     return EXIT_BAD_ROWS if scan.num_bad else 0
 
 
-def _facts(scan: PromptScan, engine: EngineConfig, machine: Machine | None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The pool that this machine would give the model."""
+
+    device: str
+    block_bytes: int
+    num_blocks: int
+    reason: str
+
+
+def _expect(engine: EngineConfig, scan: PromptScan) -> tuple[_Pool | None, EngineFacts | str | None]:
+    """The pool and the engine that this machine would give the model, as far as they can be predicted. An engine that
+    would refuse to start is no reason to say nothing about the file: then its reason stands for it."""
+    if scan.spec is None:
+        return None, None
+    from pagedcli.engine.decide import decide
+    from pagedcli.engine.forecast import forecast
+    from pagedcli.engine.machine import this_machine
+
+    machine = this_machine()
+    try:
+        decided = decide(engine, scan.spec, machine)
+    except BackendError as error:
+        return None, error.message
+    found = forecast(engine, scan.spec, decided, machine)
+    pool = None
+    if found is not None:
+        pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason)
+    return pool, EngineFacts.of_decisions(decided)
+
+
+def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[str, Any]:
     plan = scan.plan
     block_size = plan.recommended_block_size() if plan.num_prompts else None
     facts: dict[str, Any] = {
@@ -96,26 +122,26 @@ def _facts(scan: PromptScan, engine: EngineConfig, machine: Machine | None) -> d
         "recommended_block_size": block_size,
         "recommended_num_blocks": block_size and plan.recommended_num_blocks(block_size, engine.max_num_seqs),
     }
-    if machine is not None:
+    if pool is not None:
         facts |= {
-            "device": machine.device,
-            "block_size": machine.block_size,
-            "block_bytes": machine.block_bytes,
-            "num_kvcache_blocks": machine.num_blocks,
-            "num_kvcache_tokens": machine.num_blocks * machine.block_size,
-            "num_kvcache_blocks_reason": machine.reason,
+            "device": pool.device,
+            "block_size": engine.block_size,
+            "block_bytes": pool.block_bytes,
+            "num_kvcache_blocks": pool.num_blocks,
+            "num_kvcache_tokens": pool.num_blocks * engine.block_size,
+            "num_kvcache_blocks_reason": pool.reason,
         }
     return facts
 
 
-def _tables(scan: PromptScan, config: Config, machine: Machine | None) -> list[Table]:
+def _tables(scan: PromptScan, config: Config, pool: _Pool | None) -> list[Table]:
     plan = scan.plan
     tables = [_rows_table(scan)]
     if scan.num_bad:
         tables.append(_bad_table(scan))
     if plan.num_prompts:
         tables += [_length_table(plan), _histogram_table(plan), _shared_table(plan)]
-        tables += [_block_size_table(plan, config.engine), _pool_table(plan, config.engine, machine)]
+        tables += [_block_size_table(plan, config.engine), _pool_table(plan, config.engine, pool)]
     return tables
 
 
@@ -126,7 +152,7 @@ def _rows_table(scan: PromptScan) -> Table:
     rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
     notes = [f"ignored field {name!r} in {lines:,} rows" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]]
     if scan.max_model_len is None:
-        notes.append("no config.json beside the tokenizer: length limits and this machine are not judged")
+        notes.append("no config.json in the folder of the tokenizer: length limits and this machine are not judged")
     return Table("rows", "Rows", [Column("what", "what"), Column("rows", "rows", count)], rows, notes)
 
 
@@ -211,21 +237,21 @@ def _block_size_table(plan: PromptPlan, engine: EngineConfig) -> Table:
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 
 
-def _pool_table(plan: PromptPlan, engine: EngineConfig, machine: Machine | None) -> Table:
+def _pool_table(plan: PromptPlan, engine: EngineConfig, pool: _Pool | None) -> Table:
     block_size = engine.block_size
     rows = plan.pool_rows(block_size, engine.max_num_seqs)
     columns = [Column("enough_for", "pool for"), Column("num_blocks", "blocks", count)]
-    if machine is None:
+    if pool is None:
         return Table("pools", f"Pools at block size {block_size}", columns, rows)
     for row in rows:
-        row["kv_cache_bytes"] = row["num_blocks"] * machine.block_bytes
-        row["fits"] = row["num_blocks"] <= machine.num_blocks
+        row["kv_cache_bytes"] = row["num_blocks"] * pool.block_bytes
+        row["fits"] = row["num_blocks"] <= pool.num_blocks
     columns += [Column("kv_cache_bytes", "KV cache", size), Column("fits", "fits here")]
     longest = max(plan.total_lengths)
-    at_once = machine.num_blocks / blocks_for(longest, block_size)
+    at_once = pool.num_blocks / blocks_for(longest, block_size)
     notes = [
-        f"this machine ({machine.device}): {machine.num_blocks:,} blocks,"
-        f" {size(machine.num_blocks * machine.block_bytes)} ({machine.reason})",
+        f"this machine ({pool.device}): {pool.num_blocks:,} blocks,"
+        f" {size(pool.num_blocks * pool.block_bytes)} ({pool.reason})",
         f"that is {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
     ]
     if at_once < 1:

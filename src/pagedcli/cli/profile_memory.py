@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedcli.cli.machine import model_sizes
-from pagedcli.cli.memory_profile import Profile, profile_described, profile_here, read_described
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, FieldOption, scan_prompts
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
@@ -26,6 +24,9 @@ from pagedcli.inspection.prompt_plan import percentile
 from pagedcli.kvcache.budget import MemoryTerms
 from pagedcli.kvcache.cards import CARDS
 
+if TYPE_CHECKING:
+    from pagedcli.engine.memory_profile import Profile
+
 _OTHER_MACHINE, _REQUESTS = "A machine described by numbers (no GPU, no weights)", "Requests"
 
 
@@ -40,7 +41,7 @@ def profile_memory(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Concurrency at this file's lengths, too.",
+            help="Also show the concurrency at this file's lengths.",
             rich_help_panel=_REQUESTS,
             show_default=False,
         ),
@@ -76,10 +77,15 @@ def profile_memory(
 
     Exit codes: 0 blocks fit, 2 wrong usage, configuration or no block fits.
     """  # fmt: skip
+    from pagedcli.engine.memory_profile import profile_described, profile_here, read_described
+
     loaded = load_config(config, flags)
+    engine = loaded.config.engine
     described = read_described(gpu, gpu_memory, used=used, peak=peak, current=current)
-    profile = profile_described(loaded.config.engine, described) if described else profile_here(loaded.config.engine)
-    lengths, shared = {"model length": profile.max_model_len}, None
+    if described is None:
+        say(f"loading {engine.model} and running the largest step")
+    profile = profile_here(engine) if described is None else profile_described(engine, described)
+    lengths, shared = {"model length": profile.decided.max_model_len}, None
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths, field)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
@@ -87,11 +93,12 @@ def profile_memory(
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
     tables.append(_size_table(profile))
     print_tables(tables, format_, facts=_facts(profile, shared))
-    nothing = missing_memory(profile.terms, profile.block_bytes, profile.holders) if not profile.num_blocks else None
-    if nothing is not None:
-        raise ConfigError(nothing[0], hint=nothing[1])
     if not profile.num_blocks:
-        raise ConfigError(profile.reason, hint="raise --kv-cache-memory")
+        message, hint = missing_memory(profile.terms, profile.decided.block_bytes, profile.holders) or (
+            profile.reason,
+            profile.hint,
+        )
+        raise ConfigError(message, hint=hint)
 
 
 def _lengths_of(
@@ -108,17 +115,17 @@ def _lengths_of(
     return lengths | found, scan.plan.common_prefix_tokens()
 
 
-def _labels(profile: Profile) -> dict[str, tuple[str, str]]:
-    terms, notes, step = profile.terms, profile.notes, profile.step
+def _labels(profile: "Profile") -> dict[str, tuple[str, str]]:
+    terms, notes, step = profile.terms, profile.notes, profile.decided.largest_step
     shape = f"largest step: {step.num_tokens:,} tokens in {step.num_seqs:,} sequences"
     labels = {
         "total": ("total", profile.device),
-        "reserve": ("- kept free", f"1 - gpu_memory_utilization {profile.engine.gpu_memory_utilization}"),
+        "reserve": ("- kept free", f"1 - gpu_memory_utilization {profile.config.gpu_memory_utilization}"),
         "others": ("- other processes", notes.get("others", "")),
         "runtime": ("- runtime", notes.get("runtime", "")),
-        "weights": ("- weights", "; ".join(filter(None, (profile.dtype, notes.get("weights"))))),
+        "weights": ("- weights", "; ".join(filter(None, (_weights_dtype(profile), notes.get("weights"))))),
         "activations": ("- activation peak", "; ".join(filter(None, (shape, notes.get("activations"))))),
-        "graphs": ("- CUDA graphs", ""),
+        "graphs": ("- CUDA graphs", notes.get("graphs", "")),
         "kv_cache": ("= room for KV", ""),
     }
     if not terms.reserve:
@@ -128,9 +135,15 @@ def _labels(profile: Profile) -> dict[str, tuple[str, str]]:
     return labels
 
 
-def _waterfall_table(profile: Profile) -> Table:
+def _weights_dtype(profile: "Profile") -> str:
+    dtype = _name(profile.decided.dtype)
+    quantization = profile.config.quantization
+    return dtype if quantization is None else f"{quantization}, embedding and norms {dtype}"
+
+
+def _waterfall_table(profile: "Profile") -> Table:
     rows = waterfall_rows(profile.measured, profile.predicted, _labels(profile))
-    pool_bytes = profile.num_blocks * profile.block_bytes
+    pool_bytes = profile.num_blocks * profile.decided.block_bytes
     pool = {"term": "pool", "name": "KV cache", "difference": None, "note": profile.reason.partition(":")[0]}
     is_measured = profile.measured is not None
     rows.append(
@@ -140,6 +153,18 @@ def _waterfall_table(profile: Profile) -> Table:
             "predicted_bytes": None if is_measured else pool_bytes,
         }
     )
+    if profile.measured_loading is not None:
+        measured, predicted = profile.measured_loading, profile.predicted_loading
+        rows.append(
+            {
+                "term": "loading_peak",
+                "name": "while loading",
+                "measured_bytes": measured,
+                "predicted_bytes": predicted,
+                "difference": None if predicted is None else predicted / measured - 1,
+                "note": "this process at most, pages of the mapped checkpoint included",
+            }
+        )
     columns = [Column("name", "memory")]
     if profile.measured is not None:
         columns.append(Column("measured_bytes", "measured", size))
@@ -148,19 +173,18 @@ def _waterfall_table(profile: Profile) -> Table:
     if profile.measured is not None and profile.predicted is not None:
         columns.append(Column("difference", "off by", percent))
     columns.append(Column("note", "what it is"))
-    num_slots = profile.num_blocks * profile.engine.block_size
+    num_slots = profile.num_blocks * profile.config.block_size
     notes = [
-        "bytes/block = "
-        + block_formula(model_sizes(profile.engine, profile.spec), profile.engine.block_size, profile.kv_dtype),
-        f"{profile.num_blocks:,} blocks of {size(profile.block_bytes)} = {num_slots:,} tokens",
+        "bytes/block = " + block_formula(profile.sizes, profile.config.block_size, _name(profile.decided.kv_dtype)),
+        f"{profile.num_blocks:,} blocks of {size(profile.decided.block_bytes)} = {num_slots:,} tokens",
     ]
-    num_ranks = profile.engine.tensor_parallel_size
-    title = f"Memory of {profile.engine.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
+    num_ranks = profile.config.tensor_parallel_size
+    title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
     return Table("waterfall", title, columns, rows, notes)
 
 
-def _concurrency_table(profile: Profile, lengths: Mapping[str, int], shared: int | None) -> Table:
-    block_size = profile.engine.block_size
+def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> Table:
+    block_size = profile.config.block_size
     rows = concurrency_rows(lengths, num_blocks=profile.num_blocks, block_size=block_size, shared_tokens=shared)
     columns = [
         Column("at", "requests of"),
@@ -168,7 +192,7 @@ def _concurrency_table(profile: Profile, lengths: Mapping[str, int], shared: int
         Column("num_blocks", "blocks", count),
         Column("max_concurrency", "at once", decimal),
     ]
-    notes = [f"--max-num-seqs lets at most {profile.engine.max_num_seqs:,} run at once"]
+    notes = [f"--max-num-seqs lets at most {profile.config.max_num_seqs:,} run at once"]
     if shared:
         columns.append(Column("max_concurrency_shared", f"sharing {shared:,} tokens", decimal))
         notes.append(f"at least half of the rows begin with the same {shared:,} tokens; only whole blocks are shared")
@@ -177,13 +201,13 @@ def _concurrency_table(profile: Profile, lengths: Mapping[str, int], shared: int
     return Table("concurrency", f"Requests that {profile.num_blocks:,} blocks hold", columns, rows, notes)
 
 
-def _target_table(profile: Profile, num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
+def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
     rows = target_rows(
         num_requests,
         lengths,
         terms=profile.terms,
-        block_size=profile.engine.block_size,
-        block_bytes=profile.block_bytes,
+        block_size=profile.config.block_size,
+        block_bytes=profile.decided.block_bytes,
         shared_tokens=shared,
     )
     columns = [
@@ -198,9 +222,9 @@ def _target_table(profile: Profile, num_requests: int, lengths: Mapping[str, int
     return Table("target", f"What {num_requests:,} requests at once need", columns, rows, notes)
 
 
-def _size_table(profile: Profile) -> Table:
-    pool_bytes = profile.num_blocks * profile.block_bytes
-    rows = size_rows(model_sizes(profile.engine, profile.spec), pool_bytes, profile.max_model_len)
+def _size_table(profile: "Profile") -> Table:
+    pool_bytes = profile.num_blocks * profile.decided.block_bytes
+    rows = size_rows(profile.sizes, pool_bytes, profile.decided.max_model_len)
     columns = [
         Column("kv_dtype", "KV dtype"),
         Column("block_size", "block size", count),
@@ -215,23 +239,31 @@ def _size_table(profile: Profile) -> Table:
     return Table("sizes", f"The same {size(pool_bytes)} at other block sizes and KV dtypes", columns, rows, notes)
 
 
-def _facts(profile: Profile, shared: int | None) -> dict[str, Any]:
-    terms, block_size = profile.terms, profile.engine.block_size
+def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
+    terms, block_size = profile.terms, profile.config.block_size
     facts: dict[str, Any] = {
-        "model": profile.engine.model,
+        "model": profile.config.model,
         "device": profile.device,
-        "dtype": profile.dtype,
-        "kv_dtype": profile.kv_dtype,
+        "dtype": _name(profile.decided.dtype),
+        "quantization": profile.config.quantization,
+        "kv_dtype": _name(profile.decided.kv_dtype),
+        "backend": profile.decided.backend,
         "measured": profile.measured is not None,
         "block_size": block_size,
-        "block_bytes": profile.block_bytes,
+        "block_bytes": profile.decided.block_bytes,
         "num_kvcache_blocks": profile.num_blocks,
         "num_kvcache_blocks_reason": profile.reason,
         "num_kvcache_tokens": profile.num_blocks * block_size,
-        "kv_cache_bytes": profile.num_blocks * profile.block_bytes,
-        "max_model_len": profile.max_model_len,
-        "activation_peak_tokens": profile.step.num_tokens,
-        "activation_peak_seqs": profile.step.num_seqs,
+        "kv_cache_bytes": profile.num_blocks * profile.decided.block_bytes,
+        "max_model_len": profile.decided.max_model_len,
+        "activation_peak_tokens": profile.decided.largest_step.num_tokens,
+        "activation_peak_seqs": profile.decided.largest_step.num_seqs,
     }
     facts |= {f"{field.name}_bytes": getattr(terms, field.name) for field in fields(MemoryTerms)}
+    facts |= {"loading_peak_bytes": profile.measured_loading, "predicted_loading_peak_bytes": profile.predicted_loading}
     return facts | {"room_bytes": terms.kv_cache, "shared_prefix_tokens": shared}
+
+
+def _name(dtype: Any) -> str:
+    """'bfloat16' for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

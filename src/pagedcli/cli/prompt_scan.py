@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedcli.cli.machine import max_model_len, model_folder, model_spec
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import RequestError
 from pagedcli.inspection.prompt_plan import PromptPlan
@@ -56,11 +55,18 @@ def scan_prompts(
     from pagedcli.batch.sources import open_source
     from pagedcli.batch.stats import SeenIds
     from pagedcli.batch.tokenizer import Tokenizer
+    from pagedcli.engine.decide import model_folder, resolve_max_model_len
+    from pagedcli.models.hub import check_files
+    from pagedcli.models.reading import read_spec
 
     config, lines = loaded.config, open_source(input_name)
-    folder = tokenizer if tokenizer is not None else model_folder(config.engine)
-    spec = model_spec(folder, config.engine)
-    scan = PromptScan(spec, None if spec is None else max_model_len(config.engine, spec))
+    if tokenizer is not None and tokenizer.is_dir():
+        check_files(tokenizer)
+    folder = tokenizer if tokenizer is not None else model_folder(config.engine, weights=False)
+    spec = None
+    if (folder / "config.json").is_file():  # not in a folder that holds a tokenizer alone
+        spec = read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
+    scan = PromptScan(spec, None if spec is None else resolve_max_model_len(config.engine, spec))
     encoder = Tokenizer(
         folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
     )

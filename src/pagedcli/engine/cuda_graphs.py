@@ -36,7 +36,9 @@ def bucket_sizes(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
     return [*sizes, *range(320, end, 64), end]
 
 
-def why_no_graphs(config: EngineConfig, spec: ModelSpec, device: torch.device, backend: AttentionBackend) -> str | None:
+def why_no_graphs(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, backend: type[AttentionBackend]
+) -> str | None:
     """The reason why steps run without graphs, None if graphs are used."""
     if device.type != "cuda":
         return f"{device} has none"

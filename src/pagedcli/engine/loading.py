@@ -10,30 +10,20 @@ from pathlib import Path
 import torch
 
 from pagedcli.attention.base import AttentionBackend, dtype_name
+from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
-from pagedcli.engine.cuda_graphs import DecodeGraphs, bucket_sizes, graph_bytes, why_no_graphs
+from pagedcli.engine.cuda_graphs import DecodeGraphs, graph_bytes
+from pagedcli.engine.decide import Decisions, choose_num_blocks, decide, model_folder
 from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.kv_scales import kv_scales
+from pagedcli.engine.machine import available_memory, this_machine
 from pagedcli.engine.memory import measure_budget
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.plan import (
-    choose_backend,
-    choose_num_blocks,
-    model_folder,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-    resolve_max_model_len,
-    resolve_max_num_batched_tokens,
-    runs_ahead,
-)
-from pagedcli.errors import ConfigError
-from pagedcli.kvcache.budget import MemoryBudget, block_bytes
+from pagedcli.kvcache.budget import MemoryBudget
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
-from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native.threads import limit_threads
 
@@ -64,126 +54,103 @@ def load_engine(
     """
     path = model_folder(config)
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
-    own_spec = shard_spec(spec, parallel)
-    device = rank_device(config, parallel)
-    if device.type == "cpu":
+    decided = decide(config, spec, this_machine(), rank=parallel.rank)
+    if decided.device.type == "cpu":
         limit_threads()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current device
-    dtype = resolve_dtype(config.dtype, spec)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
-    max_model_len = resolve_max_model_len(config, spec)
-    selection = choose_backend(config, own_spec, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    else:
+        torch.cuda.set_device(decided.device)  # Triton launches on the current device
+    backend = load_backend(decided.backend, decided.attention)
     model = load_model(
         path,
         spec,
-        backend=selection.backend,
-        dtype=dtype,
-        device=device,
+        backend=backend,
+        dtype=decided.dtype,
+        device=decided.device,
         load_format=config.load_format,
         quantization=config.quantization,
         seed=config.seed,
         trust_remote_code=config.trust_remote_code,
-        max_model_len=max_model_len,
+        max_model_len=decided.max_model_len,
         parallel=parallel,
     )
     on_weights()
-    bytes_per_block = block_bytes(
-        num_layers=own_spec.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=own_spec.num_kv_heads,
-        head_dim=own_spec.head_dim,
-        kv_dtype=dtype_name(kv_dtype),
-    )
     scales = None
-    if kv_dtype == torch.float8_e4m3fn:  # other caches hold numbers as they are, or a scale for each token and head
+    if decided.kv_dtype == torch.float8_e4m3fn:  # other caches hold numbers as they are, or a scale per token and head
         scales = kv_scales(
             model,
-            selection.backend,
-            device=device,
-            dtype=dtype,
+            backend,
+            device=decided.device,
+            dtype=decided.dtype,
             block_size=config.block_size,
-            max_model_len=max_model_len,
+            max_model_len=decided.max_model_len,
             parallel=parallel,
         )
-    no_graphs = why_no_graphs(config, spec, device, selection.backend)
-    budget = _measure(config, model, selection.backend, device, kv_dtype, max_model_len, with_graphs=no_graphs is None)
-    num_blocks, reason = choose_num_blocks(
-        config, block_bytes=bytes_per_block, max_model_len=max_model_len, budget=budget
-    )
+    budget = _measure(config, model, backend, decided)
+    num_blocks, reason = choose_num_blocks(config, decided, available=available_memory(), budget=budget)
     num_blocks = agree(num_blocks)
-    plan = Plan(
-        model=config.model,
-        device=str(device),
-        dtype=dtype_name(dtype),
-        backend=selection.backend.name,
-        refused=selection.refused,
+    runner = ModelRunner(
+        model,
+        backend,
+        device=decided.device,
+        kv_dtype=decided.kv_dtype,
+        num_blocks=num_blocks,
         block_size=config.block_size,
-        block_bytes=bytes_per_block,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=decided.max_model_len,
+        parallel=parallel,
+    )
+    if decided.no_graphs is None:
+        runner.graphs = DecodeGraphs(runner, capture=True)
+    plan = _plan(config, spec, decided, num_blocks, reason, model.weight_bytes, budget, scales)
+    return LoadedEngine(path, spec, model, plan, runner)
+
+
+def _plan(
+    config: EngineConfig,
+    spec: ModelSpec,
+    decided: Decisions,
+    num_blocks: int,
+    reason: str,
+    weight_bytes: int,
+    budget: MemoryBudget | None,
+    scales: tuple[float, float] | None,
+) -> Plan:
+    """What was decided and what was measured."""
+    return Plan(
+        model=config.model,
+        device=str(decided.device),
+        dtype=dtype_name(decided.dtype),
+        backend=decided.backend,
+        refused=decided.refused,
+        block_size=config.block_size,
+        block_bytes=decided.block_bytes,
         num_blocks=num_blocks,
         num_blocks_reason=reason,
-        max_model_len=max_model_len,
+        max_model_len=decided.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
-        weight_bytes=model.weight_bytes,
+        max_num_batched_tokens=decided.max_num_batched_tokens,
+        weight_bytes=weight_bytes,
         budget=budget,
-        graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
-        no_graphs=no_graphs,
-        kv_dtype=dtype_name(kv_dtype),
+        graph_sizes=decided.graph_sizes,
+        no_graphs=decided.no_graphs,
+        kv_dtype=dtype_name(decided.kv_dtype),
         kv_scales=scales,
         vocab_size=spec.vocab_size,
         eos_token_ids=frozenset(spec.eos_token_ids),
         chunked_prefill_size=config.chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
         preemption_policy=config.preemption_policy,
-        runs_ahead=runs_ahead(config, device),
+        runs_ahead=decided.runs_ahead,
         seed=config.seed,
     )
-    runner = ModelRunner(
-        model,
-        selection.backend,
-        device=device,
-        kv_dtype=kv_dtype,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        parallel=parallel,
-    )
-    if no_graphs is None:
-        runner.graphs = DecodeGraphs(runner, capture=True)
-    return LoadedEngine(path, spec, model, plan, runner)
-
-
-def rank_device(config: EngineConfig, parallel: ParallelContext) -> torch.device:
-    """The device of a rank: GPUs side by side, from the one that --device names.
-
-    Raises:  ConfigError if there are fewer GPUs than ranks.
-    """
-    device = resolve_device(config.device)
-    if parallel.size == 1 or device.type != "cuda":
-        return device
-    index, num_gpus = (device.index or 0) + parallel.rank, torch.cuda.device_count()
-    if index >= num_gpus:
-        raise ConfigError(
-            f"tensor_parallel_size is {parallel.size}, which needs GPU {index}, but there are {num_gpus}",
-            hint=f"use --tensor-parallel-size {num_gpus} or fewer",
-        )
-    return torch.device("cuda", index)
 
 
 def _measure(
-    config: EngineConfig,
-    model: CausalLM,
-    backend: AttentionBackend,
-    device: torch.device,
-    kv_dtype: torch.dtype,
-    max_model_len: int,
-    *,
-    with_graphs: bool,
+    config: EngineConfig, model: CausalLM, backend: AttentionBackend, decided: Decisions
 ) -> MemoryBudget | None:
     """The memory terms of a CUDA device, graphs included; None on a CPU."""
-    budget = measure_budget(config, model, backend, device, kv_dtype, max_model_len)
-    if budget is None or not with_graphs:
+    arguments = (config, model, backend, decided.device, decided.kv_dtype, decided.max_model_len)
+    budget = measure_budget(*arguments)
+    if budget is None or decided.no_graphs is not None:
         return budget
-    return replace(budget, graphs=graph_bytes(config, model, backend, device, kv_dtype, max_model_len))
+    return replace(budget, graphs=graph_bytes(*arguments))

@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import resolve_max_num_batched_tokens
 from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.machine import host_memory
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.plan import available_memory, resolve_max_num_batched_tokens
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape, blocks_for
+from pagedcli.layers.sampling import choose_tokens, smallest_kept
 from pagedcli.models.base import CausalLM
 from pagedcli.sampling_params import SamplingParams
 
@@ -72,12 +75,15 @@ def measure_budget(
     )
 
 
-def measure_terms(runner: ModelRunner, plan: Plan, step: StepShape, *, expected_activations: int) -> MemoryTerms:
+def measure_terms(
+    runner: ModelRunner, plan: Plan, step: StepShape, *, mapped_weights: int, expected_activations: int
+) -> MemoryTerms:
     """Where the memory of the runner's device goes, with the model loaded.
 
     On a GPU the terms are those of plan.budget. On a CPU the step is run for the first time and the growth of this
-    process counted; the total is that of the host or of its cgroup. The KV cache is not among the terms.
-    `expected_activations` stand in on a CPU whose system does not tell (see process_memory).
+    process counted; the total is that of the host or of its cgroup. The KV cache is not among the terms, nor are pages
+    of a mapped checkpoint, which the system drops when memory is short; `mapped_weights` of the weights are read there.
+    `expected_activations` stand in where the system does not report memory (see process_memory).
     """
     if plan.budget is not None:
         budget = plan.budget
@@ -95,12 +101,12 @@ def measure_terms(runner: ModelRunner, plan: Plan, step: StepShape, *, expected_
         )
     measure_step(runner, StepShape(1, 1))  # threads and libraries start with the first step: that is runtime
     total, available = host_memory()
-    resident = process_memory() or plan.weight_bytes
+    resident = max(0, (process_memory() or plan.weight_bytes) - mapped_checkpoint())
     activations = measure_step(runner, step)
     return MemoryTerms(
         total=total,
         others=max(0, total - available - resident),
-        runtime=max(0, resident - plan.weight_bytes),
+        runtime=max(0, resident - (plan.weight_bytes - min(mapped_weights, plan.weight_bytes))),
         weights=plan.weight_bytes,
         activations=expected_activations if activations is None else activations,
     )
@@ -120,13 +126,24 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
     on_cuda = runner.device.type == "cuda"
     before = _reset_cuda_peak(runner.device) if on_cuda else reset_host_peak()
     logits, _ = runner.execute(work)
-    logits.float().softmax(-1)  # what sampling takes
+    _sample_with_most_memory(logits)
     if on_cuda:
         torch.cuda.synchronize(runner.device)
         peak: int | None = torch.cuda.max_memory_allocated(runner.device)
     else:
-        peak = _process_bytes("VmHWM")
+        peak = host_peak()
     return None if before is None or peak is None else peak - before
+
+
+@torch.inference_mode()
+def _sample_with_most_memory(logits: Tensor) -> None:
+    """top-p over equal logits: none can be left out of the sort."""
+    rows, device = logits.shape[0], logits.device
+    temperature, top_p = torch.ones(rows, device=device), torch.full((rows,), 0.95, device=device)
+    top_k, min_p = torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, device=device)
+    equal = logits.zero_()
+    floor = smallest_kept(equal, temperature, top_k, top_p, min_p, most_k=None, only_min_p=False)
+    choose_tokens(equal, temperature, top_p, floor, num_drawn=rows)
 
 
 def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
@@ -167,6 +184,26 @@ def process_memory() -> int | None:
     return _process_bytes("VmRSS")
 
 
+def host_peak() -> int | None:
+    """Most resident bytes of this process since reset_host_peak; None where it is not readable."""
+    return _process_bytes("VmHWM")
+
+
+def mapped_checkpoint() -> int:
+    """Resident bytes of this process that are pages of *.safetensors files; 0 where it is not readable."""
+    try:
+        lines = (_PROC / "self/smaps").read_text().splitlines()
+    except OSError:
+        return 0
+    num_bytes, in_checkpoint = 0, False
+    for line in lines:
+        if "-" in line.split(" ", 1)[0]:  # the line of a mapping: its addresses first, its file last
+            in_checkpoint = line.endswith(".safetensors")
+        elif in_checkpoint and line.startswith("Rss:"):
+            num_bytes += int(line.split()[1]) * 1024
+    return num_bytes
+
+
 def _process_bytes(key: str) -> int | None:
     try:
         lines = (_PROC / "self/status").read_text().splitlines()
@@ -174,14 +211,6 @@ def _process_bytes(key: str) -> int | None:
         return None
     found = [line for line in lines if line.startswith(key + ":")]
     return int(found[0].split()[1]) * 1024 if found else None
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of the host, or of the cgroup that this process may not outgrow."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no cgroup v2, or "max"
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total, available_memory()
 
 
 # ---------------------------------------------------------------------- who else

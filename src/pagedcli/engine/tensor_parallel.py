@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.loading import LoadedEngine, load_engine, rank_device
+from pagedcli.engine.decide import rank_device, resolve_device
+from pagedcli.engine.loading import LoadedEngine, load_engine
+from pagedcli.engine.machine import this_machine
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.plan import resolve_device
 from pagedcli.engine.sampler import SampledTokens, SamplingBatch
 from pagedcli.engine.step_input import StepInput
 from pagedcli.errors import ConfigError, PagedcliError
@@ -60,8 +61,9 @@ class WorkerGroup:
                 hint="close() the other engine first",
             )
         # every process counts its GPUs from the same one, whichever is current there
-        config = msgspec.structs.replace(config, device=str(resolve_device(config.device)))
-        rank_device(config, ParallelContext(size - 1, size))  # refuses too few GPUs before anything starts
+        machine = this_machine()
+        config = msgspec.structs.replace(config, device=str(resolve_device(config.device, machine)))
+        rank_device(config, machine)  # refuses too few GPUs before anything starts
         self._config = config
         self._parallel = ParallelContext(0, size)
         self._folder = tempfile.TemporaryDirectory(prefix="pagedcli-")
@@ -226,7 +228,7 @@ def _watch(workers: list[_Worker], reported: threading.Event) -> None:
 
 def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> None:
     """Join the process group of an engine: NCCL between GPUs, gloo between CPU processes of this machine."""
-    device = rank_device(config, parallel)
+    device = rank_device(config, this_machine(), parallel.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif Path("/sys/class/net/lo").exists():

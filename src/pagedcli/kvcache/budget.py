@@ -6,6 +6,7 @@ Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; knows 
 from dataclasses import dataclass
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}  # bytes per element
+SORT_BYTES = 24  # per logit: float32 copies, sorted values with their int64 indices, and probabilities
 SCALE_BYTES = {"int8": 4}  # of K and of V, per token and head: a float32 scale
 
 
@@ -82,7 +83,7 @@ class MemoryTerms:
     total: int
     reserve: int = 0  # what the utilization leaves to others
     others: int  # other processes
-    runtime: int = 0  # this process beside the model: CUDA context, interpreter, libraries
+    runtime: int = 0  # this process without the model: CUDA context, interpreter, libraries
     weights: int
     activations: int  # of the largest step
     graphs: int = 0  # CUDA graph pool
@@ -134,14 +135,39 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, a tied embedding counted once."""
-        width, inner = self.hidden_size, self.intermediate_size
+        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return tables + self._layer_matrices + self._vectors
+
+    @property
+    def _layer_matrices(self) -> int:
+        """Elements of the linear layers of all decoder layers."""
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = width * (2 * q_rows + 2 * kv_rows)
-        biases = self.qkv_bias * (q_rows + 2 * kv_rows) + self.attention_out_bias * width
-        biases += self.mlp_bias * (2 * inner + width)
+        attention = self.hidden_size * (2 * q_rows + 2 * kv_rows)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def _vectors(self) -> int:
+        """Elements of biases and norms."""
+        width, inner = self.hidden_size, self.intermediate_size
+        biases = self.qkv_bias * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        biases += self.attention_out_bias * width + self.mlp_bias * (2 * inner + width)
         norms = 2 * width + self.qk_norm * 2 * self.head_dim
-        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * width
-        return tables + width + self.num_layers * (attention + 3 * width * inner + biases + norms)
+        return width + self.num_layers * (biases + norms)
+
+    def table_bytes(self, itemsize: int) -> int:
+        """The embedding table, or the output layer."""
+        return self.vocab_size * self.hidden_size * itemsize
+
+    def weight_bytes(self, itemsize: int, *, quantized: bool = False) -> int:
+        """Bytes of all weights as they are kept. Quantized, linear layers and the output layer are int8 with a scale
+        and a sum per row, and the embedding table is kept as well."""
+        if not quantized:
+            return self.num_parameters * itemsize
+        width, inner = self.hidden_size, self.intermediate_size
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + 2 * width + 2 * inner
+        int8 = self._layer_matrices + self.vocab_size * width
+        scales = (ITEMSIZE["float32"] + ITEMSIZE["float32"]) * (self.num_layers * rows + self.vocab_size)
+        return int8 + scales + self.table_bytes(itemsize) + self._vectors * itemsize
 
     def block_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Bytes of one block over all layers."""
@@ -154,18 +180,31 @@ class ModelSizes:
         )
 
     def activation_bytes(self, step: StepShape, itemsize: int, *, native: bool = False) -> int:
-        """What a step takes beside weights and cache, predicted from the decoder's code: with torch what is alive at
-        the widest of three places (fused kernels take less), with the native CPU decoder its workspace.
+        """What a step takes on top of weights and cache, predicted from the decoder's code: with torch what is alive
+        at the widest of three places (fused kernels take less), with the native CPU decoder its workspace.
         """
+        hidden = step.num_tokens * itemsize * self.hidden_size
+        sampling = self.logits_bytes(step.num_seqs, itemsize) + self.sampler_bytes(step.num_seqs)
+        if native:
+            heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            inner = max(self.num_heads * self.head_dim, self.intermediate_size)
+            workspace = itemsize * (self.hidden_size + heads + inner)
+            return step.num_tokens * workspace + max(hidden, sampling)
+        return max(self.step_bytes(step.num_tokens, itemsize), hidden + sampling)
+
+    def logits_bytes(self, num_seqs: int, itemsize: int) -> int:
+        """Logits of one token per sequence."""
+        return num_seqs * self.vocab_size * itemsize
+
+    def sampler_bytes(self, num_seqs: int) -> int:
+        """What sampling takes at most on top of the logits: top-p sorts them all."""
+        return num_seqs * self.vocab_size * SORT_BYTES
+
+    def step_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Tensors of a step that torch holds at once, at the widest place of a layer."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        wide = ITEMSIZE["float32"]  # norms and softmax are computed in float32
-        hidden = step.num_tokens * itemsize * width
-        # logits of one token per sequence, again in float32, and their softmax
-        sampling = step.num_seqs * self.vocab_size * (itemsize + 2 * wide)
-        if native:
-            workspace = itemsize * (width + (heads + 2 * kv_heads) * head + max(heads * head, inner))
-            return step.num_tokens * workspace + max(hidden, sampling)
+        wide = ITEMSIZE["float32"]  # norms are computed in float32
         # what attention was last given: q, k (a view into q and k together) and v (a view into all three)
         given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
         # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, q, k and v
@@ -175,4 +214,4 @@ class ModelSizes:
         norming = self.qk_norm * (2 * wide + itemsize)
         attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
         mlp = itemsize * 3 * inner  # gate, up and their product
-        return max(step.num_tokens * (always + max(attention, mlp)), hidden + sampling)
+        return num_tokens * (always + max(attention, mlp))

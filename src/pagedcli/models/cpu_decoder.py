@@ -133,11 +133,11 @@ def refusal(request: DecoderRequest) -> str | None:
     return spec_refusal(request.spec, request.backend)
 
 
-def spec_refusal(spec: ModelSpec, backend: AttentionBackend) -> str | None:
+def spec_refusal(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> str | None:
     """The part of `refusal` that is known before a model is asked for."""
     if spec.is_fallback:
         return f"has no {spec.architecture}"
-    if backend.geometry_address is None:
+    if not backend.capabilities.native_step:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if spec.hidden_size % 2 or spec.intermediate_size % 2:
         return f"packs no odd sizes, and the model's are {spec.hidden_size} and {spec.intermediate_size}"

@@ -24,6 +24,8 @@ def resolve_model(
     if model == BUILTIN_MODEL:
         return Path(str(files("pagedcli.assets"))) / "demo"
     path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():  # stands for its folder
+        path = path.parent
     if path.is_dir():
         check_files(path)
         return path

@@ -64,7 +64,7 @@ def load_model(
     return model
 
 
-def runs_in_one_call(backend: AttentionBackend, spec: ModelSpec) -> bool:
+def runs_in_one_call(backend: type[AttentionBackend], spec: ModelSpec) -> bool:
     """Whether the native library that serves attention can run the whole decoder."""
     reason: str | None = import_module(REGISTRY["native in one call"]).spec_refusal(spec, backend)
     return reason is None

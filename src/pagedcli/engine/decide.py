@@ -1,0 +1,268 @@
+"""Decides, from a configuration, a model and a machine, how an engine will run: before anything is loaded or allocated.
+
+The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Decisions;
+engine_plan.Plan adds what is measured after loading.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagedcli.attention.base import AttentionSpec, dtype_name
+from pagedcli.attention.select import choose_backend
+from pagedcli.config import EngineConfig
+from pagedcli.engine.cuda_graphs import bucket_sizes, why_no_graphs
+from pagedcli.engine.machine import Gpu, Machine
+from pagedcli.errors import ConfigError
+from pagedcli.kvcache.budget import MemoryBudget, StepShape, block_bytes, blocks_for
+from pagedcli.layers.linear import unpacked_note
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.hub import resolve_model
+from pagedcli.models.loading import runs_in_one_call
+from pagedcli.models.sharding import shard_spec
+from pagedcli.models.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a CPU gains nothing by more, and holds the prompts of fewer at a time
+LONGEST_DEFAULT = 2**20  # tokens of a request unless told otherwise: tables are built for every position
+CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """How an engine, or one rank of it, runs on a machine."""
+
+    device: torch.device
+    dtype: torch.dtype  # of weights and activations
+    kv_dtype: torch.dtype
+    attention: AttentionSpec  # what is asked of the backend
+    backend: str
+    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
+    in_one_call: bool  # the native CPU decoder runs a whole step
+    block_size: int  # tokens
+    block_bytes: int  # over all layers, K and V
+    max_model_len: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    runs_ahead: bool  # each step is launched before the tokens of the last one are read
+    graph_sizes: tuple[int, ...]  # batch sizes with a CUDA graph
+    no_graphs: str | None  # why there are none
+    notes: tuple[str, ...]  # what else a person should know
+
+    @property
+    def largest_step(self) -> StepShape:
+        """The step that sets the activation peak."""
+        return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
+
+
+def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decisions:
+    """How a rank of the engine will run. `spec` is that of the whole model.
+
+    Raises: ConfigError or BackendError for what cannot run there, with the reason.
+    """
+    own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
+    device = rank_device(config, machine, rank)
+    gpu = machine.gpus[device.index] if device.type == "cuda" else None
+    dtype = resolve_dtype(config.dtype, spec)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
+    if kv_dtype == torch.int8 and spec.is_fallback:
+        raise ConfigError(
+            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
+            hint="use --kv-cache-dtype auto",
+        )
+    attention = AttentionSpec(
+        device=device,
+        dtype=dtype,
+        block_size=config.block_size,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        kv_dtype=kv_dtype,
+        layers=frozenset(own.attention_layers),
+        capability=gpu.capability if gpu is not None else None,
+    )
+    choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
+    on_native_kernels = runs_in_one_call(choice.kind, spec)
+    no_graphs = why_no_graphs(config, spec, device, choice.kind)
+    return Decisions(
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        attention=attention,
+        backend=choice.name,
+        refused=choice.refused,
+        in_one_call=on_native_kernels and config.tensor_parallel_size == 1,
+        block_size=config.block_size,
+        block_bytes=block_bytes(
+            num_layers=own.num_layers,
+            block_size=config.block_size,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            kv_dtype=dtype_name(kv_dtype),
+        ),
+        max_model_len=resolve_max_model_len(config, spec),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
+        # where host and device are the same processor nothing is gained by it
+        runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
+        graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
+        no_graphs=no_graphs,
+        notes=() if on_native_kernels or spec.is_fallback else unpacked_note(device, dtype),
+    )
+
+
+def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
+    """The folder of the model; a hub model is downloaded into one, its weights only if they are wanted."""
+    return resolve_model(config.model, revision=config.revision, weights=weights)
+
+
+# ---------------------------------------------------------------------- one value each
+
+
+def resolve_device(name: str, machine: Machine) -> torch.device:
+    """The device of a --device value, of a GPU with its number. Raises: ConfigError if it is not there."""
+    if name == "auto":
+        name = "cuda" if machine.gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        message = f"device is {name!r}, which torch does not know"
+        raise ConfigError(message, hint="use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}, but pagedcli runs on cpu and cuda only", hint="use --device cpu")
+    if device.type == "cuda" and not machine.gpus:
+        message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
+        raise ConfigError(message, hint="use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= len(machine.gpus):
+        raise ConfigError(f"device is {name!r}, but there are {len(machine.gpus)} GPUs")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", machine.current_gpu)  # torch.cuda.set_device takes no other
+    return device
+
+
+def rank_device(config: EngineConfig, machine: Machine, rank: int = 0) -> torch.device:
+    """The device of a rank: GPUs side by side, from the one that --device names.
+
+    Raises:  ConfigError if there are fewer GPUs than ranks.
+    """
+    device, size = resolve_device(config.device, machine), config.tensor_parallel_size
+    if size == 1 or device.type != "cuda":
+        return device
+    first, num_gpus = device.index or 0, len(machine.gpus)
+    if first + size > num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which needs GPU {first + size - 1}, but there are {num_gpus}",
+            hint=f"use --tensor-parallel-size {num_gpus} or fewer",
+        )
+    return torch.device("cuda", first + rank)
+
+
+def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    """The dtype of a --dtype value; auto is what the checkpoint says, float32 if it says nothing."""
+    chosen = (spec.dtype or "float32") if name == "auto" else name
+    if chosen not in DTYPES:
+        raise ConfigError(f"dtype {chosen!r} of the model is not supported", hint=f"use --dtype {'|'.join(DTYPES)}")
+    return DTYPES[chosen]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, gpu: Gpu | None) -> torch.dtype:
+    """The dtype of a --kv-cache-dtype value for a model that computes in `dtype` on a GPU, or on the CPU if None.
+
+    Raises: ConfigError with the reason why it is not available there.
+    """
+    if name == "auto" or DTYPES.get(name) == dtype:
+        return dtype
+    if name == "int8":
+        if gpu is not None:
+            raise ConfigError(
+                "kv_cache_dtype int8 is for a CPU, not a CUDA GPU",
+                hint="use --kv-cache-dtype fp8 where the GPU has it, or auto",
+            )
+        return torch.int8
+    if name != "fp8":
+        raise ConfigError(
+            f"kv_cache_dtype is {name}, but the model computes in {dtype_name(dtype)}",
+            hint=f"use --kv-cache-dtype auto, or --dtype {name}" if name in DTYPES else "use --kv-cache-dtype auto",
+        )
+    if gpu is None:
+        raise ConfigError("kv_cache_dtype fp8 needs a CUDA GPU, not cpu", hint="use --kv-cache-dtype int8 or auto")
+    if gpu.capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs compute capability 8.9; {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}",
+            hint="use --kv-cache-dtype auto",
+        )
+    return torch.float8_e4m3fn
+
+
+def resolve_max_num_batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Tokens computed per step."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return max(config.max_num_seqs, CPU_STEP_TOKENS if device_type == "cpu" else STEP_TOKENS)
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """Tokens of prompt and output together. Raises: ConfigError if the model's positions end earlier."""
+    limit = spec.max_position_embeddings
+    if config.max_model_len is None:
+        return min(limit, LONGEST_DEFAULT)
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}",
+            hint=f"use --max-model-len {limit} or less",
+        )
+    return config.max_model_len
+
+
+# ---------------------------------------------------------------------- the pool
+
+
+def choose_num_blocks(
+    config: EngineConfig, decided: Decisions, *, available: int, budget: MemoryBudget | None
+) -> tuple[int, str]:
+    """Blocks in the pool, and what set the number.
+
+    `budget` is the memory of a GPU, None on a CPU, where `available` bytes of the host are left.
+    Raises: ConfigError if no block fits, or if more are asked for than there is memory.
+    """
+    block_bytes = decided.block_bytes
+    if budget is not None:
+        available = budget.available
+    if config.num_gpu_blocks_override is not None:
+        num_blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif config.kv_cache_memory is not None:
+        num_blocks, reason = config.kv_cache_memory // block_bytes, f"kv_cache_memory {config.kv_cache_memory} bytes"
+    elif budget is not None:
+        num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
+    else:
+        num_bytes = min(CPU_KV_BYTES, available // 2)
+        most = blocks_for(decided.max_model_len, config.block_size) * config.max_num_seqs
+        num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
+        if most < num_blocks:
+            num_blocks, reason = most, "max_num_seqs x max_model_len"
+    if num_blocks < 1:
+        raise ConfigError(
+            _no_blocks(block_bytes, reason, budget),
+            hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
+        )
+    if num_blocks * block_bytes > available:
+        raise ConfigError(
+            f"{reason} asks for a KV cache of {num_blocks * block_bytes / 2**30:,.2f} GiB, but only "
+            f"{max(0, available) / 2**30:,.2f} GiB of memory are available",
+            hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
+        )
+    return num_blocks, reason
+
+
+def _no_blocks(block_bytes: int, reason: str, budget: MemoryBudget | None) -> str:
+    message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
+    if budget is None:
+        return message
+    gib = 2**30
+    return message + (
+        f"; total {budget.total / gib:.2f} GiB x {budget.utilization} - used {budget.used / gib:.2f}"
+        f" - activations {budget.activations / gib:.2f} - graphs {budget.graphs / gib:.2f}"
+        f" = {budget.kv_cache / gib:.2f} GiB"
+    )

@@ -1,0 +1,125 @@
+"""Memory that an engine will need, predicted from its decisions and the model's sizes: nothing is loaded.
+
+Used by `pagedcli plan` and `pagedcli profile-memory`, which holds it against what it measures.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from pagedcli.attention.base import dtype_name
+from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import Decisions, choose_num_blocks
+from pagedcli.engine.machine import Machine
+from pagedcli.errors import ConfigError
+from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, ModelSizes
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.sharding import shard_spec
+from pagedcli.models.spec import ModelSpec
+
+CUDA_CONTEXT = 512 * 2**20  # bytes; what an idle CUDA process takes on recent cards, good to a factor of two
+HOST_PROCESS = 400 * 2**20  # bytes; Python with torch and the native library, good to a factor of two
+GRAPH_BYTES = 8 * 2**20  # of one CUDA graph without its tensors, good to a factor of two
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The memory and the pool that a model would get on a machine."""
+
+    terms: MemoryTerms
+    num_blocks: int  # 0: none fits
+    reason: str  # what sets num_blocks, or why it is 0
+    hint: str | None  # what to do about it if it is 0
+
+
+def model_sizes(config: EngineConfig, spec: ModelSpec) -> ModelSizes:
+    """The numbers of a spec that memory depends on; of one rank's share with tensor parallelism."""
+    num_ranks = config.tensor_parallel_size
+    own = shard_spec(spec, ParallelContext(0, num_ranks))
+    sizes = {item.name: getattr(own, item.name) for item in fields(ModelSizes)}
+    return ModelSizes(**{**sizes, "vocab_size": -(-spec.vocab_size // num_ranks)})
+
+
+def forecast(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> Forecast | None:
+    """What the model would get on the machine. None for a model whose code is not ours, which is not predicted."""
+    if spec.is_fallback:
+        return None
+    return forecast_pool(config, decided, predict_terms(config, spec, decided, machine))
+
+
+def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> MemoryTerms:
+    """Every term of the device's memory, from arithmetic and what is free on the machine."""
+    sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
+    weights = sizes.weight_bytes(itemsize, quantized=config.quantization is not None)
+    activations = sizes.activation_bytes(decided.largest_step, itemsize, native=decided.in_one_call)
+    if decided.device.type == "cpu":
+        return MemoryTerms(
+            total=machine.total_bytes,
+            others=machine.total_bytes - machine.available_bytes,
+            runtime=HOST_PROCESS,
+            weights=weights,
+            activations=activations,
+        )
+    gpu = machine.gpus[decided.device.index]
+    return MemoryTerms(
+        total=gpu.total_bytes,
+        reserve=gpu.total_bytes - int(gpu.total_bytes * config.gpu_memory_utilization),
+        others=gpu.total_bytes - gpu.free_bytes,
+        runtime=CUDA_CONTEXT,
+        weights=weights,
+        activations=activations,
+        graphs=predict_graphs(sizes, decided),
+    )
+
+
+def predict_graphs(sizes: ModelSizes, decided: Decisions) -> int:
+    """Bytes of all CUDA graphs: they share one pool for the tensors of a step, and each has its nodes."""
+    if not decided.graph_sizes:
+        return 0
+    largest = decided.graph_sizes[-1]
+    tensors = sizes.step_bytes(largest, decided.dtype.itemsize) + sizes.logits_bytes(largest, decided.dtype.itemsize)
+    return tensors + GRAPH_BYTES * len(decided.graph_sizes)
+
+
+def forecast_pool(config: EngineConfig, decided: Decisions, terms: MemoryTerms) -> Forecast:
+    """The pool that these terms leave, as the engine would size it."""
+    budget = None if decided.device.type == "cpu" else budget_of(terms, config.gpu_memory_utilization)
+    available = terms.total - terms.others - terms.runtime - terms.weights
+    try:
+        num_blocks, reason = choose_num_blocks(config, decided, available=available, budget=budget)
+    except ConfigError as error:
+        return Forecast(terms, 0, error.message, error.hint)
+    return Forecast(terms, num_blocks, reason, None)
+
+
+def budget_of(terms: MemoryTerms, utilization: float) -> MemoryBudget:
+    """The engine's view of the same terms."""
+    return MemoryBudget(
+        total=terms.total,
+        utilization=utilization,
+        used=terms.others + terms.runtime + terms.weights,
+        peak=terms.weights + terms.activations,
+        current=terms.weights,
+        graphs=terms.graphs,
+    )
+
+
+def loading_peak(config: EngineConfig, spec: ModelSpec, decided: Decisions, folder: Path) -> int:
+    """Bytes of the host that this process holds at most while it loads a model on a CPU: the weights, and what they
+    are made from. Pages of a mapped checkpoint count; the system drops them when memory is short."""
+    sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
+    weights = sizes.weight_bytes(itemsize, quantized=config.quantization is not None)
+    if config.load_format == "dummy":
+        return HOST_PROCESS + max(weights, sizes.num_parameters * itemsize) + sizes.table_bytes(itemsize)
+    checkpoint = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return HOST_PROCESS + weights + checkpoint
+
+
+def mapped_weights(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> int:
+    """Bytes of weights that stay in the mapped checkpoint and are read from there."""
+    if config.load_format == "dummy" or spec.dtype != dtype_name(decided.dtype):
+        return 0
+    sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
+    if not decided.in_one_call:
+        return sizes.num_parameters * itemsize
+    keeps_embedding = config.quantization is not None or not spec.tie_word_embeddings
+    return sizes.table_bytes(itemsize) if keeps_embedding else 0

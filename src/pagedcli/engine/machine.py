@@ -1,0 +1,80 @@
+"""The machine as decisions see it: its GPUs, its memory and the software that attention backends miss.
+
+Frozen values, read from this machine or made up (a GPU by name, tests). Used by engine.decide.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A CUDA device."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int  # before anything is loaded
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What is there. Bytes are those of the host, or of the cgroup that this process may not outgrow."""
+
+    total_bytes: int
+    available_bytes: int  # that a process can still take
+    gpus: tuple[Gpu, ...] = ()
+    current_gpu: int = 0  # what "cuda" without a number means
+    is_here: bool = True  # False: described; its software is complete but for what `missing` says
+    missing: Mapping[str, str] = field(default_factory=dict)  # attention backend -> why it cannot run there
+
+
+def this_machine() -> Machine:
+    """This machine as it is now."""
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        gpus.append(Gpu(name=name, total_bytes=total, free_bytes=free, capability=capability))
+    total, available = host_memory()
+    return Machine(
+        total_bytes=total,
+        available_bytes=available,
+        gpus=tuple(gpus),
+        current_gpu=torch.cuda.current_device() if gpus else 0,
+    )
+
+
+def described_gpu(
+    total_bytes: int, *, name: str = "GPU", capability: tuple[int, int] = (9, 0), num_gpus: int = 1
+) -> Machine:
+    """A machine with GPUs that need not exist, free and with all software installed."""
+    gpu = Gpu(name=name, total_bytes=total_bytes, free_bytes=total_bytes, capability=capability)
+    total, available = host_memory()
+    return Machine(total_bytes=total, available_bytes=available, gpus=(gpu,) * num_gpus, is_here=False)
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of the host, or of the cgroup that this process may not outgrow."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total, available_memory()
+
+
+def available_memory() -> int:
+    """Bytes of host memory that a process can still take, cgroup limits included where they are readable."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux: half of what is built in is a guess on the safe side
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - current)
+    return available
