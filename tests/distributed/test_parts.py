@@ -18,7 +18,7 @@ from pagedcli.distributed.merge import merge_parts
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.distributed.planning import plan_input
 from pagedcli.distributed.worker import Worker, WorkerJob
-from pagedcli.engine.plan import model_folder
+from pagedcli.engine.decide import model_folder
 from pagedcli.errors import PagedcliError, UsageError
 
 FLAGS = {

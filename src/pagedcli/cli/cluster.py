@@ -85,7 +85,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     from pagedcli.batch.sources import open_source
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.distributed.planning import plan_input
-    from pagedcli.engine.plan import model_folder
+    from pagedcli.engine.decide import model_folder
 
     config = job.loaded.config
     lines = open_source(job.input_name)
