@@ -28,7 +28,7 @@ ALLOWED = {
     "batch": {*LOW, "kvcache", "engine", "models"},
     "printable": set(),
     "inspection": {"errors", "events", "files", "line_files", "kvcache", "printable"},
-    "kvevents": {"errors", "events", "line_files", "kvcache"},
+    "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
     "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm"},
 }

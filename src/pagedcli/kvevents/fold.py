@@ -4,8 +4,8 @@
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -31,6 +31,7 @@ _MAX_PUBLISHERS = 256
 _MAX_GROUPS = 64  # per publisher
 _MAX_NAMES = 256  # of unknown types and fields, and of values that are counted
 _MAX_OBJECTS = 1_000_000  # of stores
+Fetch = Callable[[int, int, int | None], Iterable[Sequence[bytes]]]
 _RATE_S = 10.0  # the window of rates
 
 
@@ -50,7 +51,8 @@ class Publisher:
 class KVState:
     """What is known of the caches behind some endpoints.
 
-    keep_tokens keeps the token ids of each block, for text. `watch` makes an observer for each tree.
+    keep_tokens keeps the token ids of each block, for text. `watch` makes an observer for each tree. `fetch(source,
+    first, before)` gives the frames of missing messages, where a publisher can send them again.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class KVState:
         keep_tokens: bool = False,
         max_blocks: int = MAX_BLOCKS,
         watch: Callable[[], Watcher] | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
         self.publishers: dict[tuple[int, bytes], Publisher] = {}
         self.num_messages = 0
@@ -79,23 +82,45 @@ class KVState:
         self._keep_tokens = keep_tokens
         self.history = History(max_blocks)
         self._watch = watch
+        self._fetch = fetch
 
     # ------------------------------------------------------------------ changes
 
     def take(self, frames: Sequence[bytes], time_s: float | None = None, source: int = 0) -> None:
-        """Take in a message: what is wrong with it is counted and noted, never raised."""
+        """Take in a message, and before it those that are missing and can be fetched: what is wrong with one is
+        counted and noted, never raised."""
+        read = self._read(frames, time_s, source)
+        if read is None:
+            return
+        message, batch = read
+        publisher = self._publisher(source, message.topic)
+        if self._fetch is not None and publisher is not None and message.seq is not None:
+            first = publisher.sequence.missing_before(message.seq, batch.time_s)
+            if first is not None:
+                self.catch_up(source, time_s, first=first, before=message.seq)
+        self._take(message, batch, time_s, source)
+
+    def catch_up(self, source: int, time_s: float | None, *, first: int = 0, before: int | None = None) -> None:
+        """Take in what the publisher can send again."""
+        assert self._fetch is not None, "there is nothing to fetch from"
+        for frames in self._fetch(source, first, before):
+            read = self._read(frames, time_s, source)
+            if read is not None:
+                self._take(*read, time_s, source)
+
+    def _read(self, frames: Sequence[bytes], time_s: float | None, source: int) -> tuple[Message, Batch] | None:
         self.num_messages += 1
         self._tick(time_s)
         try:
             message = split_frames(frames)
-            batch = decode_batch(message.payload)
+            if self._fetch is not None:  # replayed messages may lack the topic: one publisher per source then
+                message = replace(message, topic=b"")
+            return message, decode_batch(message.payload)
         except WireError as error:
             self._malformed(source, str(error))
-            return
-        self.take_batch(message, batch, time_s, source)
+            return None
 
-    def take_batch(self, message: Message, batch: Batch, time_s: float | None, source: int) -> None:
-        """Take in a message that is decoded already."""
+    def _take(self, message: Message, batch: Batch, time_s: float | None, source: int) -> None:
         publisher = self._publisher(source, message.topic)
         if publisher is None or not self._in_order(publisher, message, batch):
             return

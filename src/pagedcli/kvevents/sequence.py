@@ -32,6 +32,13 @@ class SequenceCheck:
             return "gap"
         return "restarted" if time_s is not None and time_s > self.last_time_s else "repeated"
 
+    def missing_before(self, seq: int, time_s: float | None) -> int | None:
+        """The first of the messages that are missing before this one, None if it is the next or an old one."""
+        verdict = self.judge(seq, time_s)
+        if verdict == "gap":
+            return self.next_seq
+        return 0 if seq and verdict in ("first", "restarted") else None
+
     def take(self, first: int, last: int, time_s: float | None) -> Verdict:
         """Count a message with these numbers, which are equal where messages and not events are numbered."""
         verdict = self.judge(first, time_s)

@@ -14,7 +14,7 @@ import msgspec
 
 MAX_PAYLOAD_BYTES = 16 << 20  # a step that stores 200,000 tokens in blocks of one token takes about half of it
 MAX_NAME_CHARS = 200
-_END_OF_REPLAY = 2**64 - 1
+END_OF_REPLAY = 2**64 - 1  # the number of the message that ends a replay
 
 BlockHash = int | bytes | str
 
@@ -105,7 +105,7 @@ class Message:
 
     @property
     def ends_replay(self) -> bool:
-        return self.seq == _END_OF_REPLAY
+        return self.seq == END_OF_REPLAY
 
 
 def split_frames(frames: Sequence[bytes]) -> Message:

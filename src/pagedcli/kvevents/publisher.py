@@ -1,0 +1,101 @@
+"""Our engine's events as vLLM's: what enters and leaves the prefix index, one batch per step that changed it.
+
+A view of the fold, so it needs no access to the engine. Copies of a block that the index does not name are not
+published: a lookup does not find them. The engine must report token ids (trace_tokens).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pagedcli.events import (
+    BlockEvicted,
+    BlocksFilled,
+    EngineStarted,
+    RequestAdded,
+    RequestFinished,
+    StepFinished,
+    TokensSampled,
+)
+from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.state import PoolState
+
+Send = Callable[[bytes], None]
+
+
+class KVEventPublisher(View[PoolState]):
+    """Calls `send` with the payload of each batch: [time, events as maps, data-parallel rank]."""
+
+    def __init__(self, send: Send) -> None:
+        self.num_batches = 0
+        self._send = send
+        self._encoder = msgspec.msgpack.Encoder()
+        self._events: list[dict[str, Any]] = []
+        self._published: set[int] = set()  # hashes
+        self._token_ids: dict[int, list[int]] = {}  # of unfinished sequences
+
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+        self._published.clear()
+        self._token_ids.clear()
+        self._events = [{"type": "AllBlocksCleared"}]
+        self._flush()
+
+    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+        assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
+        self._token_ids[event.seq_id] = list(event.token_ids)
+
+    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+        assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
+        for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
+            self._token_ids[seq_id].append(token_id)
+
+    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+        table, size = state.seqs[event.seq_id].block_table, state.block_size
+        first = table.index(event.block_ids[0])
+        parent = state.hashes[table[first - 1]] if first else None
+        for place, (block_id, block_hash) in enumerate(zip(event.block_ids, event.hashes, strict=True), first):
+            if block_hash not in self._published and state.hash_to_block_id.get(block_hash) == block_id:
+                self._published.add(block_hash)
+                tokens = self._token_ids[event.seq_id][place * size : (place + 1) * size]
+                self._stored(block_hash, parent, tokens, size)
+            parent = block_hash
+
+    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+        if event.hash in self._published and event.hash not in state.hash_to_block_id:
+            self._removed(event.hash)
+
+    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+        self._token_ids.pop(event.seq_id, None)
+
+    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._flush()
+
+    def _stored(self, block_hash: int, parent: int | None, tokens: list[int], block_size: int) -> None:
+        last = self._events[-1] if self._events else None
+        if last is not None and last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:
+            last["block_hashes"].append(block_hash)
+            last["token_ids"] += tokens
+            return
+        self._events.append(
+            {
+                "type": "BlockStored", "block_hashes": [block_hash], "parent_block_hash": parent, "token_ids": tokens,
+                "block_size": block_size, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+        )  # fmt: skip
+
+    def _removed(self, block_hash: int) -> None:
+        self._published.discard(block_hash)
+        last = self._events[-1] if self._events else None
+        if last is not None and last["type"] == "BlockRemoved":
+            last["block_hashes"].append(block_hash)
+        else:
+            self._events.append({"type": "BlockRemoved", "block_hashes": [block_hash], "medium": "GPU", "group_idx": 0})
+
+    def _flush(self) -> None:
+        if self._events:
+            self._send(self._encoder.encode([time.time(), self._events, 0]))
+            self.num_batches += 1
+            self._events = []

@@ -1,0 +1,228 @@
+"""ZMQ sockets of KV events: a subscriber that can ask for what it missed, and a publisher that can send it again.
+
+The only file that imports pyzmq, an optional dependency; importing it raises UsageError where that is missing. Sizes
+and queues are bounded.
+"""
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from pagedcli.errors import UsageError
+from pagedcli.kvevents.wire import END_OF_REPLAY, MAX_PAYLOAD_BYTES, WireError, split_frames
+
+try:
+    import zmq
+except ModuleNotFoundError as error:
+    raise UsageError("KV events need pyzmq, which is not installed", hint="pip install 'pagedcli[attach]'") from error
+
+_RECEIVE_QUEUE = 128  # messages; a publisher queues more on its side
+_REPLAY_IDLE_S = 3.0
+_REPLAY_MOST = 200_000  # messages
+_KEPT_BATCHES = 10_000
+_KEPT_BYTES = 256 << 20
+_LINGER_MS = 1000
+
+
+class Subscriber:
+    """Receives from several publishers. `replays` has an endpoint per publisher, or is empty.
+
+    Raises: UsageError for an endpoint that is none.
+    """
+
+    def __init__(self, endpoints: Sequence[str], replays: Sequence[str] = (), *, topic: str = "") -> None:
+        if replays and len(replays) != len(endpoints):
+            raise UsageError(f"{len(endpoints)} endpoints need as many --replay, not {len(replays)}")
+        self.endpoints = list(endpoints)
+        self._replays = list(replays)
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sources: dict[zmq.Socket[bytes], int] = {}
+        try:
+            for source, endpoint in enumerate(endpoints):
+                socket = self._context.socket(zmq.SUB)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+                socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+                self._sources[socket] = source
+                connect(socket, endpoint)
+                self._poller.register(socket, zmq.POLLIN)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def can_replay(self) -> bool:
+        return bool(self._replays)
+
+    def receive(self, timeout_s: float, most: int = 1000) -> Iterator[tuple[int, list[bytes]]]:
+        """(source, frames) of what is there, waiting at most so long for the first; at most so many messages."""
+        ready = self._poller.poll(int(timeout_s * 1000))
+        for socket, _ in ready:
+            for _ in range(most):
+                try:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                yield self._sources[socket], frames
+
+    def replay(self, source: int, first: int, before: int | None = None) -> Iterator[list[bytes]]:
+        """The messages from number `first` on that the publisher still has, those before number `before`. Ends early
+        if the publisher is silent."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+        try:
+            connect(socket, self._replays[source])
+            socket.send_multipart([b"", struct.pack(">Q", first)])
+            for _ in range(_REPLAY_MOST):
+                if not socket.poll(int(_REPLAY_IDLE_S * 1000)):
+                    return
+                frames = socket.recv_multipart()
+                try:
+                    message = split_frames(frames)
+                except WireError:
+                    continue
+                if message.ends_replay or (before is not None and message.seq is not None and message.seq >= before):
+                    return
+                yield [message.topic, *frames[-2:]]
+        finally:
+            socket.close()
+
+    def close(self) -> None:
+        for socket in self._sources:
+            socket.close()
+        self._context.term()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PublisherSocket:
+    """Sends numbered batches to whoever listens, and again to whoever asks on the replay endpoint.
+
+    `endpoint` is bound, e.g. tcp://*:5557; the replay endpoint is the next port, or any for tcp://HOST:*.
+    Raises: UsageError for an endpoint that cannot be bound.
+    """
+
+    def __init__(self, endpoint: str, *, topic: str = "kv") -> None:
+        self._topic = topic.encode()
+        self._seq = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        try:
+            for socket in (self._socket, self._replay):
+                socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            self._socket.setsockopt(zmq.SNDHWM, _KEPT_BATCHES)
+            self._replay.setsockopt(zmq.MAXMSGSIZE, 1024)
+            #             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a slow reader instead of dropping
+            self._replay.setsockopt(zmq.SNDTIMEO, 1000)
+            self.endpoint = bind(self._socket, endpoint)
+            self.replay_endpoint = bind(self._replay, _next_endpoint(endpoint))
+        except BaseException:
+            self._socket.close()
+            self._replay.close()
+            self._context.term()
+            raise
+        self._thread = threading.Thread(target=self._answer, name="kv-events-replay", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_sent(self) -> int:
+        return self._seq
+
+    def send(self, payload: bytes) -> None:
+        """Publish a batch."""
+        with self._lock:
+            self._kept.append((self._seq, payload))
+            self._kept_bytes += len(payload)
+            while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= len(self._kept.popleft()[1])
+        self._socket.send_multipart([self._topic, struct.pack(">Q", self._seq), payload])
+        self._seq += 1
+
+    def _answer(self) -> None:
+        while not self._closing.is_set():
+            if not self._replay.poll(50):
+                continue
+            request = self._replay.recv_multipart()
+            if len(request) < 2 or len(request[-1]) != 8:
+                continue
+            first = struct.unpack(">Q", request[-1])[0]
+            with self._lock:
+                wanted = [(seq, payload) for seq, payload in self._kept if seq >= first]
+            try:
+                for seq, payload in [*wanted, (END_OF_REPLAY, b"")]:
+                    self._replay.send_multipart([*request[:-1], struct.pack(">Q", seq), payload])
+            except zmq.ZMQError:  # the reader has gone, or reads nothing for a second
+                continue
+
+    def close(self) -> None:
+        """Send what is queued, for a second at most. Once is enough."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        self._socket.close()
+        self._replay.close()
+        self._context.term()
+
+    def __enter__(self) -> "PublisherSocket":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Raises: UsageError for what is no endpoint; whether anybody listens there is not known yet."""
+    try:
+        _check_port(endpoint)
+        socket.connect(endpoint)
+    except (zmq.ZMQError, ValueError) as error:
+        raise UsageError(
+            f"{endpoint} is no endpoint to connect to: {error}",
+            hint="write it as tcp://HOST:PORT, e.g. tcp://localhost:5557",
+        ) from error
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Returns the endpoint with the port that it got. Raises: UsageError if that is impossible."""
+    try:
+        _check_port(endpoint)
+        socket.bind(endpoint)
+    except (zmq.ZMQError, ValueError) as error:
+        raise UsageError(
+            f"cannot publish on {endpoint}: {error}", hint="write it as tcp://ADDRESS:PORT, e.g. tcp://*:5557"
+        ) from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _check_port(endpoint: str) -> None:
+    port = endpoint.rpartition(":")[2]
+    if port.isdecimal() and int(port) > 65535:  # ZMQ would take the lower 16 bits
+        raise ValueError(f"there is no port {port}")
+
+
+def _next_endpoint(endpoint: str) -> str:
+    """Where to answer replay requests: the next port; for other transports, a name of its own."""
+    address, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}.replay"
+    return f"{address}:{int(port) + 1}" if port.isdecimal() and port != "0" else endpoint
