@@ -201,3 +201,8 @@ AnyEvent = (
     | StepScheduled | TokensSampled | RequestFinished | StepFinished
 )  # fmt: skip
 Emit = Callable[[Event], None]
+
+
+def without_tokens(event: Event) -> Event:
+    """The event without the token ids that it may have."""
+    return event if getattr(event, "token_ids", None) is None else msgspec.structs.replace(event, token_ids=None)

@@ -12,6 +12,7 @@ from pagedcli.cli.run_flags import (
     DryRun,
     DumpKv,
     InputFile,
+    KVEvents,
     Metrics,
     OutputFile,
     Overwrite,
@@ -29,9 +30,10 @@ from pagedcli.cli.run_flags import (
 )
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
+from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.events import Emit, Event
+from pagedcli.events import Emit, Event, without_tokens
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
@@ -48,6 +50,7 @@ def generate(
     dump_kv: DumpKv = False,
     record: Record = None,
     record_tokens: RecordTokens = False,
+    kv_events: KVEvents = None,
     dry_run: DryRun = False,
     ray: Ray = False,
     ray_address: RayAddress = None,
@@ -91,21 +94,22 @@ def generate(
         record=record,
     )
     if ray or ray_address is not None:
-        raise typer.Exit(_run_on_cluster(job, ray_address, workers, dump_kv=dump_kv))
+        raise typer.Exit(_run_on_cluster(job, ray_address, workers, unsupported=dump_kv or kv_events is not None))
     job.check_files()
     with ExitStack() as stack:
-        emit = _observers(stack, job, dump_kv=dump_kv, record=record)
-        code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=dump_kv)
+        emit = _observers(stack, job, dump_kv=dump_kv, record=record, record_tokens=record_tokens, kv_events=kv_events)
+        trace_tokens = record_tokens or kv_events is not None
+        code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=dump_kv)
     raise typer.Exit(code)
 
 
-def _run_on_cluster(job: Job, address: str | None, workers: int, *, dump_kv: bool) -> int:
+def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported: bool) -> int:
     from pagedcli.cli.cluster import ClusterJob, run_cluster_job
 
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: name it with -o")
-    if job.record is not None or job.metrics is not None or dump_kv or job.shard != (0, 1):
-        raise UsageError("--ray has no --record, --dump-kv, --metrics and --shard")
+    if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1):
+        raise UsageError("--ray has no --record, --dump-kv, --kv-events, --metrics and --shard")
     cluster_job = ClusterJob(
         job.loaded,
         job.input_name,
@@ -128,13 +132,16 @@ def _input_name(prompts: str | None, input_file: str | None) -> str:
     return input_name
 
 
-def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None) -> Emit | None:
+def _observers(
+    stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None, record_tokens: bool, kv_events: str | None
+) -> Emit | None:
     """Who gets the engine's events; None if nobody asked."""
     observers: list[Emit] = []
     if record is not None:
         from pagedcli.inspection.trace_writer import TraceWriter
 
-        observers.append(stack.enter_context(TraceWriter(record, overwrite=job.overwrite, resume=job.resume)))
+        writer = stack.enter_context(TraceWriter(record, overwrite=job.overwrite, resume=job.resume))
+        observers.append(writer if record_tokens else lambda event: writer(without_tokens(event)))
     if dump_kv:
         from rich.console import Console
 
@@ -142,6 +149,8 @@ def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None
 
         # rows own stdout unless they go to a file
         observers.append(StepPrinter(Console(stderr=job.output is None)).on_event)
+    if kv_events is not None:
+        observers.append(_publisher(stack, kv_events))
     if not observers:
         return None
 
@@ -150,6 +159,17 @@ def _observers(stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None
             observer(event)
 
     return emit
+
+
+def _publisher(stack: ExitStack, endpoint: str) -> Emit:
+    from pagedcli.inspection.fold import Fold
+    from pagedcli.inspection.state import PoolState
+    from pagedcli.kvevents.publisher import KVEventPublisher
+    from pagedcli.kvevents.sockets import PublisherSocket
+
+    socket = stack.enter_context(PublisherSocket(endpoint))
+    say(f"KV events: {socket.endpoint}, replay {socket.replay_endpoint}; whoever connects reads the prompts' token ids")
+    return Fold(PoolState(), KVEventPublisher(socket.send))
 
 
 def _dry_run(input_name: str | None, loaded: LoadedConfig, format_: ShownFormat) -> int:

@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
     "merge": "Put the outputs of all shards of a run together.",
     "trace": "Generate under a live view of the KV cache.",
+    "attach": "See the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
     "replay": "Look at a recorded run again, step by step.",
     "explain": "Say why each prefix lookup of a run hit or missed.",
     "report": "Make one HTML page of a recorded run.",

@@ -70,6 +70,15 @@ RecordTokens = Annotated[
     bool,
     _file_option("--record-tokens", help="Put token ids into the trace, which are private.", panel=_INSPECTION),
 ]
+KVEvents = Annotated[
+    str | None,
+    _file_option(
+        "--kv-events",
+        metavar="ENDPOINT",
+        help="Publish the prefix cache in vLLM's format, e.g. tcp://127.0.0.1:5557; replay on the next port.",
+        panel=_INSPECTION,
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only say what the file would do to the KV cache (see pagedcli plan).")
 ]

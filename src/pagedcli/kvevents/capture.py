@@ -104,6 +104,11 @@ class CaptureReader:
         return [self.path.name] if self.header is None else self.header.sources
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether token ids are the real ones."""
+        return self.header is None or self.header.tokens
+
+    @property
     def place(self) -> str:
         """File and line of the message given last."""
         return f"{self.path}:{self._lines.line_number}"

@@ -8,9 +8,9 @@ from pagedcli.kvevents.tree import Cause
 
 Row = dict[str, Any]
 CAUSES: dict[Cause, str] = {
-    "evicted": "evicted: their place was taken for other blocks",
-    "cleared": "cleared: the whole cache was reset",
-    "restarted": "restarted: the publisher began again with an empty cache",
+    "evicted": "their place was taken for other blocks",
+    "cleared": "the whole cache was reset",
+    "restarted": "the publisher began again with an empty cache",
 }
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
 

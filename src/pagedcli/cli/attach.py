@@ -1,0 +1,222 @@
+"""`pagedcli attach`: see the KV cache of a server that runs already, from the events that it publishes."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from pagedcli.cli.kv_screen import KVScreen
+from pagedcli.cli.kv_tables import Decode, metrics_table, summary_tables
+from pagedcli.cli.tables import Format, FormatOption, Table, print_tables
+from pagedcli.cli.terminal import say
+from pagedcli.errors import UsageError
+from pagedcli.files import check_files
+from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.summary import facts, limits
+from pagedcli.kvevents.tree import Watcher
+from pagedcli.models.hub import resolve_model
+
+if TYPE_CHECKING:
+    from pagedcli.kvevents.scrape import Scraper
+    from pagedcli.kvevents.sockets import Subscriber
+
+_WAIT_S = 0.1
+_LINE_S = 10.0
+
+
+def attach(
+    endpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or one recording.", show_default=False
+        ),
+    ],
+    *,
+    replay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ENDPOINT", help="Where to ask for missed messages; one per publisher.", show_default=False
+        ),
+    ] = None,
+    topic: Annotated[str, typer.Option(help="Only messages whose topic begins like this.", show_default=False)] = "",
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Add the server's own figures, from its /metrics page.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("-m", "--model", help="Show prefixes as text, with this model's tokenizer.", show_default=False),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl[.zst]", help="Keep all messages in a file.", show_default=False),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Keep token ids in it. Without: digests that show what is equal.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recording.")] = False,
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, help="End after so long.", show_default=False)
+    ] = None,
+    idle: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="End when nothing came for so long.", show_default=False),
+    ] = None,
+    no_live: Annotated[bool, typer.Option("--no-live", help="Only a summary at the end.")] = False,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """See the KV cache of a vLLM, SGLang or TensorRT-LLM server that runs already.
+
+    Reads the KV events that the server publishes (docs/attach.md says how to switch them on) and rebuilds its prefix
+    tree: what is resident, how long blocks stay, and which are removed and computed again. On a terminal a live view;
+    q ends it. The summary goes to stdout. Hits and requests are not in KV events: --metrics adds the server's counts.
+
+    \b
+    Examples:
+      pagedcli attach tcp://localhost:5557
+      pagedcli attach tcp://localhost:5557 --replay tcp://localhost:5558 --metrics http://localhost:8000/metrics
+      pagedcli attach tcp://gpu1:5557 tcp://gpu1:5558 --duration 60 --format json | jq .num_blocks_stored_again
+      pagedcli attach tcp://localhost:5557 --record events.jsonl.zst    (then: pagedcli explain events.jsonl.zst)
+
+    Exit codes: 0 fine, also after Ctrl-C, 2 wrong usage.
+    """  # fmt: skip
+    if tokens and record is None:
+        raise UsageError("--tokens says what --record keeps, which is not given")
+    decode = None if model is None else kv_decoder(model)
+    if len(endpoints) == 1 and "://" not in endpoints[0]:
+        if replay or metrics or record or topic:
+            raise UsageError(f"{endpoints[0]} is a recording: it has no --replay, --metrics, --record or --topic")
+        reader = CaptureReader(Path(endpoints[0]))
+        if decode is not None and not reader.has_tokens:
+            raise UsageError(f"{reader.path} has no token ids, so no text", hint="record with --tokens")
+        state = fold_capture(reader, keep_tokens=decode is not None)
+        _print(summary_tables(state, decode), state, format_)
+        return
+    check_files({}, {"--record": record}, overwrite=overwrite)
+    live = sys.stdin.isatty() and sys.stderr.isatty() and not no_live
+    with ExitStack() as stack:
+        subscriber = _subscriber(stack, endpoints, replay or [], topic)
+        writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
+        scraper = None if metrics is None else _scraper(stack, metrics)
+        session = _Session(subscriber, writer, keep_tokens=decode is not None)
+        if live:
+            screen = KVScreen(Console(stderr=True), session.state, decode, scraper, endpoints)
+            session.screen = stack.enter_context(screen)
+        try:
+            session.follow(duration, idle)
+        except KeyboardInterrupt:
+            say()
+    tables = summary_tables(session.state, decode)
+    if scraper is not None:
+        tables.append(metrics_table(scraper))
+    _print(tables, session.state, format_)
+    if not session.state.num_messages:
+        say("note: nothing came; does the server publish KV events there? docs/attach.md says how to switch them on")
+    if record is not None:
+        say(f"recording: {record}; look again with: pagedcli replay {record}")
+
+
+def fold_capture(
+    reader: CaptureReader, *, keep_tokens: bool = True, watch: Callable[[], Watcher] | None = None
+) -> KVState:
+    """The state at the end of a recording; what was odd is said on stderr."""
+    state = KVState(reader.sources, keep_tokens=keep_tokens, watch=watch)
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+    for note in reader.notes:
+        say(f"note: {note}")
+    return state
+
+
+def _print(tables: list[Table], state: KVState, format_: Format) -> None:
+    """In JSON the figures are plain keys instead of a table."""
+    if format_ is Format.JSON:
+        tables = [table for table in tables if table.key != "figures"]
+    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
+
+
+def kv_decoder(model: str) -> Decode:
+    """Token ids to text, with a model's tokenizer. Ids that no tokenizer has stay numbers."""
+    from pagedcli.batch.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(resolve_model(model, weights=False))
+
+    def decode(ids: tuple[int, ...]) -> str:
+        try:
+            return tokenizer.decode(ids)
+        except OverflowError:  # from the network
+            return " ".join(map(str, ids))
+
+    return decode
+
+
+def _subscriber(stack: ExitStack, endpoints: list[str], replays: list[str], topic: str) -> "Subscriber":
+    from pagedcli.kvevents.sockets import Subscriber
+
+    return stack.enter_context(Subscriber(endpoints, replays, topic=topic))
+
+
+def _scraper(stack: ExitStack, url: str) -> "Scraper":
+    from pagedcli.kvevents.scrape import Scraper
+
+    return stack.enter_context(Scraper(url))
+
+
+class _Session:
+    """State, screen and recording of one call of the command."""
+
+    def __init__(self, subscriber: "Subscriber", writer: CaptureWriter | None, *, keep_tokens: bool) -> None:
+        fetch = self._fetch if subscriber.can_replay else None
+        self.state = KVState(subscriber.endpoints, keep_tokens=keep_tokens, fetch=fetch)
+        self.screen: KVScreen | None = None
+        self._start = time.monotonic()
+        self._next_line = self._start + _LINE_S
+        self._subscriber = subscriber
+        self._writer = writer
+
+    def follow(self, duration: float | None, idle: float | None) -> None:
+        """Take in messages until it is time, nothing comes any more, or the screen is left."""
+        last_message = self._now()
+        if self._subscriber.can_replay:
+            for source in range(len(self._subscriber.endpoints)):
+                self.state.catch_up(source, self._now())
+        while duration is None or self._now() < duration:
+            for source, frames in self._subscriber.receive(_WAIT_S):
+                last_message = self._now()
+                self.state.take(frames, last_message, source)
+                self._keep(frames, last_message, source)
+            if idle is not None and self._now() - last_message >= idle:
+                return
+            if self.screen is None:
+                self._say_line()
+            elif not self.screen.update(self._now()):
+                return
+
+    def _fetch(self, source: int, first: int, before: int | None) -> Iterator[list[bytes]]:
+        for frames in self._subscriber.replay(source, first, before):
+            self._keep(frames, self._now(), source)
+            yield frames
+
+    def _keep(self, frames: Sequence[bytes], time_s: float, source: int) -> None:
+        if self._writer is not None:
+            self._writer.write(frames, time_s, source)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    def _say_line(self) -> None:
+        """Every ten seconds, as somebody may watch who has no terminal."""
+        if time.monotonic() < self._next_line:
+            return
+        self._next_line = time.monotonic() + _LINE_S
+        stored, removed = self.state.rates()
+        say(
+            f"{self._now():.0f} s: {self.state.num_batches:,} batches, {self.state.num_resident:,} blocks resident, "
+            f"{stored:,.0f} stored/s, {removed:,.0f} removed/s"
+        )

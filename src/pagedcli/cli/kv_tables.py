@@ -1,0 +1,200 @@
+"""Tables of a KV event state: the summary of `attach`, and what `explain` says of a recording."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pagedcli.cli.tables import Column, Table, count, decimal, percent, text
+from pagedcli.kvevents.branches import Branch, Shape, Twins, largest_branches, near_twins, token_ids
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.reuse import CurvePoint
+from pagedcli.kvevents.summary import cache_rows, churn_rows, facts, limits, lora_rows
+
+if TYPE_CHECKING:
+    from pagedcli.kvevents.scrape import Scraper
+
+Decode = Callable[[tuple[int, ...]], str]
+_MOST_BRANCHES = 12
+_MOST_TWINS = 8
+_SHOWN_TOKENS = 24  # of a branch, decoded
+
+_FIGURES = {
+    "duration_s": ("seconds watched", decimal),
+    "num_batches": ("batches", count),
+    "num_events": ("events", count),
+    "num_resident_blocks": ("blocks resident now", count),
+    "num_resident_tokens": ("tokens resident now", count),
+    "peak_resident_blocks": ("blocks resident at most", count),
+    "num_unique_blocks": ("different blocks", count),
+    "num_stored_blocks": ("blocks stored", count),
+    "num_removed_blocks": ("blocks removed", count),
+    "num_blocks_stored_again": ("blocks stored again after removal (churn)", count),
+    "num_tokens_computed_twice": ("tokens computed twice for that", count),
+    "median_pause_s": ("seconds they were gone, median", decimal),
+    "median_lifetime_s": ("seconds a block stays, median of the last evicted", decimal),
+    "num_gaps": ("gaps in the stream", count),
+    "num_restarts": ("restarts of a publisher", count),
+    "num_malformed": ("malformed messages or events", count),
+    "num_unknown_removals": ("removals of blocks never seen", count),
+}
+_ALWAYS = ("num_batches", "num_resident_blocks", "peak_resident_blocks", "num_stored_blocks", "num_removed_blocks",
+           "num_blocks_stored_again", "num_gaps")  # fmt: skip
+
+
+def summary_tables(state: KVState, decode: Decode | None) -> list[Table]:
+    """All tables of a summary; empty ones are left out."""
+    tables = [
+        _figures_table(state),
+        _caches_table(cache_rows(state)),
+        _lora_table(lora_rows(state)),
+        branches_table(state, decode),
+        churn_table(state),
+        twins_table(state, decode),
+        _unknown_table(state),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _figures_table(state: KVState) -> Table:
+    values = facts(state)
+    rows = [
+        {"figure": label, "value": show(values[key])}
+        for key, (label, show) in _FIGURES.items()
+        if values[key] or (key in _ALWAYS)
+    ]
+    columns = [Column("figure", "figure"), Column("value", "value", str)]
+    return Table("figures", "KV events", columns, rows, [*limits(state), *_oddities(state)])
+
+
+def _oddities(state: KVState) -> list[str]:
+    """The last notes, without those that limits() says."""
+    return [f"note: {note}" for note in list(state.notes)[-5:] if "is not known" not in note]
+
+
+def _caches_table(rows: list[dict[str, Any]]) -> Table:
+    columns = [
+        Column("publisher", "publisher"), Column("group", "group"), Column("kind", "kind"), Column("medium", "medium"),
+        Column("num_blocks", "blocks", count), Column("num_copies", "copies", count),
+        Column("num_tokens", "tokens", count), Column("capacity_blocks", "of blocks", count),
+        Column("num_prompts", "roots", count), Column("max_depth_blocks", "depth", count),
+    ]  # fmt: skip
+    return Table("caches", "Resident, by cache group and medium", columns, rows)
+
+
+def _lora_table(rows: list[dict[str, Any]]) -> Table:
+    columns = [
+        Column("lora", "LoRA adapter"), Column("num_blocks", "blocks", count), Column("num_tokens", "tokens", count)
+    ]  # fmt: skip
+    return Table("loras", "Resident, by LoRA adapter", columns, rows)
+
+
+def churn_table(state: KVState) -> Table:
+    """Blocks stored again, by cause."""
+    rows = churn_rows(state) if facts(state)["num_blocks_stored_again"] else []
+    columns = [Column("cause", "removed"), Column("num_blocks", "blocks", count), Column("meaning", "meaning")]
+    return Table("churn", "Churn: blocks removed and stored again", columns, rows)
+
+
+def branches_table(state: KVState, decode: Decode | None) -> Table:
+    """The largest subtrees of every tree."""
+    rows = [row for tree in state.trees for row in _branch_rows(Shape(tree), decode)]
+    columns = [
+        Column("branch", "prefix"), Column("depth", "at block", count), Column("num_run_blocks", "run", count),
+        Column("num_children", "forks", count), Column("num_blocks", "blocks below", count),
+        Column("num_tokens", "tokens below", count), Column("share", "share", percent),
+    ]  # fmt: skip
+    title = "Largest subtrees: runs of blocks without a fork, each below the one it continues"
+    return Table("branches", title, columns, rows)
+
+
+def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[dict[str, Any]]:
+    total = sum(shape.num_tokens[node.hash] for node in shape.roots)
+    for branch in largest_branches(shape, _MOST_BRANCHES):
+        yield {
+            "branch": "  " * min(branch.level, 8) + branch_label(branch, decode), "level": branch.level,
+            "depth": branch.depth, "num_run_blocks": len(branch.nodes), "num_children": branch.num_children,
+            "num_blocks": branch.num_blocks, "num_tokens": branch.num_tokens, "lora": branch.nodes[0].lora,
+            "share": branch.num_tokens / total if total else None,
+        }  # fmt: skip
+
+
+def branch_label(branch: Branch, decode: Decode | None) -> str:
+    """The text at the beginning of a branch, or the hash of its first block."""
+    if decode is not None:
+        ids = token_ids(branch.nodes[:2])[:_SHOWN_TOKENS]
+        if ids:
+            return repr(decode(tuple(ids)))
+    value = branch.nodes[0].hash
+    shown = (
+        f"{value & (1 << 64) - 1:016x}"
+        if isinstance(value, int)
+        else value.hex()
+        if isinstance(value, bytes)
+        else value
+    )
+    return shown[:16]
+
+
+def twins_table(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> Table:
+    """Where near twins part. Empty without tokens."""
+    rows = []
+    for tree in state.trees:
+        for twins in near_twins(Shape(tree, with_gone=with_gone), _MOST_TWINS):
+            rows.append(
+                {
+                    "place": twins.num_prefix_tokens + twins.num_equal, "num_equal": twins.num_equal,
+                    "num_tokens": twins.num_tokens,
+                    "first": twin_text(twins, decode, second=False), "second": twin_text(twins, decode, second=True),
+                }
+            )  # fmt: skip
+    columns = [
+        Column("place", "part at token", count), Column("num_equal", "equal in the block", count),
+        Column("num_tokens", "tokens after it", count), Column("first", "one"), Column("second", "other"),
+    ]  # fmt: skip
+    return Table("twins", "Near twins: prompts that part inside a block", columns, rows)
+
+
+def twin_text(twins: Twins, decode: Decode | None, *, second: bool) -> str:
+    """A few tokens on each side of the place where two blocks part."""
+    ids = token_ids([twins.second if second else twins.first])
+    shown = ids[max(0, twins.num_equal - 8) : twins.num_equal + 4]
+    if decode is None:
+        return " ".join(map(str, shown))
+    return f"...{decode(tuple(shown))!r}"
+
+
+def _unknown_table(state: KVState) -> Table:
+    rows = [{"name": name, "kind": "event type", "count": number} for name, number in state.unknown_types.items()]
+    rows += [{"name": name, "kind": "field", "count": number} for name, number in state.unknown_fields.items()]
+    columns = [Column("name", "not known"), Column("kind", "kind", text), Column("count", "times", count)]
+    return Table("unknown", "Event types and fields that this pagedcli does not know", columns, rows)
+
+
+def curve_table(points: list[CurvePoint], state: KVState) -> Table:
+    """What a larger cache would have kept."""
+    rows = [
+        {
+            "num_more_blocks": point.num_more_blocks, "num_blocks_kept": point.num_blocks_kept,
+            "num_tokens_kept": point.num_tokens_kept,
+            "share": point.num_blocks_kept / points[-1].num_blocks_kept,
+        }
+        for point in points
+    ]  # fmt: skip
+    columns = [
+        Column("num_more_blocks", "more blocks", count), Column("num_blocks_kept", "blocks kept", count),
+        Column("num_tokens_kept", "tokens not computed again", count), Column("share", "of all evicted", percent),
+    ]  # fmt: skip
+    notes = [
+        f"at least so many, if it evicts the least recently used first; most resident now: {state.peak_resident:,}"
+    ]
+    return Table("larger_cache", "What a larger cache would have kept", columns, rows, notes)
+
+
+def metrics_table(scraper: "Scraper") -> Table:
+    """The server's own figures, each with its window."""
+    rows = [
+        {"key": figure.key, "meaning": figure.meaning, "window": figure.window, "value": figure.value}
+        for figure in scraper.metrics.figures()
+    ]
+    columns = [Column("meaning", "the server says"), Column("window", "window"), Column("value", "value", decimal)]
+    notes = [scraper.problem] if scraper.problem is not None else []
+    return Table("metrics", "The server's own figures", columns, rows, notes)

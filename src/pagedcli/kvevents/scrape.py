@@ -1,0 +1,140 @@
+"""What vLLM or SGLang says of itself at /metrics: requests, usage, queries and hits, each with the window it is of.
+
+Importing this raises UsageError where prometheus_client, an optional dependency, is missing.
+"""
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagedcli.errors import UsageError
+
+try:
+    from prometheus_client.parser import text_string_to_metric_families
+except ModuleNotFoundError as error:
+    raise UsageError(
+        "--metrics needs prometheus_client, which is not installed", hint="pip install 'pagedcli[attach]'"
+    ) from error
+
+_MAX_BYTES = 8 << 20
+_TIMEOUT_S = 3.0
+Kind = Literal["gauge", "counter"]
+
+# name of a sample: (key, what it is, gauge or counter); of several names for a key, servers have one
+_SAMPLES: dict[str, tuple[str, str, Kind]] = {
+    "vllm:num_requests_running": ("running", "requests running", "gauge"),
+    "vllm:num_requests_waiting": ("waiting", "requests waiting", "gauge"),
+    "vllm:kv_cache_usage_perc": ("usage", "KV cache usage, 1 = full", "gauge"),
+    "vllm:gpu_cache_usage_perc": ("usage", "KV cache usage, 1 = full", "gauge"),
+    "vllm:prefix_cache_queries_total": ("queries", "prompt tokens looked up", "counter"),
+    "vllm:gpu_prefix_cache_queries_total": ("queries", "prompt tokens looked up", "counter"),
+    "vllm:prefix_cache_hits_total": ("hits", "prompt tokens hit", "counter"),
+    "vllm:gpu_prefix_cache_hits_total": ("hits", "prompt tokens hit", "counter"),
+    "vllm:num_preemptions_total": ("preemptions", "preemptions", "counter"),
+    "sglang:num_running_reqs": ("running", "requests running", "gauge"),
+    "sglang:num_queue_reqs": ("waiting", "requests waiting", "gauge"),
+    "sglang:token_usage": ("usage", "KV cache usage, 1 = full", "gauge"),
+    "sglang:prompt_tokens_total": ("queries", "prompt tokens looked up", "counter"),
+    "sglang:cached_tokens_total": ("hits", "prompt tokens hit", "counter"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure over all engines of the server; usage is that of the fullest."""
+
+    key: str
+    meaning: str
+    window: str  # now, since the server started, since attach started
+    value: float
+
+
+class Metrics:
+    """The figures of two readings: the first, from when attach started, and the last."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+
+    def read(self, text: str) -> None:
+        """Take in a reading in Prometheus' text format. Raises: ValueError if it is none."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                known = _SAMPLES.get(sample.name)
+                if known is None:
+                    continue
+                key = known[0]
+                together = max if key == "usage" else float.__add__
+                values[key] = together(values[key], float(sample.value)) if key in values else float(sample.value)
+        self._last = values
+        for key, value in values.items():
+            # a server that was restarted counts from 0 again
+            self._first[key] = min(self._first.get(key, value), value)
+
+    def figures(self) -> Iterator[Metric]:
+        """All figures that the server has, in a fixed order."""
+        meanings = {key: (meaning, kind) for key, meaning, kind in _SAMPLES.values()}
+        for key, (meaning, kind) in meanings.items():
+            if key not in self._last:
+                continue
+            if kind == "gauge":
+                yield Metric(key, meaning, "now", self._last[key])
+            else:
+                yield Metric(key, meaning, "since the server started", self._last[key])
+                yield Metric(key, meaning, "since attach started", self._last[key] - self._first[key])
+        for window, first in (("since the server started", {}), ("since attach started", self._first)):
+            queries, hits = (self._last.get(key, 0.0) - first.get(key, 0.0) for key in ("queries", "hits"))
+            if queries > 0:
+                yield Metric("hit_rate", "hit rate, in tokens", window, hits / queries)
+
+
+class Scraper:
+    """Reads a /metrics page every few seconds, in a thread, so that a slow server does not hold the view."""
+
+    def __init__(self, url: str, *, every_s: float = 2.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--metrics is {url}, but must be a URL", hint="for example http://localhost:8000/metrics")
+        self.metrics = Metrics()
+        self.problem: str | None = None  # why the last reading failed
+        self.num_readings = 0
+        self._url = url
+        self._every_s = every_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self.read_now()
+            if self._closing.wait(self._every_s):
+                return
+
+    def read_now(self) -> None:
+        """One reading; what goes wrong is kept in `problem`."""
+        try:
+            with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as response:
+                content = response.read(_MAX_BYTES + 1)
+            if len(content) > _MAX_BYTES:
+                raise ValueError(f"more than {_MAX_BYTES:,} bytes")
+            self.metrics.read(content.decode())
+        except (OSError, ValueError, urllib.error.URLError) as error:
+            self.problem = f"no metrics: {error}"[:200]
+        else:
+            self.problem = None
+            self.num_readings += 1
+
+    def close(self) -> None:
+        """Take a last reading and stop."""
+        self._closing.set()
+        self._thread.join(_TIMEOUT_S)
+        self.read_now()
+
+    def __enter__(self) -> "Scraper":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,180 @@
+"""`pagedcli attach`, and `generate --kv-events`, which feeds it."""
+
+import json
+import re
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from cli_harness import pagedcli
+from kv_event_harness import message, removed, stored
+
+from pagedcli.inspection.fold import Fold
+from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.kvevents.capture import CaptureWriter
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
+
+LOOPBACK = "tcp://127.0.0.1:*"
+METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 2.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total 1000.0
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total 400.0
+"""
+
+
+@pytest.fixture
+def publisher():
+    with PublisherSocket(LOOPBACK) as socket:
+        for frames in [message(0, stored(1, 2)), message(1, removed(2)), message(2, stored(2, parent=1), stored(3))]:
+            socket.send(frames[2])
+        yield socket
+
+
+@contextmanager
+def page(content):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/metrics"
+    server.shutdown()
+    server.server_close()
+
+
+def attached(publisher, *options):
+    return pagedcli("attach", publisher.endpoint, "--replay", publisher.replay_endpoint, "--idle", "0.2", *options)
+
+
+def test_the_summary_counts_what_was_published(publisher):
+    document = json.loads(attached(publisher, "--format", "json").stdout)
+    expected = {
+        "num_batches": 3, "num_stored_blocks": 4, "num_removed_blocks": 1, "num_unique_blocks": 3,
+        "num_blocks_stored_again": 1, "num_tokens_computed_twice": 2, "peak_resident_blocks": 3, "num_gaps": 0,
+    }  # fmt: skip
+    assert {key: document[key] for key in expected} == expected
+    assert document["churn"][0] == {
+        "cause": "evicted",
+        "num_blocks": 1,
+        "meaning": "their place was taken for other blocks",
+    }
+    assert "no requests" in document["limits"][0]
+
+
+def test_the_summary_for_people_names_the_limits_and_the_largest_subtrees(publisher):
+    said = attached(publisher).stdout
+    assert "hits are not visible" in said
+    assert re.search(r"churn\) +1\n", said)
+    assert "0000000000000001" in said
+
+
+def test_prefixes_are_shown_as_text_with_a_tokenizer(publisher):
+    row = json.loads(attached(publisher, "--format", "json", "-m", "builtin").stdout)["branches"][0]
+    assert row["branch"].startswith("'")
+
+
+def test_a_recording_gives_the_same_summary_as_the_stream(publisher, tmp_path):
+    path = tmp_path / "events.jsonl.zst"
+    live = json.loads(attached(publisher, "--format", "json", "--record", path).stdout)
+    again = json.loads(pagedcli("attach", path, "--format", "json").stdout)
+    for key in ("num_stored_blocks", "num_blocks_stored_again", "peak_resident_blocks", "churn"):
+        assert live[key] == again[key]
+    assert "exists already" in attached_error(publisher, "--record", path)
+
+
+def attached_error(publisher, *options):
+    return pagedcli("attach", publisher.endpoint, *options, expect=2).stderr
+
+
+def test_the_servers_own_figures_are_named_by_their_window(publisher):
+    with page(METRICS) as url:
+        rows = json.loads(attached(publisher, "--format", "json", "--metrics", url).stdout)["metrics"]
+    values = {(row["key"], row["window"]): row["value"] for row in rows}
+    assert values == {
+        ("running", "now"): 5.0, ("usage", "now"): 0.25,
+        ("queries", "since the server started"): 1000.0, ("queries", "since attach started"): 0.0,
+        ("hits", "since the server started"): 400.0, ("hits", "since attach started"): 0.0,
+        ("hit_rate", "since the server started"): 0.4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["", "\x00", "nonsense {{{", 'vllm:num_requests_running{a="} 1'])
+def test_a_metrics_page_that_is_none_does_no_harm(publisher, content):
+    with page(content) as url:
+        document = json.loads(attached(publisher, "--format", "json", "--metrics", url).stdout)
+    assert document["metrics"] == []
+    assert document["num_batches"] == 3
+
+
+def test_names_from_the_network_cannot_steer_the_terminal(tmp_path):
+    path = tmp_path / "e.jsonl"
+    evil = "\x1b]0;owned\x07\u202e"
+    with CaptureWriter(path, ["x" + evil], tokens=True) as writer:
+        writer.write(message(0, stored(1, medium=evil, lora_name=evil), {"type": evil}, topic=b"a"), 0.0)
+        writer.write(message(0, stored(f"h{evil}"), topic=evil.encode()), 1.0)
+    said = pagedcli("attach", path).stdout
+    assert not set("\x1b\x07\u202e") & set(said)
+    assert "owned" in said
+
+
+def test_wrong_usage_is_said_with_exit_code_2(publisher, tmp_path):
+    assert "--record" in attached_error(publisher, "--tokens")
+    assert "URL" in attached_error(publisher, "--metrics", "localhost:8000")
+    assert "not named like a recording" in attached_error(publisher, "--record", tmp_path / "events.txt")
+    assert "is a recording" in pagedcli("attach", tmp_path / "e.jsonl", "--topic", "kv", expect=2).stderr
+
+
+def test_without_pyzmq_the_command_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "pagedcli.kvevents.sockets")
+    said = pagedcli("attach", "tcp://127.0.0.1:9", expect=2).stderr
+    assert "pip install 'pagedcli[attach]'" in said
+
+
+def test_generate_publishes_its_prefix_cache(tmp_path):
+    prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "trace.jsonl"
+    text = "Once upon a time there was a little fox who lived in a wood and "
+    prompts.write_text("".join(json.dumps({"prompt": text * 3 + word}) + "\n" for word in ("ran", "slept", "ate")))
+    with PublisherSocket(LOOPBACK) as unused:
+        endpoint = unused.endpoint  # free once it is closed
+    state, ended = KVState(), threading.Event()
+
+    def watch():
+        with Subscriber([endpoint]) as subscriber:
+            while not ended.is_set():
+                for source, frames in subscriber.receive(0.05):
+                    state.take(frames, time.monotonic(), source)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    options = ("--block-size", "8", "--num-gpu-blocks-override", "20", "--record", trace, "--kv-events", endpoint)
+    said = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--max-tokens", "4", *options).stderr
+    time.sleep(0.3)
+    ended.set()
+    watcher.join()
+    assert f"KV events: {endpoint}, replay tcp://127.0.0.1:" in said
+    pool = PoolState()
+    fold = Fold(pool)
+    for event in TraceReader(trace):
+        fold(event)
+        assert getattr(event, "token_ids", None) is None, "tokens are recorded on request only"
+    (tree,) = state.trees
+    assert {node.hash for node in tree.resident()} == pool.hash_to_block_id.keys()
+    assert len(pool.hash_to_block_id) > 3
