@@ -102,7 +102,7 @@ def test_explain_totals_reasons_and_the_longest_prefix(trace):
     document = json.loads(pagedcli("explain", trace, "--lookups", "--format", "json").stdout)
     parts = {row["part"]: row["tokens"] for row in document["totals"]}
     whole = parts.pop("num_tokens")
-    not_parts = ("ideal", "less_than_block")
+    not_parts = ("ideal", "first_seen_shared", "last_block_shared")
     assert sum(tokens for part, tokens in parts.items() if part not in not_parts) == whole
     assert sum(row["num_tokens"] for row in document["lookups"] if row["kind"] == "first") == whole
     assert document["hit_rate"] <= document["ideal_hit_rate"]

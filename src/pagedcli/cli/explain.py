@@ -11,7 +11,8 @@ from pagedcli.cli.tables import Column, Format, Table, count, percent, print_tab
 from pagedcli.cli.terminal import say
 from pagedcli.errors import ModelError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded
-from pagedcli.inspection.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text, explain_trace
+from pagedcli.inspection.explain import Explainer, explain_trace
+from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.models.hub import resolve_model
@@ -101,11 +102,12 @@ def _totals_table(explainer: Explainer) -> Table:
         "evicted": "lost: cached before, but evicted",
         "in_flight": "lost: another sequence was just computing them",
         "first_seen": "first time seen",
-        "last_block": "behind the last full block",
-        "less_than_block": "  among these: shared, but less than a block",
+        "first_seen_shared": "  among these: shared, but less than a block",
+        "last_block": "after the last full block",
+        "last_block_shared": "  among these: shared, but less than a block",
         "last_token": "last token of a prompt cached in full",
         "caching_off": "prefix caching is off",
-        "not_known": "not known: the run ended before",
+        "not_known": "not known: the sequence ended before",
         "num_tokens": "all tokens looked up",
         "ideal": "ceiling: unlimited cache, every block computed once",
     }

@@ -20,6 +20,7 @@ class BlockLedger:
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
         self.num_cached_blocks = 0  # free and full
+        self.num_full_blocks = 0  # in use or cached
         self.num_shared_blocks = 0  # ref_count 2 or more
         self.num_references = 0  # sum of the ref_counts
 
@@ -84,6 +85,7 @@ class BlockLedger:
         self.parent_hashes[block_id] = parent_hash
         self.filler_seq_ids[block_id] = seq_id
         self.hash_to_block_id.setdefault(block_hash, block_id)
+        self.num_full_blocks += 1
 
     def evict(self, block_id: int, block_hash: int) -> None:
         """A cached block loses its content; a twin with the same content keeps its own entry."""
@@ -91,6 +93,7 @@ class BlockLedger:
             del self.hash_to_block_id[block_hash]
         self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
         self.num_cached_blocks -= 1
+        self.num_full_blocks -= 1
 
     def _copy_ledger(self, other: "BlockLedger") -> None:
         for name in ("ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "hash_to_block_id", "free_block_ids"):

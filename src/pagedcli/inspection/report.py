@@ -24,8 +24,9 @@ from pagedcli.events import (
     StepScheduled,
 )
 from pagedcli.inspection.dispatch import View
-from pagedcli.inspection.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text
+from pagedcli.inspection.explain import Explainer
 from pagedcli.inspection.fold import fold
+from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import StepSeries
