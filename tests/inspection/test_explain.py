@@ -95,7 +95,7 @@ def test_evicted_tells_when_and_how_many_more_blocks():
     assert again.evicted_step == 3
     assert again.num_evicted == 2
     assert again.why().startswith(
-        "the content was cached before, but evicted at step 3; a hit would have taken at least "
+        "the content was cached before, but evicted at step 3; keeping it through the same steps takes at least "
     )
 
 

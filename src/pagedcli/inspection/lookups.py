@@ -55,7 +55,9 @@ class Lookup:
     block_size: int
     reason: Reason = "not_known"
     evicted_step: int | None = None  # when the first missing block was evicted
-    num_more_blocks: int | None = None  # keeping it would have taken at least so many more blocks
+    num_more_blocks: int | None = (
+        None  # keeping it, with all else in the same order, takes at least so many more blocks
+    )
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that nobody had computed before
@@ -118,7 +120,11 @@ class Lookup:
             return words
         if self.reason == "evicted":
             more = self.num_more_blocks
-            would = "" if more is None else f"; a hit would have taken at least {plural(more, 'more block')}"
+            would = (
+                ""
+                if more is None
+                else f"; keeping it through the same steps takes at least {plural(more, 'more block')}"
+            )
             return f"{words} at step {self.evicted_step}{would}"
         if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
             return f"{words}: {event.partial_tokens} more tokens shared, a block is {self.block_size}"
