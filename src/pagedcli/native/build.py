@@ -26,9 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedcli.errors import BackendError
+from pagedcli.native.paths import path_notes
 
 SOURCE_DIR = Path(__file__).parent
 BUILD_TIMEOUT_S = 300
+# Set and not empty: kernels for tile registers (AMX) run in plain C++, slowly, on any processor. For tests.
+EMULATE_TILES = "PAGEDCLI_EMULATE_TILES"
 log = logging.getLogger("pagedcli")
 
 
@@ -80,7 +83,7 @@ def _outcome() -> NativeLibrary | BackendError:
         return BackendError(f"the native library cannot be loaded: {error}")
     functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     functions.native_read_all.restype = ctypes.c_double
-    return NativeLibrary(functions, notes)
+    return NativeLibrary(functions, notes + path_notes(functions))
 
 
 def find_compiler() -> Compiler:
@@ -112,7 +115,8 @@ def find_compiler() -> Compiler:
 def compile_flags() -> tuple[str, ...]:
     """The flags of every build: for this very processor, no fast-math (masking counts on infinities)."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    return ("-std=c++17", "-O3", native, "-fPIC", "-pthread", "-fno-math-errno", "-w")
+    emulated = ("-DEMULATE_TILES",) if os.environ.get(EMULATE_TILES) else ()
+    return ("-std=c++17", "-O3", native, "-fPIC", "-pthread", "-fno-math-errno", "-w", *emulated)
 
 
 def build_key(compiler: Compiler) -> str:

@@ -3,46 +3,12 @@
 // Rounds where the torch implementation in pagedcli.models.decoder and pagedcli.layers does, so that both give the same
 // numbers up to the order of sums. Everything is computed row by row: a token never depends on its neighbours' number.
 
+#include "decoder.h"
+
 #include <cmath>
 #include <cstdlib>
 
-#include "linear.h"
 #include "rows.h"
-
-struct Geometry;
-struct Plan;
-extern "C" int paged_attend(int dtype, const Geometry*, const Plan*, const void* q, int64_t q_token_stride,
-                            int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale);
-extern "C" void paged_write(int dtype, const Geometry*, int64_t num_tokens, int threads, const void* k, const void* v,
-                            const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots);
-
-// The structs are mirrored by pagedcli.native.structs.
-struct Layer {
-    const void *input_norm, *mlp_norm;
-    const void *q_norm, *k_norm;  // [D], or null
-    Linear qkv, attention_out, gate_up, down;
-};
-
-struct Model {
-    int64_t dtype, num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
-    double eps;
-    const Layer* layers;
-    const void *final_norm, *rope_table;  // [P][D]: cosines, then sines
-};
-
-struct Step {
-    int64_t num_tokens, threads;
-    void* residual;  // [T][E], the embeddings; overwritten
-    const int64_t* positions;
-    const int32_t* slots;
-    const Geometry* geometry;
-    const Plan* plan;
-    void *k_cache, *v_cache;  // of the first layer
-    int64_t layer_bytes;      // from one layer's cache to the next
-    const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are
-    int64_t num_rows;
-    void* out;  // [num_rows][E]
-};
 
 namespace {
 

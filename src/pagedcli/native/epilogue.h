@@ -4,9 +4,9 @@
 #include "linear.h"
 #include "rows.h"
 
-#if defined(__AVX512F__)
+#if defined(USE_AVX512) || defined(EMULATE_TILES)
 constexpr int MAX_ROWS = 11;  // 22 sums, 2 vectors of weights and an operand of 32 registers; 32 tokens are 11 + 11 + 10
-#elif defined(__AVX2__)
+#elif defined(USE_AVX2)
 constexpr int MAX_ROWS = 5;
 #else
 constexpr int MAX_ROWS = 8;

@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "epilogue.h"
+#include "linear_tiles.h"
+#include "paths.h"
 #include "rows.h"
-
-void linear_forward_int8(const Linear&, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue, int threads);
 
 namespace {
 
@@ -28,15 +28,15 @@ inline void multiply(const typename T::Op* x, int64_t x_stride, const typename T
         for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
-// Tokens [begin, end) times panels [first, last).
-template <class T>
+// Tokens [begin, end) times panels [first, last). A: activations; T: how they and the weight are multiplied.
+template <class A, class T>
 void run_piece(const Linear& l, const typename T::Op* x, int64_t x_stride, int64_t begin, int64_t end, int64_t first,
-               int64_t last, typename T::Elem* out, Epilogue epilogue) {
+               int64_t last, typename A::Elem* out, Epilogue epilogue) {
     using Elem = typename T::Elem;
     const int64_t steps = l.columns / T::PAIR, panel_elements = l.columns * PANEL, tokens = end - begin;
     const int64_t passes = num_passes(tokens);
     const int64_t panels = padded_rows(l) / PANEL;
-    const Output<T> output(l, out, epilogue);
+    const Output<A> output(l, out, epilogue);
     alignas(64) float sums[MAX_ROWS * PANEL];
     for (int64_t p = first; p < last; p++) {
         const Elem* panel = (const Elem*)l.weight + p * panel_elements;
@@ -59,8 +59,8 @@ void run_piece(const Linear& l, const typename T::Op* x, int64_t x_stride, int64
 // Whether x can be multiplied as it lies in memory, or has to be widened to float first.
 template <class T> constexpr bool DIRECT = sizeof(typename T::Op) * T::OPS == sizeof(typename T::Elem) * T::PAIR;
 
-template <class T>
-void forward(const Linear& l, const typename T::Elem* x, int64_t num_tokens, typename T::Elem* out, Epilogue epilogue,
+template <class A, class T>
+void forward(const Linear& l, const typename A::Elem* x, int64_t num_tokens, typename A::Elem* out, Epilogue epilogue,
              int threads) {
     using Op = typename T::Op;
     const int64_t x_stride = l.columns / T::PAIR * T::OPS;
@@ -78,7 +78,7 @@ void forward(const Linear& l, const typename T::Elem* x, int64_t num_tokens, typ
         ops = to;
     }
     cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
-        run_piece<T>(l, ops, x_stride, begin, end, first, last, out, epilogue);
+        run_piece<A, T>(l, ops, x_stride, begin, end, first, last, out, epilogue);
     });
 }
 
@@ -107,9 +107,20 @@ void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_t
                     int threads) {
     if (l.kind == INT8) return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads);
     with_activations(dtype, [&](auto type) {
-        using T = decltype(type);
-        using E = typename T::Elem;
-        forward<T>(l, (const E*)x, num_tokens, (E*)out, epilogue, threads);
+        using A = decltype(type);
+        using E = typename A::Elem;
+        with_kernel(type, l.columns % 32 == 0, [&](auto kernel) {
+            using T = decltype(kernel);
+#if defined(HAS_TILES)
+            if constexpr (std::is_same_v<T, BF16Tiles>) {
+                const Output<A> output(l, (E*)out, epilogue);
+                return forward_tiles<TileProductBF16>(
+                    x, l.columns * 2, l.weight, padded_rows(l) / PANEL, num_tokens, threads,
+                    [&](int64_t t, int64_t p, const char* sums) { output.put(t, p, (const float*)sums); });
+            } else
+#endif
+                forward<A, T>(l, (const E*)x, num_tokens, (E*)out, epilogue, threads);
+        });
     });
 }
 

@@ -31,6 +31,8 @@ struct Linear {
 // x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.
 void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads);
+void linear_forward_int8(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
+                         int threads);
 
 // Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
 template <int MAX, class F> inline void with_rows(int64_t r, const F& f) {
@@ -42,11 +44,13 @@ template <int MAX, class F> inline void with_rows(int64_t r, const F& f) {
 // How one call is cut into pieces: blocks of tokens whose x stays in the L2 cache times groups of panels. Each thread
 // walks through neighbouring panels, so that memory is read in long streams, and helps the others when it is done.
 struct Cut {
-    int64_t blocks, groups, panels_per_group, panels;
+    int64_t blocks, groups, panels_per_group, panels, unit;
 
-    // Units: bytes of one panel and of one row of x; flops_per_ns of one core.
-    Cut(int64_t num_tokens, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes, double ns_per_row, int& threads)
-        : panels(num_panels) {
+    // Units: bytes of one panel and of one row of x; ns_per_row of one panel on one core. Blocks begin at multiples of
+    // `unit` tokens.
+    Cut(int64_t num_tokens, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes, double ns_per_row, int& threads,
+        int64_t unit = 1)
+        : panels(num_panels), unit(unit) {
         constexpr int64_t L2_SHARE = 512 << 10;
         constexpr double NS_PER_BYTE = 0.025, PIECE_NS = 20e3, WORTH_A_THREAD_NS = 8e3;
         const int64_t most = std::max<int64_t>(64, L2_SHARE / row_bytes);
@@ -60,10 +64,11 @@ struct Cut {
 
     // work(first token, end, first panel, end)
     template <class Work> void run(int threads, int64_t num_tokens, const Work& work) const {
+        const int64_t units = (num_tokens + unit - 1) / unit;
         auto piece = [&](int64_t i) {
             const int64_t group = i / blocks, block = i % blocks;
-            work(num_tokens * block / blocks, num_tokens * (block + 1) / blocks, group * panels_per_group,
-                 std::min(panels, (group + 1) * panels_per_group));
+            work(units * block / blocks * unit, std::min(num_tokens, units * (block + 1) / blocks * unit),
+                 group * panels_per_group, std::min(panels, (group + 1) * panels_per_group));
         };
         const int64_t count = groups * blocks;
         if (threads <= 1) {

@@ -5,6 +5,8 @@
 
 #include "epilogue.h"
 #include "linear.h"
+#include "linear_tiles.h"
+#include "paths.h"
 
 #include <cmath>
 #include <type_traits>
@@ -59,6 +61,17 @@ template <class T> float quantize(const typename T::Elem* x, int64_t columns, ui
     return step;
 }
 
+// The PANEL sums of a token and panel as they follow from whole numbers.
+template <class T>
+inline void put_whole(const Linear& l, const Output<T>& output, float step_of, int64_t token, int64_t panel, const int32_t* sums) {
+    float y[PANEL];
+    for (int64_t v = 0, at = panel * PANEL; v < PANEL; v += VL, at += VL) {
+        vi exact = load_any<vi>(sums + v) - 128 * load_any<vi>(l.sums + at);
+        storef(y + v, __builtin_convertvector(exact, vf) * (loadf(l.scales + at) * step_of));
+    }
+    output.put(token, panel, y);
+}
+
 template <class T>
 void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t stride, int64_t begin, int64_t end,
                int64_t first, int64_t last, typename T::Elem* out, Epilogue epilogue) {
@@ -78,14 +91,7 @@ void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t
                 else
                     multiply<R(), false>(x + row * stride, stride, panel, steps, next, sums);
             });
-            for (int64_t r = 0; r < rows; r++) {
-                float y[PANEL];
-                for (int64_t v = 0, at = p * PANEL; v < PANEL; v += VL, at += VL) {
-                    vi exact = load_any<vi>(sums + r * PANEL + v) - 128 * load_any<vi>(l.sums + at);
-                    storef(y + v, __builtin_convertvector(exact, vf) * (loadf(l.scales + at) * steps_of[row + r]));
-                }
-                output.put(row + r, p, y);
-            }
+            for (int64_t r = 0; r < rows; r++) put_whole(l, output, steps_of[row + r], row + r, p, sums + r * PANEL);
         }
     }
 }
@@ -101,14 +107,25 @@ void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t 
     worth.resize(num_tokens);
     uint8_t* quantized = bytes.data();
     float* steps_of = worth.data();
+    const int64_t panels = padded_rows(l) / PANEL;
     const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP;
-    Cut cut(num_tokens, padded_rows(l) / PANEL, stride * PANEL, stride, ns_per_row, threads);
+    [[maybe_unused]] const int most_threads = threads;
+    Cut cut(num_tokens, panels, stride * PANEL, stride, ns_per_row, threads);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
         parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
             steps_of[t] = quantize<T>((const E*)x + t * l.columns, l.columns, quantized + t * stride);
         });
+#if defined(HAS_TILES)
+        if (int8_path() == INT8_TILES && stride % TILE_BYTES == 0) {
+            const Output<T> output(l, (E*)out, epilogue);
+            return forward_tiles<TileProductInt8>(
+                quantized, stride, l.weight, panels, num_tokens, most_threads, [&](int64_t t, int64_t p, const char* sums) {
+                    put_whole(l, output, steps_of[t], t, p, (const int32_t*)sums);
+                });
+        }
+#endif
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
             run_piece<T>(l, quantized, steps_of, stride, begin, end, first, last, (E*)out, epilogue);
         });

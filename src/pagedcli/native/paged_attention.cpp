@@ -7,288 +7,17 @@
 // counted from position 0, whatever the batch, the chunk and the number of threads. So sequences whose tables name the same
 // blocks for a split (a system prompt, samples of one prompt) may share one reading of it.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <new>
+#include "paged_attention.h"
 
-#include "paged_plan.h"
+#include "paged_kernels.h"
+#include "paged_softmax.h"
+#include "paged_tiles.h"
 #include "parallel.h"
 
 namespace {
 
 constexpr int AHEAD = 8;  // tiles between what is fetched and what is read
 constexpr float LOG2E = 1.4426950408889634f;
-
-// Memory that grows and is never given back: an allocation of this size per call would fault its pages in each time.
-struct Arena {
-    char* base = nullptr;
-    size_t capacity = 0, used = 0;
-    ~Arena() { free(base); }
-    void reserve(size_t bytes) {
-        used = 0;
-        if (bytes <= capacity) return;
-        free(base);
-        capacity = (std::max(bytes, capacity / 2 * 3) + 4095) / 4096 * 4096;  // not a little more at each step
-        base = static_cast<char*>(aligned_alloc(4096, capacity));
-        if (!base) {
-            capacity = 0;
-            throw std::bad_alloc();
-        }
-    }
-    template <class X> X* take(size_t count) {
-        X* p = reinterpret_cast<X*>(base + used);
-        used += (count * sizeof(X) + 63) / 64 * 64;
-        return p;
-    }
-};
-
-// Softmax of some rows so far: maximum (in units of log2), sum of weights, weighted sum of values [rows][width].
-struct State {
-    float *max, *sum, *out;
-    State from(int64_t row, int64_t width) const { return {max + row, sum + row, out + row * width}; }
-};
-
-template <class T> struct Buffers {
-    typename T::Op *q, *weights;
-    float* scores;
-    float *q_steps, *weight_steps;  // what one unit of a row's q and weights stands for, if they are whole numbers
-    State split, total;
-    typename T::Elem *key_pack, *value_pack;
-    int64_t q_stride, rows;
-
-    static size_t bytes(const Geometry& g, int64_t rows) {
-        return 4096 + rows * (4 * (g.width() + 2) + 8 * KEYS + 4 * (2 * g.width() + 10)) +
-               2 * (g.width() + 2 + SCALE<T>) * KEYS * sizeof(typename T::Elem);
-    }
-    Buffers(Arena& arena, const Geometry& g, int64_t max_rows) : rows(max_rows) {
-        arena.reserve(bytes(g, rows));
-        int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        q_stride = T::SCALED ? g.width() : steps * T::OPS;
-        q = arena.take<typename T::Op>(rows * q_stride);
-        scores = arena.take<float>(rows * KEYS);
-        weights = arena.take<typename T::Op>(rows * KEYS / T::PAIR * T::OPS);
-        q_steps = arena.take<float>(rows);
-        weight_steps = arena.take<float>(rows);
-        for (State* s : {&split, &total})
-            *s = {arena.take<float>(rows), arena.take<float>(rows), arena.take<float>(rows * g.width())};
-        key_pack = arena.take<typename T::Elem>(KEYS * (g.head_dim + 1 + SCALE<T>));
-        value_pack = arena.take<typename T::Elem>(KEYS * (g.width() + SCALE<T>));
-    }
-};
-
-// Where the tiles of one split lie. The kernels fetch as many others as they go: pages are scattered, so the processor does
-// not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
-// in such an order and doing nothing else gives 25 to 28.
-template <class T> struct Tiles {
-    int64_t count = 0, last_pairs = 0;  // pairs of tokens in the last one
-    const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
-    const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, beside zeros: [width][PAIR]
-};
-
-// gcc alone keeps one pointer per row, more than there are registers, unrolls whole tiles, and keeps sums in memory where
-// it does not unroll what reads them; clang does none of it.
-#if defined(__clang__)
-#define HIDE(x) (void)x
-#define ROLLED
-#define UNROLLED
-#else
-#define HIDE(x) __asm__("" : "+r"(x))
-#define ROLLED _Pragma("GCC unroll 1")
-#define UNROLLED _Pragma("GCC unroll 16")
-#endif
-
-static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-
-// scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
-template <class T, int R, int N>
-inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float* q_steps,
-                         const typename T::Elem* const* tiles, const typename T::Elem* const* ahead, int64_t steps,
-                         float* scores) {
-    typename T::Acc acc[R][N] = {};
-    for (int64_t i = 0; i < steps; i++) {
-        typename T::Block b[N];
-        for (int n = 0; n < N; n++) {
-            b[n] = T::load(tiles[n] + HEADER<T> + i * VL * T::PAIR);
-            fetch(ahead[n] + HEADER<T> + i * VL * T::PAIR);
-        }
-        HIDE(q_stride);
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) T::madd(acc[r][n], q + r * q_stride + i * T::OPS, b[n]);
-    }
-    if constexpr (T::SCALED) {
-        for (int n = 0; n < N; n++) {
-            const vf scales = load_any<vf>(tiles[n]);
-            fetch(ahead[n]);
-            for (int r = 0; r < R; r++)
-                storef(scores + r * KEYS + n * VL, __builtin_convertvector(acc[r][n], vf) * q_steps[r] * scales);
-        }
-    } else {
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) storef(scores + r * KEYS + n * VL, acc[r][n]);
-    }
-}
-
-// out[R][N * VL] = weights[R] . N columns of the tiles' tokens.
-template <class T, int R, int N>
-inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const Tiles<T>& tiles,
-                         const Tiles<T>& ahead, int64_t column, int64_t width, float* out) {
-    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS, PAIRS = VL / T::PAIR;
-    typename T::Acc acc[R][N] = {};
-    for (int64_t t = 0; t < tiles.count; t++) {
-        const typename T::Elem *tile = tiles.values[t] + HEADER<T> + column * T::PAIR;
-        const typename T::Elem *next = ahead.values[t] + HEADER<T> + column * T::PAIR;
-        const int64_t pairs = t + 1 < tiles.count ? PAIRS : tiles.last_pairs;
-        if (T::SCALED) fetch(ahead.values[t]);
-        ROLLED for (int64_t i = 0; i < pairs; i++) {
-            typename T::Block b[N];
-            for (int n = 0; n < N; n++) {
-                b[n] = T::load(tile + (i * width + n * VL) * T::PAIR);
-                fetch(next + (i * width + n * VL) * T::PAIR);
-            }
-            for (int r = 0; r < R; r++)
-                for (int n = 0; n < N; n++)
-                    T::madd(acc[r][n], weights + r * STRIDE + (t * PAIRS + i) * T::OPS, b[n]);
-        }
-    }
-    if (tiles.half_pair) {
-        const int64_t pair = (tiles.count - 1) * PAIRS + tiles.last_pairs;
-        typename T::Block b[N];
-        UNROLLED for (int n = 0; n < N; n++) b[n] = T::load(tiles.half_pair + (column + n * VL) * T::PAIR);
-        UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int n = 0; n < N; n++) T::madd(acc[r][n], weights + r * STRIDE + pair * T::OPS, b[n]);
-    }
-    if constexpr (T::SCALED) {
-        UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int n = 0; n < N; n++) {
-                storef(out + r * width + column + n * VL, __builtin_convertvector(acc[r][n], vf) * weight_steps[r]);
-            }
-    } else {
-        UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int n = 0; n < N; n++) storef(out + r * width + column + n * VL, acc[r][n]);
-    }
-}
-
-// Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
-template <int MAX, class F> inline void with_constant(int64_t r, const F& f) {
-    if constexpr (MAX > 1)
-        if (r < MAX) return with_constant<MAX - 1>(r, f);
-    f(std::integral_constant<int, MAX>{});
-}
-
-// Scores of N tiles at a time for up to MAX_R rows at a time, from tile t on, as long as there are N.
-template <class T, int N, int MAX_R>
-inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps, int64_t& t) {
-    for (; t + N <= tiles.count; t += N)
-        for (int64_t r = 0; r < rows; r += MAX_R)
-            with_constant<MAX_R>(rows - r, [&](auto R) {
-                score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t,
-                                        steps, w.scores + r * KEYS + t * VL);
-            });
-}
-
-template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
-    int64_t t = 0;
-    // with few rows only more tiles at a time give each sum the time to arrive before the next one needs it
-    if (VL == 16 && rows <= 2) some_scores<T, 8, 2>(w, rows, tiles, ahead, steps, t);
-    if (VL == 16 && rows <= 4) some_scores<T, 4, 4>(w, rows, tiles, ahead, steps, t);
-    some_scores<T, SCORE_TILES, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
-    some_scores<T, 1, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
-}
-
-template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width, float* out) {
-    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
-    // few rows leave registers for whole lines of a tile, so that it is read in one stream
-    if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
-        for (int64_t c = 0; c < width; c += 8 * VL)
-            with_constant<3>(rows, [&](auto R) {
-                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, c, width, out);
-            });
-        return;
-    }
-    for (int64_t c = 0; c < width; c += VALUE_COLS * VL)
-        with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
-            for (int64_t r = 0; r < rows; r += VALUE_ROWS)
-                with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
-                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles, ahead, c, width,
-                                              out + r * width);
-                });
-        });
-}
-
-// The weights p of one row's tile, times the scales of V, as whole numbers. `used` tiles have tokens that the row sees,
-// the last of them `seen_last`: the others' scales may be anything.
-inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t used, vi seen_last) {
-    float* p = w.scores + r * KEYS;
-    Largest largest;
-    for (int64_t t = 0; t < used; t++) {
-        vf scales = load_any<vf>(tiles.values[t]);
-        if (t == used - 1) scales = select_of(seen_last, scales, vf{});
-        const vf scaled = loadf(p + t * VL) * scales;
-        largest.put(scaled);
-        storef(p + t * VL, scaled);
-    }
-    const float top = largest.get(), inverse = steps_per_unit(top, 32767.f);
-    for (int64_t t = 0; t < used; t++) store_whole(w.weights + r * KEYS + t * VL, loadf(p + t * VL) * inverse);
-    w.weight_steps[r] = top / 32767.f;
-}
-
-// One row: scores -> weights of the split's tokens, the first `visible` of which the row sees; their maximum and sum.
-// factor is positive, so the largest score has the largest weight.
-template <class T>
-inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor) {
-    const int64_t num_tiles = tiles.count;
-    float* scores = w.scores + r * KEYS;
-    auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
-    const vf low = splat(-INFINITY);
-    vf top = low;
-    const int64_t used = visible <= 0 ? 0 : std::min<int64_t>(num_tiles, (visible + VL - 1) / VL);
-    vi seen = ~vi{};  // of the last used tile
-    if (used * VL > visible && used) {
-        float* last = scores + (used - 1) * VL;
-        seen = iota() < (vi{} + (int32_t)(visible - (used - 1) * VL));
-        storef(last, select_of(seen, loadf(last), low));
-    }
-    for (int64_t t = 0; t < used; t++) top = max_of(top, loadf(scores + t * VL));
-    const float largest = max_in(top) * factor;
-    const vf base = splat(largest == -INFINITY ? 0.f : largest);
-    vf sum = {};
-    for (int64_t t = 0; t < used; t++) {
-        vf p = exp2_of(loadf(scores + t * VL) * factor - base);
-        sum += p;
-        if constexpr (T::SCALED)
-            storef(scores + t * VL, p);
-        else
-            T::put_ops(weights, (int)(t * VL), p);
-    }
-    if constexpr (T::SCALED) {
-        whole_weights(w, r, tiles, used, seen);
-        memset(weights + used * VL, 0, (num_tiles - used) * VL * sizeof *weights);
-    } else {
-        for (int64_t t = used; t < num_tiles; t++) T::put_ops(weights, (int)(t * VL), vf{});
-    }
-    state.max[r] = largest;
-    state.sum[r] = sum_of(sum);
-}
-
-// into = both together. A row that saw nothing in `from` leaves `into` as it is.
-void merge(const State& into, const State& from, int64_t rows, int64_t width) {
-    for (int64_t r = 0; r < rows; r++) {
-        if (from.max[r] == -INFINITY) continue;
-        float top = into.max[r] > from.max[r] ? into.max[r] : from.max[r];
-        float a = exp2_of(into.max[r] - top), b = exp2_of(from.max[r] - top);
-        into.max[r] = top;
-        into.sum[r] = into.sum[r] * a + from.sum[r] * b;
-        float *x = into.out + r * width, *y = from.out + r * width;
-        for (int64_t c = 0; c < width; c += VL) storef(x + c, loadf(x + c) * a + loadf(y + c) * b);
-    }
-}
-
-void copy(const State& into, const State& from, int64_t rows, int64_t width) {
-    memcpy(into.max, from.max, rows * sizeof(float));
-    memcpy(into.sum, from.sum, rows * sizeof(float));
-    memcpy(into.out, from.out, rows * width * sizeof(float));
-}
 
 // Queries and results of type A over a cache of type T.
 template <class A, class T> struct Attention {
@@ -449,6 +178,7 @@ template <class A, class T> struct Attention {
         int64_t rows = 0;
         for (int32_t n = 0; n < it.count; n++) rows += parts[n].num_rows(g);
         Tiles<T> tiles, ahead;
+        tiles.joined = g.packed() || g.block_size % (2 * VL) == 0;
         Upcoming next{plan.table + first.b * plan.table_stride, begin, end, it.head_end, it.head_begin, begin};
         for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
             if (!find_next(next, place)) return false;
@@ -462,13 +192,13 @@ template <class A, class T> struct Attention {
                 if (g.packed()) ahead = tiles;
                 end_values(w, std::min<int64_t>(VL, plan.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
                 const State& state = split == 0 && !keep ? w.total : w.split;
-                all_scores<T>(w, rows, tiles, ahead, steps);
+                all_scores(w, rows, tiles, ahead, steps);
                 for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
                     for (int64_t r = 0; r < parts[n].num_rows(g); r++) {
                         const int64_t visible = plan.begin(parts[n]) + r / g.group() + 1 - t;
                         softmax_row<T>(w, state, row + r, visible, tiles, factor);
                     }
-                add_values<T>(w, rows, tiles, ahead, width, state.out);
+                add_values(w, rows, tiles, ahead, width, state.out);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))
                     copy(partial(parts[n], head, split), state.from(row, width), parts[n].num_rows(g), width);
                 if (!keep && split) merge(w.total, w.split, rows, width);
@@ -501,18 +231,18 @@ template <class A, class T> struct Attention {
 
 extern "C" {
 
-// 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16, of q and out
-// and, unless geometry says int8, of the cache.
 int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const void* q, int64_t q_token_stride,
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale) {
     return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
-        using A = decltype(type);
-        using T = decltype(cache_type);
-        using E = typename T::Elem;
-        using Row = typename A::Elem;
-        Attention<A, T> attention{*geometry,  *plan, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
-                                  q_head_stride, (Row*)out, scale * LOG2E};
-        return attention.run_all();
+        return with_kernel(cache_type, geometry->head_dim % 32 == 0, [&](auto kernel) {
+            using A = decltype(type);
+            using T = decltype(kernel);
+            using E = typename T::Elem;
+            using Row = typename A::Elem;
+            Attention<A, T> attention{*geometry,  *plan, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
+                                      q_head_stride, (Row*)out, scale * LOG2E};
+            return attention.run_all();
+        });
     });
 }
 }

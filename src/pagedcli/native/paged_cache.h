@@ -33,7 +33,7 @@ struct Largest {
         bits = (larger & magnitude) | (~larger & bits);
     }
     float get() const {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
         const int32_t top = _mm512_reduce_max_epi32((__m512i)bits);
         return load_any<float>(&top);
 #endif

@@ -1,4 +1,4 @@
-#include "paged_plan.h"
+#include "paged_attention.h"
 
 #include <algorithm>
 #include <memory>
@@ -100,7 +100,6 @@ struct Planner {
 
 extern "C" {
 
-// The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
 Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
                      const int32_t* table, int64_t table_stride, int threads) {
     auto plan = std::make_unique<Plan>();

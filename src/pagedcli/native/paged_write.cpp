@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "paged_cache.h"
+#include "paged_attention.h"
 #include "parallel.h"
 
 namespace {
@@ -74,7 +74,6 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
 
 extern "C" {
 
-// strides: four int64, k and v, token and head, in elements.
 void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int threads, const void* k, const void* v,
                  const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots) {
     with_types(dtype, *geometry, [&](auto type, auto cache_type) {

@@ -3,10 +3,6 @@
 
 #include "simd.h"
 
-typedef uint16_t vh __attribute__((vector_size(VL * 2)));
-
-static inline vf select_of(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-
 // Rows<T>: load and store VL elements of type T; round: to the precision of T and back.
 template <class T> struct Rows;
 
@@ -19,21 +15,8 @@ template <> struct Rows<F32> {
 
 template <> struct Rows<BF16> {
     static inline vf load(const uint16_t* p) { return (vf)(__builtin_convertvector(load_any<vh>(p), vu) << 16); }
-    static inline vf round(vf x) {
-#if defined(__AVX512BF16__)
-        return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
-#endif
-        vu bits = (vu)x;
-        vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-        return select_of(x == x, (vf)rounded, splat(__builtin_nanf("")));
-    }
-    static inline void store(uint16_t* p, vf x) {
-#if defined(__AVX512BF16__)
-        store_any(p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-        store_any(p, __builtin_convertvector((vu)round(x) >> 16, vh));
-#endif
-    }
+    static inline vf round(vf x) { return (vf)(__builtin_convertvector(to_bf16(x), vu) << 16); }
+    static inline void store(uint16_t* p, vf x) { store_any(p, to_bf16(x)); }
     static inline float load_one(const uint16_t* p) {
         uint32_t bits = (uint32_t)*p << 16;
         float x;
@@ -45,7 +28,7 @@ template <> struct Rows<BF16> {
 template <> struct Rows<F16> {
     static inline vf load(const uint16_t* p) { return F16::load(p); }
     static inline void store(uint16_t* p, vf x) {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
         store_any(p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
         for (int i = 0; i < VL; i++) p[i] = float_to_half(x[i]);

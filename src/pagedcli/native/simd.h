@@ -11,11 +11,21 @@
 #include <arm_neon.h>
 #endif
 
+// The instruction set behind the vectors. Emulated tiles need vectors of 16 lanes, whatever the processor has.
 #if defined(__AVX512F__)
+#define USE_AVX512
+#elif defined(EMULATE_TILES)
+#elif defined(__AVX2__)
+#define USE_AVX2
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define USE_NEON
+#endif
+
+#if defined(USE_AVX512) || defined(EMULATE_TILES)
 constexpr int VL = 16;  // lanes of one float vector, and tokens of one cache tile
 constexpr int SCORE_ROWS = 12, SCORE_TILES = 2;  // accumulators of the score kernel: 24 of 32 registers
 constexpr int VALUE_ROWS = 6, VALUE_COLS = 4;    // and of the value kernel
-#elif defined(__AVX2__)
+#elif defined(USE_AVX2)
 constexpr int VL = 8;
 constexpr int SCORE_ROWS = 6, SCORE_TILES = 2;  // 12 of 16 registers
 constexpr int VALUE_ROWS = 3, VALUE_COLS = 4;
@@ -39,7 +49,7 @@ static inline vf loadf(const float* p) { return load_any<vf>(p); }
 static inline void storef(float* p, vf v) { store_any(p, v); }
 static inline vf splat(float x) { return x - vf{}; }
 static inline vf max_of(vf a, vf b) {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     vi keep = a > b;
@@ -47,7 +57,7 @@ static inline vf max_of(vf a, vf b) {
 #endif
 }
 static inline float sum_of(vf v) {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
     return _mm512_reduce_add_ps((__m512)v);
 #else
     float s[VL];
@@ -58,7 +68,7 @@ static inline float sum_of(vf v) {
 #endif
 }
 static inline float max_in(vf v) {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float s[VL];
@@ -76,7 +86,7 @@ static inline vi iota() {
 
 // 2^x for x <= 0, within 2 ulp; 0 below 2^-126 and for -inf. Polynomial: Cephes exp2f.
 static inline vf exp2_of(vf x) {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
     vf clamped = max_of(x, splat(-200.f));
     vf whole = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     vf f = clamped - whole;
@@ -94,7 +104,7 @@ static inline vf exp2_of(vf x) {
     p = p * f + splat(2.402264791363012e-1f);
     p = p * f + splat(6.931472028550421e-1f);
     p = p * f + splat(1.f);
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
     vi exponent = ((vi)shifted - (vi)magic) << 23;
@@ -161,11 +171,11 @@ struct F16 {
     static constexpr int PAIR = 1, OPS = 1;
     static constexpr bool SCALED = false;
     static inline Block load(const Elem* p) {
-#if defined(__AVX512F__)
+#if defined(USE_AVX512)
         return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(USE_AVX2) && defined(__F16C__)
         return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__ARM_NEON) && defined(__aarch64__)
+#elif defined(USE_NEON)
         return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
         vf v;
@@ -186,25 +196,20 @@ static inline uint16_t float_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+
+static inline vf select_of(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+// The nearest bf16, ties to even. The instruction flushes denormals.
+static inline vh to_bf16(vf x) {
 #if defined(__AVX512BF16__)
-struct BF16 {  // two products per lane and instruction, float32 sums
-    using Elem = uint16_t;
-    using Op = uint32_t;
-    using Block = __m512bh;
-    using Acc = vf;
-    static constexpr int PAIR = 2, OPS = 1;
-    static constexpr bool SCALED = false;
-    static inline Block load(const Elem* p) { return (__m512bh)_mm512_loadu_si512(p); }
-    static inline void madd(vf& acc, const Op* a, Block b) {
-        acc = (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*a), b);
-    }
-    static inline void put_op(Op* row, int i, Elem x) { memcpy((char*)row + 2 * i, &x, 2); }
-    static inline void put_ops(Op* row, int i, vf x) {
-        store_any((char*)row + 2 * i, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-    }
-    static inline Elem from_float(float x) { return float_to_bf16(x); }
-};
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
 #else
+    const vu bits = (vu)x, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return __builtin_convertvector((vu)select_of(x == x, (vf)rounded, (vf)(vu{} + 0x7fc0u)), vh);
+#endif
+}
+
 struct BF16 {  // a bf16 is the upper half of a float: a shift or a mask makes it one
     using Elem = uint16_t;
     using Op = float;
@@ -229,7 +234,42 @@ struct BF16 {  // a bf16 is the upper half of a float: a shift or a mask makes i
     static inline void put_ops(Op* row, int i, vf x) { storef(row + i, x); }
     static inline Elem from_float(float x) { return float_to_bf16(x); }
 };
+
+// bf16 whose operands are pairs of elements as they lie in memory.
+struct BF16Pairs {
+    using Elem = uint16_t;
+    using Op = uint32_t;
+    using Acc = vf;
+    static constexpr int PAIR = 2, OPS = 1;
+    static constexpr bool SCALED = false;
+    static inline void put_op(Op* row, int i, Elem x) { memcpy((char*)row + 2 * i, &x, 2); }
+    static inline void put_ops(Op* row, int i, vf x) { store_any((char*)row + 2 * i, to_bf16(x)); }
+    static inline Elem from_float(float x) { return float_to_bf16(x); }
+};
+
+// ... multiplied by an instruction with two products per lane and float32 sums.
+#if defined(__AVX512BF16__)
+#define HAS_BF16_DOT
+struct BF16Dot : BF16Pairs {
+    using Block = __m512bh;
+    static inline Block load(const Elem* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static inline void madd(vf& acc, const Op* a, Block b) {
+        acc = (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*a), b);
+    }
+};
+#elif defined(USE_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16_DOT
+struct BF16Dot : BF16Pairs {
+    using Block = bfloat16x8_t;
+    static inline Block load(const Elem* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
+    static inline void madd(vf& acc, const Op* a, Block b) {
+        acc = (vf)vbfdotq_f32((float32x4_t)acc, b, vreinterpretq_bf16_u32(vdupq_n_u32(*a)));
+    }
+};
 #endif
+
+// ... multiplied by tile registers: paged_tiles.h and linear_tiles.h.
+struct BF16Tiles : BF16Pairs {};
 
 // Whole numbers of 8 bits in a cache, of 16 bits in what multiplies them: sums of 32 bits are exact.
 struct I8 {
@@ -250,7 +290,7 @@ struct I8 {
     static inline void madd(vi& acc, const Op* a, Block b) {
         acc += (vi)_mm512_madd_epi16(_mm512_set1_epi32(load_any<int32_t>(a)), b);
     }
-#elif defined(__AVX2__)
+#elif defined(USE_AVX2)
     using Block = __m256i;
     static inline Block load(const Elem* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
     static inline void madd(vi& acc, const Op* a, Block b) {

@@ -1,0 +1,130 @@
+// Linear layers by tile registers: a packed panel [K / 2][32][2] of bf16, or [K / 4][32][4] of int8, is two columns of
+// right operands as it lies. One body for 1 token and for 512, so a token's sums do not depend on the others.
+#pragma once
+
+#include "epilogue.h"
+#include "tile_registers.h"
+
+#if defined(HAS_TILES)
+
+static_assert(PANEL * 4 == 2 * TILE_BYTES, "a panel is two tiles wide");
+
+constexpr int64_t BLOCK_TOKENS = 2 * TILE_ROWS;            // of one pass over a panel
+constexpr int64_t STEP_BYTES = TILE_ROWS * 2 * TILE_BYTES;  // of a panel, of one product: 64 bytes of a row of x
+
+// Rows of x where left operands are loaded from: as they are, or packed tile by tile [T / 16][K bytes / 64][16][64].
+struct TileRows {
+    const char* base;
+    int64_t row_bytes;
+    bool is_packed;
+    const char* tile(int64_t row, int64_t step) const {  // row: a multiple of 16
+        return base + row * row_bytes + step * (is_packed ? TILE_ROWS * TILE_BYTES : TILE_BYTES);
+    }
+    int64_t stride() const { return is_packed ? TILE_BYTES : row_bytes; }
+};
+
+// Packed rows are read in streams, and rows of a power of two bytes do not compete for the same lines of the L1 cache. A
+// few tokens are read as they are.
+static inline TileRows pack_tile_rows(const void* x, int64_t num_tokens, int64_t row_bytes, std::vector<char>& room, int threads) {
+    if (num_tokens <= BLOCK_TOKENS) return {(const char*)x, row_bytes, false};
+    const int64_t blocks = (num_tokens + TILE_ROWS - 1) / TILE_ROWS;
+    room.resize(blocks * TILE_ROWS * row_bytes + TILE_BYTES);
+    char* base = (char*)(((uintptr_t)room.data() + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES);
+    parallel_for(threads, blocks, [&](int64_t b) {
+        const int64_t first = b * TILE_ROWS, rows = std::min<int64_t>(TILE_ROWS, num_tokens - first);
+        for (int64_t step = 0; step < row_bytes / TILE_BYTES; step++)
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(base + first * row_bytes + (step * TILE_ROWS + r) * TILE_BYTES,
+                       (const char*)x + (first + r) * row_bytes + step * TILE_BYTES, TILE_BYTES);
+    });
+    return {base, row_bytes, true};
+}
+
+struct TileProductBF16 {
+    template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_bf16<C, A, B>(); }
+};
+struct TileProductInt8 {
+    template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_int8<C, A, B>(); }
+};
+
+// sums [32][PANEL] of up to 32 rows, begun at zero or as they are. At each step a part of `next` is fetched, if there is one.
+template <class Product, bool TWO>
+inline void multiply_tiles(TileRegisters& t, const TileRows& x, int64_t row, int64_t first, int64_t end, const char* panel,
+                           const char* next, bool begin, char* sums) {
+    constexpr int64_t ROW = PANEL * 4;
+    char* second = sums + TILE_ROWS * ROW;
+    if (begin) {
+        t.zero<0>(), t.zero<1>();
+        if (TWO) t.zero<2>(), t.zero<3>();
+    } else {
+        t.load<0>(sums, ROW), t.load<1>(sums + TILE_BYTES, ROW);
+        if (TWO) t.load<2>(second, ROW), t.load<3>(second + TILE_BYTES, ROW);
+    }
+    for (int64_t i = first; i < end; i++) {
+        t.load<6>(panel + i * STEP_BYTES, 2 * TILE_BYTES);
+        t.load<4>(x.tile(row, i), x.stride());
+        Product::template multiply<0, 4, 6>(t);
+        t.load<7>(panel + i * STEP_BYTES + TILE_BYTES, 2 * TILE_BYTES);
+        Product::template multiply<1, 4, 7>(t);
+        if (next)
+            for (int64_t j = 0; j < STEP_BYTES; j += 64) __builtin_prefetch(next + i * STEP_BYTES + j, 0, 2);
+        if (TWO) {
+            t.load<5>(x.tile(row + TILE_ROWS, i), x.stride());
+            Product::template multiply<2, 5, 6>(t);
+            Product::template multiply<3, 5, 7>(t);
+        }
+    }
+    t.store<0>(sums, ROW), t.store<1>(sums + TILE_BYTES, ROW);
+    if (TWO) t.store<2>(second, ROW), t.store<3>(second + TILE_BYTES, ROW);
+}
+
+// Tokens [begin, end), begin a multiple of 16, times panels [first, last) of `steps` products each. Calls
+// finish(token, panel, its PANEL sums).
+template <class Product, class Finish>
+void run_tiles(const TileRows& x, int64_t steps, const char* weight, int64_t num_panels, int64_t begin, int64_t end,
+               int64_t first, int64_t last, const Finish& finish) {
+    // A part of the panel stays in the L1 cache while all tokens pass: 8 steps are 16 KiB, and 256 of K in bf16. What is
+    // summed so far waits in memory, as exact as in a register.
+    constexpr int64_t PART_STEPS = 8;
+    constexpr int64_t SOON = 4 * STEP_BYTES;  // between what is fetched and what is read where all tokens are one block
+    const bool one_block = end - begin <= BLOCK_TOKENS;
+    const int64_t part_steps = one_block ? steps : PART_STEPS;
+    static thread_local std::vector<char> room;
+    room.resize((end - begin + BLOCK_TOKENS) * PANEL * 4 + TILE_BYTES);
+    char* sums = (char*)(((uintptr_t)room.data() + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES);
+    TileRegisters registers;
+    for (int64_t p = first; p < last; p++) {
+        const char* panel = weight + p * steps * STEP_BYTES;
+        for (int64_t part = 0; part < steps; part += part_steps) {
+            const int64_t part_end = std::min(steps, part + part_steps);
+            for (int64_t row = begin; row < end; row += BLOCK_TOKENS) {
+                const int64_t rows = std::min(end - row, BLOCK_TOKENS);
+                const char* next = row > begin ? nullptr : one_block ? panel + SOON : panel + steps * STEP_BYTES;
+                if (!one_block && p + 1 == num_panels) next = nullptr;
+                char* to = sums + (row - begin) * PANEL * 4;
+                registers.shape(std::min<int64_t>(rows, TILE_ROWS), std::max<int64_t>(0, rows - TILE_ROWS), TILE_BYTES, TILE_ROWS);
+                if (rows > TILE_ROWS)
+                    multiply_tiles<Product, true>(registers, x, row, part, part_end, panel, next, part == 0, to);
+                else
+                    multiply_tiles<Product, false>(registers, x, row, part, part_end, panel, next, part == 0, to);
+                for (int64_t r = 0; part_end == steps && r < rows; r++) finish(row + r, p, to + r * PANEL * 4);
+            }
+        }
+    }
+}
+
+// A whole layer: x [num_tokens][row_bytes], of which every 64 bytes are one product's.
+template <class Product, class Finish>
+void forward_tiles(const void* x, int64_t row_bytes, const void* weight, int64_t panels, int64_t num_tokens, int threads,
+                   const Finish& finish) {
+    const int64_t steps = row_bytes / TILE_BYTES;
+    constexpr double NS_PER_ROW = 2 * 16 / 3.0 / TILE_ROWS;  // of a step: two products of 16 cycles for 16 rows
+    Cut cut(num_tokens, panels, steps * STEP_BYTES, row_bytes, NS_PER_ROW * steps, threads, BLOCK_TOKENS);
+    static thread_local std::vector<char> room;
+    const TileRows rows = pack_tile_rows(x, num_tokens, row_bytes, room, threads);
+    cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
+        run_tiles<Product>(rows, steps, (const char*)weight, panels, begin, end, first, last, finish);
+    });
+}
+
+#endif

@@ -1,0 +1,21 @@
+// The C functions of paged attention, as the library exports them and the decoder calls them.
+#pragma once
+
+#include "paged_plan.h"
+
+extern "C" {
+
+// The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
+Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
+                     const int32_t* table, int64_t table_stride, int threads);
+void paged_plan_free(Plan* plan);
+
+// 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16, of q and out
+// and, unless geometry says int8, of the cache.
+int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const void* q, int64_t q_token_stride,
+                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale);
+
+// strides: four int64, k and v, token and head, in elements.
+void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int threads, const void* k, const void* v,
+                 const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots);
+}

@@ -1,0 +1,209 @@
+// The products of paged attention for one item's rows: scores with K, weighted sums of V, and what both read and write.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <type_traits>
+
+#include "paged_plan.h"
+#include "paths.h"
+
+// Memory that grows and is never given back: an allocation of this size per call would fault its pages in each time.
+struct Arena {
+    char* base = nullptr;
+    size_t capacity = 0, used = 0;
+    ~Arena() { free(base); }
+    void reserve(size_t bytes) {
+        used = 0;
+        if (bytes <= capacity) return;
+        free(base);
+        capacity = (std::max(bytes, capacity / 2 * 3) + 4095) / 4096 * 4096;  // not a little more at each step
+        base = static_cast<char*>(aligned_alloc(4096, capacity));
+        if (!base) {
+            capacity = 0;
+            throw std::bad_alloc();
+        }
+    }
+    template <class X> X* take(size_t count) {
+        X* p = reinterpret_cast<X*>(base + used);
+        used += (count * sizeof(X) + 63) / 64 * 64;
+        return p;
+    }
+};
+
+// Softmax of some rows so far: maximum (in units of log2), sum of weights, weighted sum of values [rows][width].
+struct State {
+    float *max, *sum, *out;
+    State from(int64_t row, int64_t width) const { return {max + row, sum + row, out + row * width}; }
+};
+
+template <class T> struct Buffers {
+    typename T::Op *q, *weights;
+    float* scores;
+    float *q_steps, *weight_steps;  // what one unit of a row's q and weights stands for, if they are whole numbers
+    State split, total;
+    typename T::Elem *key_pack, *value_pack;
+    typename T::Elem* value_end;  // for V of the last up to 32 tokens
+    int64_t q_stride, rows;
+
+    static size_t bytes(const Geometry& g, int64_t rows) {
+        return 4096 + rows * (4 * (g.width() + 2) + 8 * KEYS + 4 * (2 * g.width() + 10)) +
+               (2 * (g.width() + 2 + SCALE<T>) * KEYS + g.width() * 2 * VL) * sizeof(typename T::Elem);
+    }
+    Buffers(Arena& arena, const Geometry& g, int64_t max_rows) : rows(max_rows) {
+        arena.reserve(bytes(g, rows));
+        int64_t steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
+        q_stride = T::SCALED ? g.width() : steps * T::OPS;
+        q = arena.take<typename T::Op>(rows * q_stride);
+        scores = arena.take<float>(rows * KEYS);
+        weights = arena.take<typename T::Op>(rows * KEYS / T::PAIR * T::OPS);
+        q_steps = arena.take<float>(rows);
+        weight_steps = arena.take<float>(rows);
+        for (State* s : {&split, &total})
+            *s = {arena.take<float>(rows), arena.take<float>(rows), arena.take<float>(rows * g.width())};
+        key_pack = arena.take<typename T::Elem>(KEYS * (g.head_dim + 1 + SCALE<T>));
+        value_pack = arena.take<typename T::Elem>(KEYS * (g.width() + SCALE<T>));
+        value_end = arena.take<typename T::Elem>(2 * VL * g.width());
+    }
+};
+
+// Where the tiles of one split lie. The kernels fetch as many others as they go: pages are scattered, so the processor does
+// not foresee them. Measured on one Zen 5 core at block size 16: 14 GB/s without, 24 with; reading pages
+// in such an order and doing nothing else gives 25 to 28.
+template <class T> struct Tiles {
+    int64_t count = 0, last_pairs = 0;  // pairs of tokens in the last one
+    const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
+    bool joined = false;            // tiles 2 n and 2 n + 1 follow each other in memory, both or as far as they go
+    const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, beside zeros: [width][PAIR]
+};
+
+// gcc alone keeps one pointer per row, more than there are registers, unrolls whole tiles, and keeps sums in memory where
+// it does not unroll what reads them; clang does none of it.
+#if defined(__clang__)
+#define HIDE(x) (void)x
+#define ROLLED
+#define UNROLLED
+#else
+#define HIDE(x) __asm__("" : "+r"(x))
+#define ROLLED _Pragma("GCC unroll 1")
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
+
+static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
+template <class T, int R, int N>
+inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float* q_steps,
+                         const typename T::Elem* const* tiles, const typename T::Elem* const* ahead, int64_t steps,
+                         float* scores) {
+    typename T::Acc acc[R][N] = {};
+    for (int64_t i = 0; i < steps; i++) {
+        typename T::Block b[N];
+        for (int n = 0; n < N; n++) {
+            b[n] = T::load(tiles[n] + HEADER<T> + i * VL * T::PAIR);
+            fetch(ahead[n] + HEADER<T> + i * VL * T::PAIR);
+        }
+        HIDE(q_stride);
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) T::madd(acc[r][n], q + r * q_stride + i * T::OPS, b[n]);
+    }
+    if constexpr (T::SCALED) {
+        for (int n = 0; n < N; n++) {
+            const vf scales = load_any<vf>(tiles[n]);
+            fetch(ahead[n]);
+            for (int r = 0; r < R; r++)
+                storef(scores + r * KEYS + n * VL, __builtin_convertvector(acc[r][n], vf) * q_steps[r] * scales);
+        }
+    } else {
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) storef(scores + r * KEYS + n * VL, acc[r][n]);
+    }
+}
+
+// out[R][N * VL] = weights[R] . N columns of the tiles' tokens.
+template <class T, int R, int N>
+inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const Tiles<T>& tiles,
+                         const Tiles<T>& ahead, int64_t column, int64_t width, float* out) {
+    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS, PAIRS = VL / T::PAIR;
+    typename T::Acc acc[R][N] = {};
+    for (int64_t t = 0; t < tiles.count; t++) {
+        const typename T::Elem *tile = tiles.values[t] + HEADER<T> + column * T::PAIR;
+        const typename T::Elem *next = ahead.values[t] + HEADER<T> + column * T::PAIR;
+        const int64_t pairs = t + 1 < tiles.count ? PAIRS : tiles.last_pairs;
+        if (T::SCALED) fetch(ahead.values[t]);
+        ROLLED for (int64_t i = 0; i < pairs; i++) {
+            typename T::Block b[N];
+            for (int n = 0; n < N; n++) {
+                b[n] = T::load(tile + (i * width + n * VL) * T::PAIR);
+                fetch(next + (i * width + n * VL) * T::PAIR);
+            }
+            for (int r = 0; r < R; r++)
+                for (int n = 0; n < N; n++)
+                    T::madd(acc[r][n], weights + r * STRIDE + (t * PAIRS + i) * T::OPS, b[n]);
+        }
+    }
+    if (tiles.half_pair) {
+        const int64_t pair = (tiles.count - 1) * PAIRS + tiles.last_pairs;
+        typename T::Block b[N];
+        UNROLLED for (int n = 0; n < N; n++) b[n] = T::load(tiles.half_pair + (column + n * VL) * T::PAIR);
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) T::madd(acc[r][n], weights + r * STRIDE + pair * T::OPS, b[n]);
+    }
+    if constexpr (T::SCALED) {
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) {
+                storef(out + r * width + column + n * VL, __builtin_convertvector(acc[r][n], vf) * weight_steps[r]);
+            }
+    } else {
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) storef(out + r * width + column + n * VL, acc[r][n]);
+    }
+}
+
+// Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
+template <int MAX, class F> inline void with_constant(int64_t r, const F& f) {
+    if constexpr (MAX > 1)
+        if (r < MAX) return with_constant<MAX - 1>(r, f);
+    f(std::integral_constant<int, MAX>{});
+}
+
+// Scores of N tiles at a time for up to MAX_R rows at a time, from tile t on, as long as there are N.
+template <class T, int N, int MAX_R>
+inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps, int64_t& t) {
+    for (; t + N <= tiles.count; t += N)
+        for (int64_t r = 0; r < rows; r += MAX_R)
+            with_constant<MAX_R>(rows - r, [&](auto R) {
+                score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t,
+                                        steps, w.scores + r * KEYS + t * VL);
+            });
+}
+
+template <class T> void all_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t steps) {
+    int64_t t = 0;
+    // with few rows only more tiles at a time give each sum the time to arrive before the next one needs it
+    if (VL == 16 && rows <= 2) some_scores<T, 8, 2>(w, rows, tiles, ahead, steps, t);
+    if (VL == 16 && rows <= 4) some_scores<T, 4, 4>(w, rows, tiles, ahead, steps, t);
+    some_scores<T, SCORE_TILES, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
+    some_scores<T, 1, SCORE_ROWS>(w, rows, tiles, ahead, steps, t);
+}
+
+template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles, const Tiles<T>& ahead, int64_t width, float* out) {
+    constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS;
+    // few rows leave registers for whole lines of a tile, so that it is read in one stream
+    if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
+        for (int64_t c = 0; c < width; c += 8 * VL)
+            with_constant<3>(rows, [&](auto R) {
+                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, c, width, out);
+            });
+        return;
+    }
+    for (int64_t c = 0; c < width; c += VALUE_COLS * VL)
+        with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
+            for (int64_t r = 0; r < rows; r += VALUE_ROWS)
+                with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
+                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles, ahead, c, width,
+                                              out + r * width);
+                });
+        });
+}

@@ -1,0 +1,138 @@
+// The products of paged attention by tile registers: a K tile [D / 2][16][2] and a V tile [8][D][2] of the cache are right
+// operands as they lie. For head sizes that are a multiple of 32.
+#pragma once
+
+#include "paged_kernels.h"
+
+#if defined(HAS_TILES)
+
+// Query rows r ... of a pass, in two blocks of up to 16.
+struct TilePass {
+    int64_t row;
+    int rows0, rows1;
+    TilePass(int64_t row, int64_t rows)
+        : row(row),
+          rows0((int)std::min<int64_t>(TILE_ROWS, rows - row)),
+          rows1((int)std::clamp<int64_t>(rows - row - TILE_ROWS, 0, TILE_ROWS)) {}
+};
+
+// Stores the four sums that there are: [two row blocks, row_bytes apart by row][two columns, 64 bytes apart].
+template <bool TWO_ROWS, bool TWO_COLUMNS> inline void store_sums(TileRegisters& t, float* to, int64_t row_bytes) {
+    char *first = (char*)to, *second = first + TILE_ROWS * row_bytes;
+    t.store<0>(first, row_bytes);
+    if (TWO_COLUMNS) t.store<1>(first + TILE_BYTES, row_bytes);
+    if (TWO_ROWS) t.store<2>(second, row_bytes);
+    if (TWO_ROWS && TWO_COLUMNS) t.store<3>(second + TILE_BYTES, row_bytes);
+}
+
+// Adds left . right to the four sums.
+template <bool TWO_ROWS, bool TWO_COLUMNS>
+inline void multiply_block(TileRegisters& t, const char* left, int64_t left_stride, const char* right0, const char* right1,
+                           int64_t right_stride) {
+    t.load<6>(right0, right_stride);
+    t.load<4>(left, left_stride);
+    t.multiply_bf16<0, 4, 6>();
+    if (TWO_COLUMNS) {
+        t.load<7>(right1, right_stride);
+        t.multiply_bf16<1, 4, 7>();
+    }
+    if (TWO_ROWS) {
+        t.load<5>(left + TILE_ROWS * left_stride, left_stride);
+        t.multiply_bf16<2, 5, 6>();
+        if (TWO_COLUMNS) t.multiply_bf16<3, 5, 7>();
+    }
+}
+
+template <bool TWO_ROWS, bool TWO_COLUMNS> inline void zero_sums(TileRegisters& t) {
+    t.zero<0>();
+    if (TWO_COLUMNS) t.zero<1>();
+    if (TWO_ROWS) t.zero<2>();
+    if (TWO_ROWS && TWO_COLUMNS) t.zero<3>();
+}
+
+// Calls f(integral constants) for two flags.
+template <class F> inline void with_flags(bool a, bool b, const F& f) {
+    if (a && b) return f(std::true_type{}, std::true_type{});
+    if (a) return f(std::true_type{}, std::false_type{});
+    if (b) return f(std::false_type{}, std::true_type{});
+    f(std::false_type{}, std::false_type{});
+}
+
+inline void all_scores(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles, const Tiles<BF16Tiles>& ahead,
+                       int64_t steps) {
+    constexpr int64_t KEY_BYTES = TILE_ROWS * TILE_BYTES;  // of a tile of tokens, 32 of head_dim
+    const int64_t q_bytes = w.q_stride * 4;
+    TileRegisters registers;
+    for (int64_t r = 0; r < rows; r += 2 * TILE_ROWS) {
+        const TilePass pass(r, rows);
+        registers.shape(pass.rows0, pass.rows1, TILE_BYTES, TILE_ROWS);
+        const char* q = (const char*)(w.q + r * w.q_stride);
+        for (int64_t n = 0; n < tiles.count; n += 2) {
+            const int64_t other = std::min(n + 1, tiles.count - 1);
+            const char *k0 = (const char*)tiles.keys[n], *k1 = (const char*)tiles.keys[other];
+            const char *next0 = (const char*)ahead.keys[n], *next1 = (const char*)ahead.keys[other];
+            with_flags(pass.rows1, other > n, [&](auto two_rows, auto two_tiles) {
+                zero_sums<two_rows(), two_tiles()>(registers);
+                for (int64_t i = 0; i < steps / TILE_ROWS * KEY_BYTES; i += KEY_BYTES) {
+                    for (int64_t j = i; r == 0 && j < i + KEY_BYTES; j += 64) fetch(next0 + j), fetch(next1 + j);
+                    multiply_block<two_rows(), two_tiles()>(registers, q + i / TILE_ROWS, q_bytes, k0 + i, k1 + i, TILE_BYTES);
+                }
+                store_sums<two_rows(), two_tiles()>(registers, w.scores + r * KEYS + n * VL, KEYS * 4);
+            });
+        }
+    }
+}
+
+// The tokens of V that one product reads: 32 where two tiles follow each other in memory, else 16.
+struct ValueTiles {
+    int64_t count;  // products
+    int tokens;     // of each
+    const char* at[KEYS / VL];
+};
+
+// The last tokens are copied where they do not fill a product: what follows them may be anything, and 0 x NaN is NaN.
+inline ValueTiles value_tiles(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles, int64_t width) {
+    const int64_t each = tiles.joined ? 2 : 1, count = (tiles.count + each - 1) / each, pair_bytes = width * 4;
+    ValueTiles values{count, (int)each * VL};
+    for (int64_t n = 0; n < count; n++) values.at[n] = (const char*)tiles.values[n * each];
+    const int64_t whole = (tiles.count - 1) % each * VL / 2;  // pairs before the last tile in the last product
+    const int64_t pairs = whole + tiles.last_pairs;
+    if (pairs == values.tokens / 2) return values;
+    char* last = (char*)w.value_end;
+    memcpy(last, values.at[count - 1], pairs * pair_bytes);
+    memset(last + pairs * pair_bytes, 0, (values.tokens / 2 - pairs) * pair_bytes);
+    if (tiles.half_pair) memcpy(last + pairs * pair_bytes, tiles.half_pair, pair_bytes);
+    values.at[count - 1] = last;
+    for (int64_t r = 0; tiles.count % each && r < rows; r++)  // no softmax wrote the weights of a tile that is not there
+        memset(w.weights + r * (KEYS / 2) + tiles.count * VL / 2, 0, VL * 2);
+    return values;
+}
+
+inline void add_values(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles, const Tiles<BF16Tiles>& ahead,
+                       int64_t width, float* out) {
+    constexpr int64_t WEIGHT_BYTES = KEYS * 2;  // of a row
+    const ValueTiles values = value_tiles(w, rows, tiles, width);
+    TileRegisters registers;
+    for (int64_t r = 0; r < rows; r += 2 * TILE_ROWS) {
+        const TilePass pass(r, rows);
+        registers.shape(pass.rows0, pass.rows1, values.tokens * 2, values.tokens / 2);
+        const char* weights = (const char*)w.weights + r * WEIGHT_BYTES;
+        for (int64_t c = 0; c < width; c += 2 * VL)
+            with_flags(pass.rows1, true, [&](auto two_rows, auto two_columns) {
+                zero_sums<two_rows(), two_columns()>(registers);
+                for (int64_t n = 0; n < values.count; n++) {
+                    const char* v = values.at[n] + c * 4;
+                    multiply_block<two_rows(), two_columns()>(registers, weights + n * values.tokens * 2, WEIGHT_BYTES, v,
+                                                              v + TILE_BYTES, width * 4);
+                }
+                for (int64_t n = 0; r == 0 && n < tiles.count; n++)
+                    for (int64_t j = 0; j < VL / 2; j++) {
+                        const char* next = (const char*)ahead.values[n] + (j * width + c) * 4;
+                        fetch(next), fetch(next + TILE_BYTES);
+                    }
+                store_sums<two_rows(), two_columns()>(registers, out + r * width + c, width * 4);
+            });
+    }
+}
+
+#endif

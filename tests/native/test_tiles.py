@@ -1,0 +1,153 @@
+"""Kernels for tile registers (AMX), emulated in plain C++: right, invariant, in the layout of every other path."""
+
+import os
+import subprocess
+
+import pytest
+import torch
+from attention_cases import TOLERANCE, Case, run, worst_error
+from model_zoo import tiny_model
+from paged_harness import paged_logits, ragged_sequences, transformers_logits
+
+from pagedcli.attention import cpu
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+from pagedcli.native import NativeLibrary, build, load_library
+from pagedcli.native.paths import Path, avoiding, bf16_path, int8_path, path_notes
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    not any(os.access(f"/usr/bin/{name}", os.X_OK) for name in ("c++", "g++", "clang++")), reason="no C++ compiler here"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated():
+    """The library of this module's processes, with emulated tiles. Built once and kept, like the usual one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(build.EMULATE_TILES, "1")
+        build._outcome.cache_clear()
+        yield load_library()
+    build._outcome.cache_clear()
+
+
+def attention(case, library: NativeLibrary):
+    spec = AttentionSpec(CPU, BF16, case.block_size, case.num_heads, case.num_kv_heads, case.head_dim)
+    return run(cpu.CpuAttention(spec, library), case)
+
+
+def test_emulated_tiles_are_the_path_of_both_types(emulated):
+    assert (bf16_path(emulated.functions), int8_path(emulated.functions)) == (Path.BF16_TILES, Path.INT8_TILES)
+
+
+def test_refused_permission_is_announced_and_leaves_the_usual_path(emulated):
+    assert path_notes(emulated.functions) == ()
+    with avoiding(emulated.functions, Path.BF16_TILES):
+        assert bf16_path(emulated.functions) in (Path.BF16_DOT, Path.FMA)
+        [note] = path_notes(emulated.functions)
+        assert "refuses the tile registers" in note
+
+
+# 32 tokens of V per product where blocks are a multiple of 32 or packed, else 16; 96 has an odd number of 32s
+@pytest.mark.parametrize(
+    ("block_size", "group", "head_dim"), [(16, 2, 64), (32, 16, 128), (48, 5, 96), (3, 1, 32), (256, 3, 64)]
+)
+def test_attention_is_exact(emulated, block_size, group, head_dim):
+    lengths = [(1, 1), (300, 1), (20, 20), (17, 1), (130, 5), (600, 40), (273, 33), (49, 2)]
+    case = Case(lengths, block_size, 2 * group, 2, head_dim, BF16)
+    tiles = attention(case, emulated)
+    assert worst_error(tiles, case.expected()) < TOLERANCE[BF16]
+    with avoiding(emulated.functions, Path.BF16_TILES):
+        assert not torch.equal(attention(case, emulated), tiles), "sums in another order: both paths were really taken"
+
+
+def test_head_size_that_does_not_fill_tiles_takes_the_usual_path(emulated):
+    case = Case([(70, 70), (33, 1)], 16, 4, 2, 80, BF16)
+    tiles = attention(case, emulated)
+    with avoiding(emulated.functions, Path.BF16_TILES):
+        assert torch.equal(attention(case, emulated), tiles)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_threads_and_chunks_never_change_a_bit_of_attention(emulated, block_size):
+    results = []
+    try:
+        for threads in (1, 5):
+            torch.set_num_threads(threads)
+            for new in (70, 1, 7):
+                results.append(attention(Case([(600, new)], block_size, 4, 2, 64, BF16), emulated)[-1])
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+def linear_inputs(tokens=100, rows=70, columns=352):
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(n, columns, generator=generator).to(BF16) for n in (tokens, rows)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_is_right_to_rounding(emulated, gated):
+    x, weight = linear_inputs()
+    exact = x.double() @ weight.double().T
+    if gated:
+        gate, up = exact.chunk(2, dim=1)
+        exact = torch.nn.functional.silu(gate) * up
+    ours = NativeLinear(emulated, weight, gated=gated)(x)
+    torch.testing.assert_close(ours.double(), exact, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("columns", [64, 352, 1024])  # of 352, int8 fills no tiles; 1024 has several parts of K
+def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quantize):
+    x, weight = linear_inputs(columns=columns)
+    linear = NativeLinear(emulated, weight, quantize=quantize)
+    whole = linear(x)
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for tokens in (1, 15, 16, 17, 31, 33, 65):
+                assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:]), tokens
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 100])
+def test_int8_tiles_equal_the_vector_path_to_the_bit(emulated, tokens):
+    x, weight = linear_inputs(tokens, columns=320)
+    linear = NativeLinear(emulated, weight, quantize=True)
+    tiles = linear(x)
+    with avoiding(emulated.functions, Path.INT8_TILES):
+        assert torch.equal(linear(x), tiles)
+
+
+def test_decoder_is_as_close_to_float32_as_transformers_and_never_depends_on_chunks(emulated, tmp_path):
+    path = tiny_model("qwen3", tmp_path, hidden_size=64, intermediate_size=96, head_dim=32)
+    spec = read_spec(path)
+    sequences, num_prompt = ragged_sequences()
+    backend = cpu.load(AttentionSpec(CPU, BF16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
+    model = load_model(path, spec, backend=backend, dtype=BF16, device=CPU)
+    options = {"num_prompt": num_prompt, "block_size": 16, "dtype": BF16}
+    whole, chunked = (paged_logits(model, backend, sequences, chunk=chunk, **options) for chunk in (None, 5))
+    assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+    exact, theirs = (transformers_logits(path, sequences, dtype=dtype) for dtype in (torch.float32, BF16))
+
+    def error(logits):
+        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).pow(2).mean().sqrt()
+
+    assert 0 < error(whole) < 1.2 * error(theirs)
+
+
+def test_tile_instructions_assemble(tmp_path):
+    compiler = build.find_compiler()
+    target = tmp_path / "tiles.o"
+    flags = ("-std=c++17", "-O1", "-march=sapphirerapids", "-fPIC", "-w", "-c", "-o", str(target))
+    command = [*compiler.command, *flags, str(build.SOURCE_DIR / "linear_int8.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "bad value" in done.stderr or "unknown target CPU" in done.stderr:
+        pytest.skip("the compiler is older than these processors")
+    assert done.returncode == 0, done.stderr
+    assert b"\xc4\xe2\x49\x5e\xc4" in target.read_bytes(), "tdpbusd tmm0, tmm4, tmm6"
