@@ -1,6 +1,8 @@
 """The parts of a distributed run, without a cluster: cut, made, killed, made again and merged."""
 
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -238,3 +240,12 @@ def test_no_part_is_given_out_after_stop():
     coordinator.stop()
     assert coordinator.lease(0, "a") is None
     assert coordinator.report("a", "process", BatchStats())
+
+
+def test_without_ray_the_error_says_what_to_install(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    program = "import sys; sys.modules['ray'] = None; from pagedcli.cli.main import run; run()"
+    command = [sys.executable, "-c", program, "generate", "in.jsonl", "-o", "parts", "--ray"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "pip install 'pagedcli[ray]'" in result.stderr

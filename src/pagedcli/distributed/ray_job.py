@@ -129,6 +129,7 @@ class _PartActor:
         self._worker = Worker(job)
         self._coordinator = coordinator
         self._name = ray.get_runtime_context().get_actor_id()
+        self._sending = threading.Lock()  # so that no report overtakes a later one
         threading.Thread(target=self._report_always, name="report", daemon=True).start()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +148,9 @@ class _PartActor:
 
     def _report(self) -> bool:
         process = f"{os.uname().nodename}:{os.getpid()}"
-        stop: bool = ray.get(self._coordinator.report.remote(self._name, process, self._worker.stats))
+        with self._sending:
+            answer = self._coordinator.report.remote(self._name, process, self._worker.stats)
+        stop: bool = ray.get(answer)
         return stop
 
 
