@@ -49,6 +49,14 @@ def test_rows_of_a_family_are_neighbours_whatever_their_order_in_the_file():
     assert sorted(rows) == list(range(len(prompts)))
 
 
+def test_what_neighbours_share_is_counted_in_full_blocks():
+    prompts = [list(range(23)), [*range(13), *range(100, 110)], [*range(9), 7]]
+    ordered = keys_of(prompts).ordered()
+    shared = dict(zip(ordered.rows.tolist(), ordered.shared_tokens.tolist(), strict=True))
+    assert sorted(shared.values()) == [0, 8, 12]
+    assert sum(ordered.costs) == 23 + 23 + 10 - 8 - 12 + 3
+
+
 def test_rows_that_share_more_are_nearer():
     system = list(range(8))
     prompts = [system + [100 * (row % 3)] * 8 + [row] for row in range(12)]  # one system prompt, three documents

@@ -210,6 +210,25 @@ def test_a_table_is_cut_and_merged_with_all_its_columns(tmp_path):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
 
 
+def test_ids_that_no_vocabulary_has_are_error_rows_and_not_the_end_of_the_run(tmp_path):
+    prompts = [[-1], [2**63 - 1], [2**70], [1, 2, 3]]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    folder, job = cut(tmp_path / "in.jsonl", tmp_path / "parts")
+    worker = Worker(job)
+    for number in folder.missing():
+        worker.run_part(number)
+    merge_parts(folder.path, tmp_path / "merged.jsonl")
+    assert [row["error"] is None for row in rows(tmp_path / "merged.jsonl")] == [False, False, False, True]
+
+
+def test_plan_says_what_the_distribution_gives(single):
+    shown = pagedcli("plan", single / "in.jsonl", "--workers", 2, "--format", "json", "--max-tokens", 6, expect=3)
+    ways = {row["way"]: row for row in json.loads(shown.stdout)["workers"]}
+    assert set(ways) == {"bucketed by prefix", "round-robin", "random"}
+    assert ways["bucketed by prefix"]["num_computed_tokens"] <= ways["random"]["num_computed_tokens"]
+    assert 1 <= ways["bucketed by prefix"]["max_over_mean"] < 1.3
+
+
 def test_a_ticket_that_comes_again_gets_the_same_part():
     coordinator = Coordinator([7, 8, 9], [1, 1, 1], num_workers=2)
     first = coordinator.lease(0, "a")

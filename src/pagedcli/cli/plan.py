@@ -9,9 +9,11 @@ import typer
 from pagedcli.cli.engine_table import EngineFacts, engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, scan_prompts
+from pagedcli.cli.share_table import share_table
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
+from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.inspection.prompt_plan import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptPlan
@@ -32,6 +34,12 @@ def plan(
         Path | None,
         typer.Option(metavar="DIR", help="A tokenizer's folder instead of the model's own.", show_default=False),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="How N workers would share the file (generate --ray).", show_default=False
+        ),
+    ] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -47,11 +55,13 @@ def plan(
       pagedcli plan prompts.jsonl
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
+      pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
-    raise typer.Exit(run_plan(load_config(config, flags), prompts, field=field, tokenizer=tokenizer, format_=format_))
+    loaded = load_config(config, flags)
+    raise typer.Exit(run_plan(loaded, prompts, field=field, tokenizer=tokenizer, num_workers=workers, format_=format_))
 
 
 def run_plan(
@@ -60,15 +70,19 @@ def run_plan(
     *,
     field: str | None = None,
     tokenizer: Path | None = None,
+    num_workers: int | None = None,
     format_: Format = Format.TABLE,
 ) -> int:
     """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
-    scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer)
     config = loaded.config
+    shares = None if num_workers is None else SharePlan(config.engine.block_size)
+    scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer, shares=shares)
     pool, expected = _expect(config.engine, scan)
     if scan.plan.num_prompts == 0:
         say("no row of this file is good, so there is nothing to plan (see --field if prompts have another name)")
     tables = _tables(scan, config, pool)
+    if shares is not None and num_workers is not None and scan.plan.num_prompts:
+        tables.append(share_table(shares, num_workers))
     if expected is not None:
         tables.append(engine_table("What an engine would do here", expected))
     print_tables(tables, format_, facts=_facts(scan, config.engine, pool))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.config import LoadedConfig
+from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import RequestError
 from pagedcli.inspection.prompt_plan import PromptPlan
 
@@ -39,6 +40,7 @@ class PromptScan:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+    shares: SharePlan | None = None  # how workers would share the rows, if asked for
 
     @property
     def num_bad(self) -> int:
@@ -46,9 +48,17 @@ class PromptScan:
 
 
 def scan_prompts(
-    loaded: LoadedConfig, input_name: str, *, field: str | None = None, tokenizer: Path | None = None
+    loaded: LoadedConfig,
+    input_name: str,
+    *,
+    field: str | None = None,
+    tokenizer: Path | None = None,
+    shares: SharePlan | None = None,
 ) -> PromptScan:
-    """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError."""
+    """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError.
+
+    Changes: adds every good row to `shares`.
+    """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.intake import encode_request
     from pagedcli.batch.requests import RequestParser, RowHead, check_head, decode_line, read_head
@@ -66,7 +76,7 @@ def scan_prompts(
     spec = None
     if (folder / "config.json").is_file():  # not in a folder that holds a tokenizer alone
         spec = read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
-    scan = PromptScan(spec, None if spec is None else resolve_max_model_len(config.engine, spec))
+    scan = PromptScan(spec, None if spec is None else resolve_max_model_len(config.engine, spec), shares=shares)
     encoder = Tokenizer(
         folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
     )
@@ -99,6 +109,8 @@ def scan_prompts(
             if grammars is not None:
                 grammars.guides(request.params)  # a grammar that does not compile is a bad row
             scan.plan.add(line.number, token_ids, max_tokens, n=request.params.n, cache_salt=request.cache_salt)
+            if shares is not None:
+                shares.add(token_ids, max_tokens * request.params.n, request.cache_salt)
         except RequestError as error:
             scan.bad_codes[error.code] += 1
             if len(scan.bad_rows) < MAX_LISTED:

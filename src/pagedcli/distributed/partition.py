@@ -7,6 +7,7 @@ Rows that share a prefix become neighbours at every depth at once, so a contiguo
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from pagedcli.kvcache.prefix_hash import Prefix, hash_block, token_bytes
 
-DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # in blocks: how much of a prompt's beginning its key holds
+DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of a prompt's beginning its key holds
 _TOKEN_BYTES = 8
 _CUT_TOLERANCE = 0.1  # of one part's cost: how far a cut may move to fall between two prefixes
 Ints = npt.NDArray[np.int64]
@@ -33,13 +34,15 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str | No
 
 
 class PrefixKeys:
-    """What the order of rows needs to know of each: 8 bytes per depth, and its tokens."""
+    """What the order and the cost of rows depend on: about 100 bytes per row, and 2 per block."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._keys = array("Q")
+        self._keys = array("Q")  # of each row its chain hashes at DEPTHS; 0 where it has fewer blocks
         self._num_prompt_tokens = array("q")
         self._num_output_tokens = array("q")
+        self._blocks = array("H")  # 16 bits of the chain hash of each block: enough to count what neighbours share
+        self._starts = array("q", [0])  # of each row in _blocks
 
     def __len__(self) -> int:
         return len(self._num_prompt_tokens)
@@ -48,6 +51,8 @@ class PrefixKeys:
         """Add the next row; a row that will be refused has no tokens."""
         hashes = chain_hashes(token_ids[: DEPTHS[-1] * self.block_size], self.block_size, cache_salt)
         self._keys.extend(hashes[depth - 1] if depth <= len(hashes) else 0 for depth in DEPTHS)
+        self._blocks.extend(value & 0xFFFF for value in hashes)
+        self._starts.append(len(self._blocks))
         self._num_prompt_tokens.append(len(token_ids))
         self._num_output_tokens.append(num_output_tokens)
 
@@ -55,13 +60,24 @@ class PrefixKeys:
         """All rows, those that begin alike next to each other."""
         keys = np.frombuffer(self._keys, np.uint64).reshape(-1, len(DEPTHS)) if len(self) else np.empty((0, 1))
         rows = np.lexsort(keys.T[::-1])  # the last key counts most, and equal rows keep the order of the input
-        keys = keys[rows]
-        equal = (keys[1:] == keys[:-1]) & (keys[1:] != 0)
-        depth = np.concatenate([[0], np.cumprod(equal, axis=1).sum(axis=1)])[: len(self)].astype(np.int64)
-        shared = np.array((0, *DEPTHS))[depth] * self.block_size
+        shared = np.zeros(len(self), np.int64)
+        for place, (before, row) in enumerate(pairwise(rows.tolist()), 1):
+            shared[place] = self._num_shared_blocks(before, row) * self.block_size
         num_prompt = np.frombuffer(self._num_prompt_tokens, np.int64)[rows]
         num_output = np.frombuffer(self._num_output_tokens, np.int64)[rows]
         return OrderedRows(rows, shared, num_prompt - shared + num_output)
+
+    def _num_shared_blocks(self, one: int, other: int) -> int:
+        """Leading blocks that are equal. A chain hash holds all before it, so a bisection finds the end."""
+        first, second = self._starts[one], self._starts[other]
+        low, high = 0, min(self._starts[one + 1] - first, self._starts[other + 1] - second)
+        while low < high:
+            middle = (low + high) // 2
+            if self._blocks[first + middle] == self._blocks[second + middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,7 @@ class OrderedRows:
     """Rows in the order of their prefixes."""
 
     rows: Ints  # indexes in the input
-    shared_tokens: Ints  # that each has in common with the one before it, exact to a depth below
+    shared_tokens: Ints  # that each has in common with the one before it, in full blocks
     costs: Ints  # tokens that each has to compute after it: of the prompt, and the output
 
     def parts(self, num_parts: int) -> list[Ints]:

@@ -10,7 +10,7 @@ from pagedcli.distributed.partition import Ints, PrefixKeys
 _PARTS_PER_WORKER = 8  # what a slow worker can be helped with is a whole part
 _MAX_PART_BYTES = 32 * 2**20  # a worker holds the lines of its parts
 MAX_PARTS = 500  # files that merge has open at once
-_NO_LIMIT = 2**31
+_NO_LIMIT = _LARGEST_ID = 2**31
 
 
 @dataclass(slots=True)
@@ -47,6 +47,9 @@ def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, b
             if isinstance(taken, Refused) and taken.error.code == "duplicate_id":
                 plan.duplicates.add(line.index)
         else:
-            plan.keys.add(taken.prompt_token_ids, taken.params.max_tokens or 0, taken.cache_salt)
+            token_ids = taken.prompt_token_ids
+            if not all(0 <= token_id < _LARGEST_ID for token_id in token_ids):
+                token_ids = []  # the engine will refuse it
+            plan.keys.add(token_ids, (taken.params.max_tokens or 0) * taken.params.n, taken.cache_salt)
     plan.ignored = dict(intake.parser.ignored)
     return plan

@@ -36,8 +36,7 @@ class Pool:
 
 @contextmanager
 def cluster(address: str | None, pool: Pool) -> Iterator[None]:
-    """A connection to a cluster; without an address a local one, on the loopback interface, for this run alone."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    """A connection to a cluster; without an address a local one, for this run alone."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # on stderr; all of it is in the session's folder
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
@@ -52,7 +51,6 @@ def cluster(address: str | None, pool: Pool) -> Iterator[None]:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "a local Ray cluster" if address is None else f"the Ray cluster {address}"
