@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from batch_harness import without_run_dependent_fields
+
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "16", "--num-gpu-blocks-override", "400")
 
 
@@ -101,13 +103,14 @@ def write_rows(path, num_rows):
 
 def rows(path):
     """The rows of an output without what tells when the run began and what the cache held."""
-    found = []
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row.get("response") is not None:
-            del row["response"]["body"]["created"], row["response"]["body"]["usage"]["prompt_tokens_details"]
-        found.append(row)
-    return found
+    return [without_run_dependent_fields(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def table_rows(path):
+    """The rows of a table likewise."""
+    import pyarrow.parquet as pq
+
+    return [without_run_dependent_fields(row) for row in pq.read_table(path).to_pylist()]
 
 
 def said(folder, pattern):

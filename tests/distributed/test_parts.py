@@ -6,7 +6,8 @@ import sys
 import threading
 
 import pytest
-from cli_harness import pagedcli, rows_of
+from cli_harness import pagedcli
+from ray_harness import rows, table_rows
 
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
 from pagedcli.batch.job import Job
@@ -45,17 +46,6 @@ def lines():
             yield json.dumps({"id": "same", "prompt": f"Row {i}"})
         else:
             yield json.dumps({"prompt": f"Story number {i % 4}: Once upon a time there was a dog, {i}", "id": i})
-
-
-def without_run_dependent_fields(row):
-    if row.get("response") is not None:
-        body = row["response"]["body"]
-        del body["created"], body["usage"]["prompt_tokens_details"]
-    return row
-
-
-def rows(path):
-    return [without_run_dependent_fields(row) for row in rows_of(path)]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +195,7 @@ def test_a_table_is_cut_and_merged_with_all_its_columns(tmp_path):
         worker.run_part(number)
     assert pq.read_table(folder.part(0)).column_names[:2] == ["prompt", "label"]
     merge_parts(folder.path, tmp_path / "merged.parquet")
-    assert pq.read_table(tmp_path / "merged.parquet").equals(pq.read_table(tmp_path / "out.parquet"))
+    assert table_rows(tmp_path / "merged.parquet") == table_rows(tmp_path / "out.parquet")
     with pytest.raises(UsageError, match=r"parts are .parquet files"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
 
