@@ -27,6 +27,7 @@ ALLOWED = {
     "engine": {*LOW, "kvcache", "attention", "layers", "models", "native", "assets"},
     "batch": {*LOW, "kvcache", "engine", "models"},
     "printable": set(),
+    "interrupt": set(),
     "inspection": {"errors", "events", "files", "line_files", "kvcache", "printable"},
     "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},

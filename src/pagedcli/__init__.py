@@ -3,21 +3,23 @@
 from pagedcli import LLM, SamplingParams
 """
 
-from typing import TYPE_CHECKING, Any
-
-from pagedcli.sampling_params import SamplingParams
-
+TYPE_CHECKING = False  # as in typing, which takes too long to import: Ctrl-C has no handler yet
 if TYPE_CHECKING:
     from pagedcli.llm import LLM
+    from pagedcli.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    # LLM pulls in torch, which takes a second: only those who use it wait
+def __getattr__(name: str) -> object:
+    # LLM imports torch, which takes a second: only those who use it wait
     if name == "LLM":
         from pagedcli.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from pagedcli.sampling_params import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'pagedcli' has no attribute {name!r}")

@@ -1,6 +1,15 @@
-"""`python -m pagedcli`."""
+"""The console script, and `python -m pagedcli`."""
 
-from pagedcli.cli.main import run
+from pagedcli import interrupt
+
+
+def run() -> None:
+    """Run the command line. Nothing is imported before Ctrl-C has its handler."""
+    interrupt.install()
+    from pagedcli.cli.main import run as run_command
+
+    run_command()
+
 
 if __name__ == "__main__":
     run()

@@ -33,8 +33,12 @@ class ModelError(PagedcliError):
     """A model folder cannot be used: unsupported architecture, missing or damaged weights."""
 
 
-class BackendError(PagedcliError):
-    """An attention backend was asked for something it cannot do."""
+class MissingModelError(ModelError, UsageError):
+    """There is no model where the command line says (exit code 2)."""
+
+
+class BackendError(ConfigError):
+    """An attention backend is unknown, or was asked for something it cannot do (exit code 2)."""
 
 
 class RequestError(PagedcliError):

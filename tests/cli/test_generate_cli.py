@@ -178,7 +178,7 @@ def test_max_errors_ends_the_run_and_keeps_the_rows(tmp_path, out):
 
 
 def test_a_missing_model_folder_is_named(prompts, out):
-    result = pagedcli("generate", prompts, "-o", out, "-m", "./no/such/model", expect=1)
+    result = pagedcli("generate", prompts, "-o", out, "-m", "./no/such/model", expect=2)
     assert "error: no model folder at no/such/model" in result.stderr
     assert "hint: check the path given with -m/--model" in result.stderr
     assert list(out.parent.iterdir()) == [prompts]
@@ -219,6 +219,8 @@ def test_a_config_typo_names_the_nearest_key(prompts, tmp_path):
         (("-i", "other.jsonl"), "two inputs"),
         (("--chat-template", "none.jinja"), "cannot read the chat template"),
         (("--device", "cuda:77"), "cuda"),
+        (("--attention-backend", "none"), "unknown attention backend 'none'"),
+        (("-m", "./no/such/model"), "no model folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pagedcli import __version__
+from pagedcli import __version__, interrupt
 from pagedcli.cli.terminal import say
 from pagedcli.errors import PagedcliError
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal's number, as shells do
+_BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 
 # name: what `pagedcli --help` says about it; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
@@ -67,7 +67,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
-            raise typer.Exit(_INTERRUPTED) from error
+            raise typer.Exit(interrupt.EXIT_INTERRUPTED) from error
         except BrokenPipeError as error:
             # whoever read our output has gone; Python must not flush into the pipe again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

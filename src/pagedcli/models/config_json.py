@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagedcli.errors import ModelError
+from pagedcli.errors import MissingModelError, ModelError
 
 _T = TypeVar("_T")
 Ids = int | list[int] | None
@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises: ModelError that names the file and, for broken JSON, the line and column.
     """
     if not path.parent.is_dir():
-        raise ModelError(f"no model folder at {path.parent}", hint="check the path given with -m/--model")
+        raise MissingModelError(f"no model folder at {path.parent}", hint="check the path given with -m/--model")
     try:
         num_bytes = path.stat().st_size
         if num_bytes > _LARGEST_JSON:

@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from pagedcli.config import BUILTIN_MODEL
-from pagedcli.errors import ModelError
+from pagedcli.errors import MissingModelError, ModelError
 
 # *.py is fetched for models with code of their own; it runs only with --trust-remote-code
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
@@ -30,12 +30,12 @@ def resolve_model(
         check_files(path)
         return path
     if path.is_file():
-        raise ModelError(
+        raise MissingModelError(
             f"{path} is a file; a model is a folder with config.json and *.safetensors",
             hint=f"use --model {path.parent}" if path.suffix in (".safetensors", ".json") else None,
         )
     if _looks_like_path(model):
-        raise ModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
+        raise MissingModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
     return _download(model, revision, download_dir, weights)
 
 
