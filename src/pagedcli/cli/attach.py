@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from pagedcli.cli.kv_recording import fold_capture, kv_decoder, open_capture
 from pagedcli.cli.kv_screen import KVScreen
-from pagedcli.cli.kv_tables import Decode, metrics_table, summary_tables
+from pagedcli.cli.kv_tables import metrics_table, summary_tables
 from pagedcli.cli.tables import Format, FormatOption, Table, print_tables
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
-from pagedcli.kvevents.capture import CaptureReader, CaptureWriter
+from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.summary import facts, limits
-from pagedcli.kvevents.tree import Watcher
-from pagedcli.models.hub import resolve_model
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -92,10 +91,7 @@ def attach(
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: it has no --replay, --metrics, --record or --topic")
-        reader = CaptureReader(Path(endpoints[0]))
-        if decode is not None and not reader.has_tokens:
-            raise UsageError(f"{reader.path} has no token ids, so no text", hint="record with --tokens")
-        state = fold_capture(reader, keep_tokens=decode is not None)
+        state = fold_capture(open_capture(Path(endpoints[0]), model))
         _print(summary_tables(state, decode), state, format_)
         return
     check_files({}, {"--record": record}, overwrite=overwrite)
@@ -122,38 +118,11 @@ def attach(
         say(f"recording: {record}; look again with: pagedcli replay {record}")
 
 
-def fold_capture(
-    reader: CaptureReader, *, keep_tokens: bool = True, watch: Callable[[], Watcher] | None = None
-) -> KVState:
-    """The state at the end of a recording; what was odd is said on stderr."""
-    state = KVState(reader.sources, keep_tokens=keep_tokens, watch=watch)
-    for frames, time_s, source in reader:
-        state.take(frames, time_s, source)
-    for note in reader.notes:
-        say(f"note: {note}")
-    return state
-
-
 def _print(tables: list[Table], state: KVState, format_: Format) -> None:
     """In JSON the figures are plain keys instead of a table."""
     if format_ is Format.JSON:
         tables = [table for table in tables if table.key != "figures"]
     print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
-
-
-def kv_decoder(model: str) -> Decode:
-    """Token ids to text, with a model's tokenizer. Ids that no tokenizer has stay numbers."""
-    from pagedcli.batch.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(resolve_model(model, weights=False))
-
-    def decode(ids: tuple[int, ...]) -> str:
-        try:
-            return tokenizer.decode(ids)
-        except OverflowError:  # from the network
-            return " ".join(map(str, ids))
-
-    return decode
 
 
 def _subscriber(stack: ExitStack, endpoints: list[str], replays: list[str], topic: str) -> "Subscriber":

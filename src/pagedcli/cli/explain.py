@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pagedcli.cli.kv_recording import explain_capture
 from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.cli.terminal import say
@@ -15,6 +16,7 @@ from pagedcli.inspection.explain import Explainer, explain_trace
 from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.kvevents.capture import is_capture
 from pagedcli.models.hub import resolve_model
 
 Decode = Callable[[tuple[int, ...]], str]
@@ -45,7 +47,8 @@ def explain(
     """Why each prefix lookup hit or missed, and where the hit rate was lost.
 
     The ceiling is what an unlimited cache would have hit with every block computed only once. A run recorded with
-    --record-tokens also shows where prompts diverge, in text.
+    --record-tokens also shows where prompts diverge, in text. A recording of `pagedcli attach` has no lookups: it
+    shows which blocks were computed again and why, and what a larger cache would have kept.
 
     \b
     Examples:
@@ -53,6 +56,11 @@ def explain(
       pagedcli explain run.jsonl --request 31
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
+    if is_capture(trace):
+        if request is not None or lookups:
+            raise UsageError(f"{trace} is a recording of KV events: it has no requests and no lookups")
+        explain_capture(trace, tokenizer, format_)
+        return
     reader = TraceReader(trace)
     explainer, state = explain_trace(reader)
     for note in reader.notes:

@@ -18,37 +18,37 @@ _MOST_TWINS = 8
 _SHOWN_TOKENS = 24  # of a branch, decoded
 
 _FIGURES = {
-    "duration_s": ("seconds watched", decimal),
-    "num_batches": ("batches", count),
-    "num_events": ("events", count),
-    "num_resident_blocks": ("blocks resident now", count),
-    "num_resident_tokens": ("tokens resident now", count),
-    "peak_resident_blocks": ("blocks resident at most", count),
-    "num_unique_blocks": ("different blocks", count),
-    "num_stored_blocks": ("blocks stored", count),
-    "num_removed_blocks": ("blocks removed", count),
-    "num_blocks_stored_again": ("blocks stored again after removal (churn)", count),
-    "num_tokens_computed_twice": ("tokens computed twice for that", count),
-    "median_pause_s": ("seconds they were gone, median", decimal),
-    "median_lifetime_s": ("seconds a block stays, median of the last evicted", decimal),
-    "num_gaps": ("gaps in the stream", count),
-    "num_restarts": ("restarts of a publisher", count),
-    "num_malformed": ("malformed messages or events", count),
-    "num_unknown_removals": ("removals of blocks never seen", count),
+    "duration_s": "seconds watched",
+    "num_batches": "batches",
+    "num_events": "events",
+    "num_resident_blocks": "blocks resident now",
+    "num_resident_tokens": "tokens resident now",
+    "peak_resident_blocks": "blocks resident at most",
+    "num_unique_blocks": "different blocks",
+    "num_stored_blocks": "blocks stored",
+    "num_removed_blocks": "blocks removed",
+    "num_blocks_stored_again": "blocks stored again after removal (churn)",
+    "num_tokens_computed_twice": "tokens computed twice for that",
+    "median_pause_s": "seconds they were gone, median",
+    "median_lifetime_s": "seconds a block stays, median of the last evicted",
+    "num_gaps": "gaps in the stream",
+    "num_restarts": "restarts of a publisher",
+    "num_malformed": "malformed messages or events",
+    "num_unknown_removals": "removals of blocks never seen",
 }
 _ALWAYS = ("num_batches", "num_resident_blocks", "peak_resident_blocks", "num_stored_blocks", "num_removed_blocks",
            "num_blocks_stored_again", "num_gaps")  # fmt: skip
 
 
-def summary_tables(state: KVState, decode: Decode | None) -> list[Table]:
-    """All tables of a summary; empty ones are left out."""
+def summary_tables(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> list[Table]:
+    """All tables of a summary; empty ones are left out. with_gone: near twins among all blocks ever seen."""
     tables = [
         _figures_table(state),
         _caches_table(cache_rows(state)),
         _lora_table(lora_rows(state)),
         branches_table(state, decode),
         churn_table(state),
-        twins_table(state, decode),
+        twins_table(state, decode, with_gone=with_gone),
         _unknown_table(state),
     ]
     return [table for table in tables if table.rows]
@@ -57,12 +57,14 @@ def summary_tables(state: KVState, decode: Decode | None) -> list[Table]:
 def _figures_table(state: KVState) -> Table:
     values = facts(state)
     rows = [
-        {"figure": label, "value": show(values[key])}
-        for key, (label, show) in _FIGURES.items()
-        if values[key] or (key in _ALWAYS)
+        {"figure": label, "value": values[key]} for key, label in _FIGURES.items() if values[key] or (key in _ALWAYS)
     ]
-    columns = [Column("figure", "figure"), Column("value", "value", str)]
+    columns = [Column("figure", "figure"), Column("value", "value", _number)]
     return Table("figures", "KV events", columns, rows, [*limits(state), *_oddities(state)])
+
+
+def _number(value: float) -> str:
+    return decimal(value) if isinstance(value, float) else count(value)
 
 
 def _oddities(state: KVState) -> list[str]:
@@ -155,8 +157,9 @@ def twins_table(state: KVState, decode: Decode | None, *, with_gone: bool = Fals
 
 def twin_text(twins: Twins, decode: Decode | None, *, second: bool) -> str:
     """A few tokens on each side of the place where two blocks part."""
+    num_before = 2 if decode is None else 8
     ids = token_ids([twins.second if second else twins.first])
-    shown = ids[max(0, twins.num_equal - 8) : twins.num_equal + 4]
+    shown = ids[max(0, twins.num_equal - num_before) : twins.num_equal + num_before // 2 + 1]
     if decode is None:
         return " ".join(map(str, shown))
     return f"...{decode(tuple(shown))!r}"
@@ -184,7 +187,7 @@ def curve_table(points: list[CurvePoint], state: KVState) -> Table:
         Column("num_tokens_kept", "tokens not computed again", count), Column("share", "of all evicted", percent),
     ]  # fmt: skip
     notes = [
-        f"at least so many, if it evicts the least recently used first; most resident now: {state.peak_resident:,}"
+        f"at least so many, if it evicts in the same order; this cache held {state.peak_resident:,} blocks at most"
     ]
     return Table("larger_cache", "What a larger cache would have kept", columns, rows, notes)
 

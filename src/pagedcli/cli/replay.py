@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from pagedcli.cli.kv_recording import replay_capture
 from pagedcli.cli.terminal import TerminalJson, say
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
@@ -23,6 +24,7 @@ from pagedcli.inspection.player import Player
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import pool_counts
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import one_line, printable_json
 
 
@@ -39,7 +41,9 @@ class Export(StrEnum):
     PERFETTO = "perfetto"
 
 
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="A trace, written by --record.")]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="A trace, or KV events, written by --record.")
+]
 Follow = Annotated[
     str | None,
     typer.Option(metavar="ID", help="Follow one request, or one sequence as seq:31.", show_default=False),
@@ -69,7 +73,7 @@ def replay(
 
     On a terminal: arrows step, space plays, p / e / m jump to the next preemption, eviction or prefix miss (P / E / M
     back), a number and Enter goes to a step, q quits. Elsewhere a line per step. Each step is shown as its forward
-    pass sees the cache.
+    pass sees the cache. Of a recording of `pagedcli attach` each message is a step.
 
     \b
     Examples:
@@ -83,7 +87,11 @@ def replay(
     """  # fmt: skip
     if output_file is not None and export is None:
         raise UsageError("-o names the file of --export, which is not given")
-    if check:
+    if is_capture(trace):
+        if check or follow is not None or export is not None:
+            raise UsageError(f"{trace} is a recording of KV events: it has no --check, --follow and --export")
+        replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
+    elif check:
         _check(trace, format_)
     elif export is not None:
         _export(trace, output_file, overwrite=overwrite)

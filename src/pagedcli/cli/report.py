@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from pagedcli.cli.explain import recorded_decoder
+from pagedcli.cli.kv_report import capture_page
 from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
 from pagedcli.inspection.report import render_report
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.kvevents.capture import is_capture
 
 
 def report(
@@ -35,6 +37,7 @@ def report(
 
     Occupancy over time, the block map with a step slider, a timeline per request, hit rate and waste, and the reason
     of each prefix lookup. If tokens were recorded (--record-tokens), pieces of the prompts are in it: share with care.
+    Of a recording of `pagedcli attach`: residency over time, churn, and what a larger cache would have kept.
 
     \b
     Examples:
@@ -42,10 +45,13 @@ def report(
     """  # fmt: skip
     path = output_file or Path(trace.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
     check_files({"the trace": trace}, {"the page": path}, overwrite=overwrite)
-    reader = TraceReader(trace)
-    page = render_report(reader, recorded_decoder(trace, tokenizer))
-    for note in reader.notes:
-        say(f"note: {note}")
+    if is_capture(trace):
+        page = capture_page(trace, tokenizer)
+    else:
+        reader = TraceReader(trace)
+        page = render_report(reader, recorded_decoder(trace, tokenizer))
+        for note in reader.notes:
+            say(f"note: {note}")
     try:
         with whole_file(path, overwrite=overwrite) as file:
             file.write(page)

@@ -8,7 +8,9 @@ import base64
 import binascii
 import math
 import time
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +19,9 @@ import msgspec
 
 from pagedcli import __version__
 from pagedcli.errors import TraceError
+from pagedcli.kvevents.formats import decode_batch
 from pagedcli.kvevents.redact import Redactor
+from pagedcli.kvevents.wire import BlockHash, Stored, WireError, split_frames
 from pagedcli.line_files import LineReader, LineWriter
 
 FORMAT_VERSION = 1
@@ -149,6 +153,33 @@ class CaptureReader:
             return [base64.b64decode(frame, validate=True) for frame in row.frames], row.t, row.source
         except (msgspec.DecodeError, binascii.Error, RecursionError) as error:
             raise TraceError(f"{self.place}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Blocks of one chain that were computed: what a simulation can take as work. Hits leave no event."""
+
+    time_s: float | None  # since the recording began
+    source: int
+    group: str | None
+    lora: str | None
+    parent: BlockHash | None  # of the first block
+    hashes: list[BlockHash]
+    block_size: int  # tokens
+    token_ids: "array[int] | None"  # digests that keep equality, unless tokens were recorded
+
+
+def stored_runs(reader: CaptureReader) -> Iterator[StoredRun]:
+    """All that was stored, in order. Messages that cannot be read are left out."""
+    for frames, time_s, source in reader:
+        try:
+            events = decode_batch(split_frames(frames).payload).events
+        except WireError:
+            continue
+        for event in events:
+            if isinstance(event, Stored):
+                yield StoredRun(time_s, source, event.group, event.lora, event.parent, event.hashes, event.block_size,
+                                event.token_ids)  # fmt: skip
 
 
 def is_capture_line(line: bytes) -> bool:

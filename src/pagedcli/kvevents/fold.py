@@ -105,8 +105,8 @@ class KVState:
         assert self._fetch is not None, "there is nothing to fetch from"
         for frames in self._fetch(source, first, before):
             read = self._read(frames, time_s, source)
-            if read is not None:
-                self._take(*read, time_s, source)
+            if read is not None:  # no time: what happened before is in no rate
+                self._take(*read, None, source)
 
     def _read(self, frames: Sequence[bytes], time_s: float | None, source: int) -> tuple[Message, Batch] | None:
         self.num_messages += 1

@@ -1,86 +1,17 @@
-"""What a larger cache would have kept: for each block stored again, how many more blocks would have held it.
+"""What a larger cache would have kept: how many of the blocks stored again, by the number of further blocks.
 
-The blocks that left the cache, the last one on top, are what a cache with more blocks would still hold, as long as
-it evicts in the same order (least recently used): with N more blocks, the N on top. A block that is stored again at
-place p of that stack needed at most p more blocks; then it leaves the stack, as the larger cache would have hit it.
+A cache with N more blocks evicts N blocks later: as long as it chooses them in the same order, it still holds the last
+N that left and have not come back. So for each N a list of that length is kept; a block that is stored again while it
+is on the list would have been a hit. A lower bound, as the hits would also have saved evictions.
 """
 
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pagedcli.kvevents.tree import Node
 
-
-class _CountTree:
-    """How many of the last marks still stand, in O(log n) (a Fenwick tree that doubles)."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * 1025
-        self.num_marks = 0
-        self._standing: list[bool] = []
-
-    def mark(self) -> int:
-        """Set the next mark; returns its number, from 1."""
-        self.num_marks += 1
-        self._standing.append(True)
-        if self.num_marks >= len(self.counts):
-            self._rebuild(2 * len(self.counts))
-        else:
-            self._add(self.num_marks, 1)
-        return self.num_marks
-
-    def unmark(self, number: int) -> None:
-        self._standing[number - 1] = False
-        self._add(number, -1)
-
-    def num_from(self, number: int) -> int:
-        """Marks that stand from this one on, itself included."""
-        return self._sum(self.num_marks) - self._sum(number - 1)
-
-    def _add(self, place: int, change: int) -> None:
-        while place < len(self.counts):
-            self.counts[place] += change
-            place += place & -place
-
-    def _sum(self, place: int) -> int:
-        total = 0
-        while place:
-            total += self.counts[place]
-            place &= place - 1
-        return total
-
-    def _rebuild(self, length: int) -> None:
-        self.counts = [0] * length
-        for place, stands in enumerate(self._standing, 1):
-            if stands:
-                self._add(place, 1)
-
-
-@dataclass(slots=True)
-class LargerCache:
-    """Watches one tree. Blocks that left because the cache was cleared or restarted would have left any cache."""
-
-    num_more_blocks: list[int] = field(default_factory=list)  # per block stored again after an eviction
-    num_tokens: list[int] = field(default_factory=list)  # of that block
-    _marks: _CountTree = field(default_factory=_CountTree)
-    _place_of: dict[Node, int] = field(default_factory=dict)
-
-    def gone(self, node: Node) -> None:
-        if node.cause == "evicted":
-            self._place_of[node] = self._marks.mark()
-        else:
-            self._reset()
-
-    def back(self, node: Node) -> None:
-        place = self._place_of.pop(node, None)
-        if place is not None:
-            self.num_more_blocks.append(self._marks.num_from(place))
-            self.num_tokens.append(node.num_tokens)
-            self._marks.unmark(place)
-
-    def _reset(self) -> None:
-        if self._place_of:
-            self._place_of.clear()
-            self._marks = _CountTree()
+SIZES = tuple(sorted({int(2**octave * step) for octave in range(20) for step in (1, 1.5)}))  # 1, 2, 3, 4, 6, 8, 12 ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +23,39 @@ class CurvePoint:
     num_tokens_kept: int
 
 
-def curve(watchers: list[LargerCache], most_points: int = 12) -> list[CurvePoint]:
-    """The curve over all trees, each with that many more blocks; at most so many points, the last one keeps all."""
-    rows = sorted(
-        (more, tokens) for w in watchers for more, tokens in zip(w.num_more_blocks, w.num_tokens, strict=True)
-    )
+class LargerCache:
+    """Watches one tree. What was cleared or lost in a restart would have left a cache of any size."""
+
+    def __init__(self, sizes: Sequence[int] = SIZES) -> None:
+        self.sizes = sizes
+        self.num_blocks_kept = [0] * len(sizes)
+        self.num_tokens_kept = [0] * len(sizes)
+        self._left: list[OrderedDict[Node, None]] = [OrderedDict() for _ in sizes]  # per size, the longest gone first
+
+    def gone(self, node: Node) -> None:
+        for size, left in zip(self.sizes, self._left, strict=True):
+            if node.cause == "evicted":
+                left[node] = None
+                if len(left) > size:
+                    left.popitem(last=False)
+            else:
+                left.clear()
+
+    def back(self, node: Node) -> None:
+        for place in range(len(self.sizes) - 1, -1, -1):  # what a small cache holds, every larger one holds
+            if node not in self._left[place]:
+                break
+            del self._left[place][node]
+            self.num_blocks_kept[place] += 1
+            self.num_tokens_kept[place] += node.num_tokens
+
+
+def curve(watchers: Sequence[LargerCache]) -> list[CurvePoint]:
+    """The curve over all trees, each with that many more blocks: a point for each size that keeps more than the one
+    before."""
     points: list[CurvePoint] = []
-    num_tokens = 0
-    for place, (more, tokens) in enumerate(rows, 1):
-        num_tokens += tokens
-        if place == len(rows) or rows[place][0] != more:
-            points.append(CurvePoint(more, place, num_tokens))
-    if len(points) <= most_points:
-        return points
-    chosen = [round(i * (len(points) - 1) / (most_points - 1)) for i in range(most_points)]
-    return [points[i] for i in chosen]
+    for place, size in enumerate(watchers[0].sizes if watchers else ()):
+        num_blocks = sum(watcher.num_blocks_kept[place] for watcher in watchers)
+        if num_blocks > (points[-1].num_blocks_kept if points else 0):
+            points.append(CurvePoint(size, num_blocks, sum(watcher.num_tokens_kept[place] for watcher in watchers)))
+    return points

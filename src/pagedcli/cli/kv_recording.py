@@ -1,0 +1,138 @@
+"""Recordings of KV events for `attach`, `replay` and `explain`: the tree through time, churn, and what would help."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from pagedcli.cli.kv_screen import KVPlayer
+from pagedcli.cli.kv_tables import Decode, curve_table, summary_tables
+from pagedcli.cli.tables import Format, print_tables
+from pagedcli.cli.terminal import say
+from pagedcli.errors import UsageError
+from pagedcli.kvevents.capture import CaptureReader
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.reuse import LargerCache, curve
+from pagedcli.kvevents.summary import facts, limits
+from pagedcli.kvevents.tree import Watcher
+from pagedcli.models.hub import resolve_model
+from pagedcli.printable import one_line
+
+
+def open_capture(path: Path, model: str | None) -> CaptureReader:
+    """The recording, which has token ids if text is wanted."""
+    reader = CaptureReader(path)
+    if model is not None and not reader.has_tokens:
+        raise UsageError(f"{path} has no token ids, so no text", hint="record with --tokens")
+    return reader
+
+
+def fold_capture(
+    reader: CaptureReader, *, keep_tokens: bool = True, watch: Callable[[], Watcher] | None = None
+) -> KVState:
+    """The state at the end of a recording; what was odd is said on stderr."""
+    state = KVState(reader.sources, keep_tokens=keep_tokens, watch=watch)
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+    for note in reader.notes:
+        say(f"note: {note}")
+    return state
+
+
+def kv_decoder(model: str) -> Decode:
+    """Token ids to text, with a model's tokenizer. Ids that no tokenizer has stay numbers."""
+    from pagedcli.batch.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(resolve_model(model, weights=False))
+
+    def decode(ids: tuple[int, ...]) -> str:
+        try:
+            return tokenizer.decode(ids)
+        except OverflowError:  # from the network
+            return " ".join(map(str, ids))
+
+    return decode
+
+
+def explain_capture(path: Path, model: str | None, format_: Format) -> None:
+    """Why blocks were computed again, and what would have helped."""
+    reader = open_capture(path, model)
+    decode = None if model is None else kv_decoder(model)
+    state, watchers = fold_with_curve(reader)
+    tables = [
+        *summary_tables(state, decode, with_gone=True),
+        curve_table(curve(watchers), state),
+    ]
+    if format_ is Format.JSON:
+        tables = [table for table in tables if table.key != "figures"]
+    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
+
+
+def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
+    """The state at the end, and what larger caches would have kept, per tree."""
+    watchers: list[LargerCache] = []
+
+    def watch() -> LargerCache:
+        watchers.append(LargerCache())
+        return watchers[-1]
+
+    return fold_capture(reader, watch=watch), watchers
+
+
+def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: bool) -> None:
+    """The tree through time: one message, all of them, or on a terminal a player."""
+    reader = CaptureReader(path)
+    if step is not None:
+        _print_step(reader, step, as_json=as_json)
+    elif as_json:
+        for row in _rows(reader):
+            print(msgspec.json.encode(row).decode())
+    elif sys.stdin.isatty() and sys.stdout.isatty() and not every_step:
+        KVPlayer(reader, Console(), title=f"pagedcli replay {path.name}").run()
+    else:
+        for row in _rows(reader):
+            print(_line(row))
+    for note in reader.notes:
+        say(f"note: {note}")
+
+
+def _rows(reader: CaptureReader) -> Iterator[dict[str, Any]]:
+    """What each message changed."""
+    state = KVState(reader.sources)
+    before = dict.fromkeys(("num_stored", "num_removed", "num_tokens_again"), 0)
+    num_notes = 0
+    for number, (frames, time_s, source) in enumerate(reader):
+        state.take(frames, time_s, source)
+        after = {name: state.total(name) for name in before}
+        again = sum(sum(tree.num_again.values()) for tree in state.trees)
+        yield {
+            "message": number, "time_s": time_s, "source": source,
+            "num_stored_blocks": after["num_stored"] - before["num_stored"],
+            "num_removed_blocks": after["num_removed"] - before["num_removed"],
+            "num_tokens_computed_twice": after["num_tokens_again"] - before["num_tokens_again"],
+            "num_blocks_stored_again": again, "num_resident_blocks": state.num_resident,
+            "notes": list(state.notes)[num_notes:] if len(state.notes) < 200 else list(state.notes)[-1:],
+        }  # fmt: skip
+        before, num_notes = after, len(state.notes)
+
+
+def _line(row: dict[str, Any]) -> str:
+    time_s = "-" if row["time_s"] is None else f"{row['time_s']:.3f} s"
+    twice = f", {row['num_tokens_computed_twice']:,} tokens twice" if row["num_tokens_computed_twice"] else ""
+    changes = f"stored {row['num_stored_blocks']:,}, removed {row['num_removed_blocks']:,}{twice}"
+    notes = "".join(f"; {one_line(note)}" for note in row["notes"])
+    return f"message {row['message']:,} at {time_s}: {changes}; resident {row['num_resident_blocks']:,}{notes}"
+
+
+def _print_step(reader: CaptureReader, step: int, *, as_json: bool) -> None:
+    state, last = KVState(reader.sources, keep_tokens=True), -1
+    for last, (frames, time_s, source) in enumerate(reader):
+        state.take(frames, time_s, source)
+        if last == step:
+            tables = summary_tables(state, None)
+            print_tables(tables, Format.JSON if as_json else Format.TABLE, facts=facts(state))
+            return
+    raise UsageError(f"there is no message {step}: the last one of {reader.path} is {last}")

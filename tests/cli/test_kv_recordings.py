@@ -1,0 +1,95 @@
+"""`replay`, `explain` and `report` read recordings of KV events as they read traces."""
+
+import json
+import re
+
+import pytest
+from cli_harness import pagedcli, rows_of
+from kv_event_harness import CLEARED, message, removed, stored
+
+from pagedcli.kvevents.capture import CaptureReader, CaptureWriter, stored_runs
+
+ROUNDS = [
+    message(0, stored(1, 2, 3)),
+    message(1, removed(3), removed(2)),
+    message(2, stored(2, parent=1), stored(3, parent=2)),
+    message(3, CLEARED),
+    message(5, stored(1)),
+]
+
+
+@pytest.fixture
+def recording(tmp_path):
+    path = tmp_path / "events.jsonl.zst"
+    with CaptureWriter(path, ["tcp://host:1"], tokens=True) as writer:
+        for time_s, frames in enumerate(ROUNDS):
+            writer.write(frames, float(time_s))
+    return path
+
+
+def test_replay_prints_a_line_per_message(recording):
+    lines = pagedcli("replay", recording).stdout.splitlines()
+    assert lines[2] == "message 2 at 2.000 s: stored 2, removed 0, 4 tokens twice; resident 3"
+    assert lines[4].endswith("resident 1; tcp://host:1: messages 4 to 4 are missing")
+
+
+def test_replay_gives_one_json_object_per_message(recording):
+    rows = rows_of(pagedcli("replay", recording, "--format", "json").stdout)
+    assert [row["num_resident_blocks"] for row in rows] == [3, 1, 3, 0, 1]
+    assert [row["num_tokens_computed_twice"] for row in rows] == [0, 0, 4, 0, 2]
+
+
+def test_replay_shows_the_tree_after_one_message(recording):
+    document = json.loads(pagedcli("replay", recording, "--step", "1", "--format", "json").stdout)
+    assert document["num_resident_blocks"] == 1
+    assert "there is no message 9: the last one" in pagedcli("replay", recording, "--step", "9", expect=2).stderr
+
+
+def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):
+    document = json.loads(pagedcli("explain", recording, "--format", "json").stdout)
+    assert {row["cause"]: row["num_blocks"] for row in document["churn"]} == {
+        "evicted": 2, "cleared": 1, "restarted": 0,
+    }  # fmt: skip
+    assert [(row["num_more_blocks"], row["num_blocks_kept"]) for row in document["larger_cache"]] == [(1, 1), (2, 2)]
+    said = pagedcli("explain", recording).stdout
+    assert re.search(r"evicted +2 +their place was taken", said)
+
+
+def test_explain_shows_where_near_twins_part_in_text(tmp_path):
+    from pagedcli.cli.kv_recording import kv_decoder
+
+    path, size = tmp_path / "e.jsonl", 8
+    text = {kv_decoder("builtin")((token,)): token for token in range(300, 0, -1)}
+    cached, prompt = ([text[c] for c in f"{'at 15:'}{end}"] for end in ("09", "10"))
+    with CaptureWriter(path, ["x"], tokens=True) as writer:
+        events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]
+        writer.write(message(0, *events), 0.0)
+    (row,) = json.loads(pagedcli("explain", path, "--tokenizer", "builtin", "--format", "json").stdout)["twins"]
+    assert row["num_equal"] == 6
+    assert {row["first"], row["second"]} == {"...'at 15:09'", "...'at 15:10'"}
+
+
+def test_report_is_one_page_without_a_network(recording, tmp_path):
+    path = tmp_path / "page.html"
+    pagedcli("report", recording, "-o", path)
+    page = path.read_text()
+    assert "<polyline" in page
+    assert "What a larger cache would have kept" in page
+    assert not re.search(r"(src|href)=|https?://", page)
+
+
+def test_what_a_recording_does_not_have_is_refused(recording, tmp_path):
+    assert "no --check" in pagedcli("replay", recording, "--check", expect=2).stderr
+    assert "no requests" in pagedcli("explain", recording, "--lookups", expect=2).stderr
+    private = tmp_path / "private.jsonl"
+    with CaptureWriter(private, ["x"], tokens=False) as writer:
+        writer.write(ROUNDS[0], 0.0)
+    assert "no token ids" in pagedcli("explain", private, "--tokenizer", "builtin", expect=2).stderr
+
+
+def test_a_simulation_can_take_the_computed_blocks_as_work(recording):
+    runs = list(stored_runs(CaptureReader(recording)))
+    assert [(run.time_s, run.parent, run.hashes) for run in runs] == [
+        (0.0, None, [1, 2, 3]), (2.0, 1, [2]), (2.0, 2, [3]), (4.0, None, [1]),
+    ]  # fmt: skip
+    assert list(runs[1].token_ids) == [2, 2]
