@@ -32,6 +32,8 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _MULTI_HEAD = {"num_key_value_heads": 4}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+
 # family -> (transformers config class, what differs from _BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
@@ -62,8 +64,32 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "num_experts": 8, "head_dim": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
 }
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
+COMPOSED_FAMILIES = (
+    *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
+    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe"),
+)
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
 
 

@@ -81,3 +81,16 @@ def transformers_logits(path, sequences, *, dtype=torch.float32):
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     return [model(input_ids=torch.tensor([s]), use_cache=False).logits[0] for s in sequences]
+
+
+def transformers_tokens(path, prompts, num_new):
+    """Greedy tokens of transformers, prompts left-padded into one batch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    model.generation_config.eos_token_id = None
+    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=num_new, pad_token_id=0)
+    return [[row] for row in out[:, longest:].tolist()]

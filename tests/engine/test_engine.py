@@ -5,9 +5,9 @@ import itertools
 import weakref
 
 import pytest
-import torch
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
+from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
@@ -17,20 +17,6 @@ from pagedcli.errors import ConfigError, PagedcliError, RequestError
 from pagedcli.sampling_params import SamplingParams
 
 NUM_NEW = 64
-
-
-def transformers_tokens(path, prompts, num_new=NUM_NEW):
-    """Greedy tokens of transformers, prompts left-padded into one batch."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    model.generation_config.eos_token_id = None
-    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=num_new, pad_token_id=0)
-    return [[row] for row in out[:, longest:].tolist()]
-
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 VARIANTS = [
@@ -47,7 +33,7 @@ def family_model(tmp_path_factory):
     def get(family):
         if family not in made:
             path = tiny_model(family, tmp_path_factory.mktemp(family))
-            made[family] = (path, transformers_tokens(path, ragged_prompts()))
+            made[family] = (path, transformers_tokens(path, ragged_prompts(), NUM_NEW))
         return made[family]
 
     return get

@@ -102,11 +102,13 @@ def test_blocks_for_requests_is_the_inverse_of_concurrency(num_requests, num_tok
     assert concurrency(num_blocks - 1, 16, num_tokens, shared_tokens=shared) < num_requests
 
 
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, "olmo2", "gemma2", "qwen3-moe", "qwen2-moe"])
 def test_predicted_weights_are_those_of_the_loaded_model(family, tmp_path):
     path = tiny_model(family, tmp_path / family)
     sizes = sizes_of(read_spec(path))
-    config = EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=4, attention_backend="reference")
+    config = EngineConfig(
+        model=str(path), device="cpu", num_gpu_blocks_override=8, attention_backend="reference", max_model_len=128
+    )
     plain, packed = LLMEngine(config).plan, LLMEngine(replace(config, attention_backend="auto")).plan
     assert sizes.num_parameters * 4 == plain.weight_bytes
     assert sizes.num_parameters * 4 == pytest.approx(packed.weight_bytes, rel=0.05)  # kernels may pad their rows

@@ -12,8 +12,8 @@ from paged_harness import paged_logits, ragged_sequences, transformers_logits
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
 from pagedcli.models.fallback_refusals import AttentionTrace, refuse_by_config, shortest_window
+from pagedcli.models.fallback_spec import read_fallback_spec as read_spec
 from pagedcli.models.loading import load_model
-from pagedcli.models.reading import read_spec
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -46,6 +46,8 @@ def why_no_graphs(
         return "enforce_eager"
     if spec.is_fallback:
         return f"{spec.architecture} runs through transformers"
+    if spec.experts is not None:
+        return "the host counts the tokens of each expert"
     if not backend.capabilities.graph_safe:
         return f"backend {backend.name} asks the host for lengths"
     return None

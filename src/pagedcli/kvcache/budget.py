@@ -4,6 +4,7 @@ Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; knows 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}  # bytes per element
 SORT_BYTES = 24  # per logit: float32 copies, sorted values with their int64 indices, and probabilities
@@ -115,6 +116,21 @@ class StepShape:
         return [short + (i < longer) for i in range(self.num_seqs)]
 
 
+class ExpertSizes(Protocol):
+    """The sizes of a mixture of experts, under the names of models.spec.ExpertsSpec."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_per_token(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def shared_intermediate_size(self) -> int | None: ...
+    @property
+    def dense_layers(self) -> frozenset[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """The sizes of our decoder that its memory depends on, under the names of models.spec.ModelSpec."""
@@ -131,6 +147,9 @@ class ModelSizes:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    qk_norm_all: bool = False
+    layer_norms: str = "before"
+    experts: ExpertSizes | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -143,7 +162,19 @@ class ModelSizes:
         """Elements of the linear layers of all decoder layers."""
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q_rows + 2 * kv_rows)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.num_layers * attention + self._mlp_matrices
+
+    @property
+    def _mlp_matrices(self) -> int:
+        """Elements of the linear layers of all gated MLPs, or experts and their routers."""
+        width, experts = self.hidden_size, self.experts
+        if experts is None:
+            return self.num_layers * 3 * width * self.intermediate_size
+        shared = experts.shared_intermediate_size
+        sparse = experts.num_experts * (3 * width * experts.intermediate_size + width)
+        sparse += 0 if shared is None else 3 * width * shared + width
+        num_dense = len(experts.dense_layers)
+        return num_dense * 3 * width * self.intermediate_size + (self.num_layers - num_dense) * sparse
 
     @property
     def _vectors(self) -> int:
@@ -151,7 +182,8 @@ class ModelSizes:
         width, inner = self.hidden_size, self.intermediate_size
         biases = self.qkv_bias * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         biases += self.attention_out_bias * width + self.mlp_bias * (2 * inner + width)
-        norms = 2 * width + self.qk_norm * 2 * self.head_dim
+        norms = (4 if self.layer_norms == "around" else 2) * width + self.qk_norm * 2 * self.head_dim
+        norms += self.qk_norm_all * (self.num_heads + self.num_kv_heads) * self.head_dim
         return width + self.num_layers * (biases + norms)
 
     def table_bytes(self, itemsize: int) -> int:

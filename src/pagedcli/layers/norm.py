@@ -1,6 +1,7 @@
 """RMSNorm, alone and together with the residual addition before it.
 
-The square mean is in float32 and the cast comes before the weight, as in transformers: in bfloat16 that order shows.
+The square mean is in float32 and the cast comes before the weight, as in transformers' Llama: in bfloat16 that order
+shows. A weight that is kept in float32 comes before the cast, as in its Gemma and OLMo2.
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019.
 """
 
@@ -17,10 +18,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
     """
-    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and (fused := fused_layers()):
+    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and weight.dtype == x.dtype and (fused := fused_layers()):
         return cast(Tensor, fused.add_rms_norm(None, x.contiguous(), weight, eps))
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    if weight.dtype != x.dtype:
+        return (wide * scale).mul_(weight).to(x.dtype)
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
@@ -30,6 +33,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     Shapes:  x, residual [T, E]; weight [E]; returns [T, E].
     Changes: residual, which becomes residual + x.
     """
-    if residual.is_cuda and residual.is_contiguous() and (fused := fused_layers()):
+    if residual.is_cuda and residual.is_contiguous() and weight.dtype == residual.dtype and (fused := fused_layers()):
         return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps))
     return rms_norm(residual.add_(x), weight, eps)

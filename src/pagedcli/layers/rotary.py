@@ -49,5 +49,13 @@ def split_heads(
     if norm is not None:
         qk = rms_norm(qk, *norm)  # q and k in one pass
     if angles is not None:
-        qk = rotate(qk, *angles)
+        qk = _rotate_first(qk, *angles)
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
+
+
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """rotate of the first R elements of each head. Shapes: x [T, heads, D]; cos, sin [T, 1, R]."""
+    size = cos.shape[-1]
+    if size == x.shape[-1]:
+        return rotate(x, cos, sin)
+    return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)

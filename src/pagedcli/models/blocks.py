@@ -11,8 +11,10 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.layers.experts import route, weighted_sum
 from pagedcli.layers.fused import fused_layers
 from pagedcli.layers.norm import add_rms_norm, rms_norm
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.rotary import rotary_rows, split_heads
 
 
@@ -126,9 +128,41 @@ class GatedMlp:
     activation: Callable[[Tensor], Tensor]  # of layers.mlp: [T, 2I] -> [T, I]
     down: Callable[[Tensor], Tensor]  # I -> E
 
-    def __call__(self, x: Tensor, _step: Step) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(slots=True)
+class Mlp:
+    """A gated MLP as the body of a branch."""
+
+    mlp: GatedMlp
+
+    def __call__(self, x: Tensor, _step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]."""
+        return self.mlp(x)
+
+
+@dataclass(slots=True)
+class Experts:
+    """A mixture of gated MLPs, with or without one that every token goes to."""
+
+    router: Callable[[Tensor], Tensor]  # E -> X
+    experts: list[GatedMlp]
+    num_per_token: int
+    renormalize: bool
+    shared: GatedMlp | None
+    shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1
+    parallel: ParallelContext  # each rank has a part of every expert
+
+    def __call__(self, x: Tensor, _step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]."""
+        weights, chosen = route(self.router(x), self.num_per_token, renormalize=self.renormalize)
+        out = weighted_sum(x, self.experts, weights, chosen)
+        if self.shared is not None and self.shared_gate is not None:
+            out += self.shared_gate(x).sigmoid() * self.shared(x)
+        return self.parallel.all_reduce(out)
 
 
 def add_and_norm(hidden: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -20,6 +20,22 @@ from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepStruct, bind
 
+# What a spec may ask for that the library has not, with the value that asks for nothing.
+_PLAIN = {
+    "qk_norm_all": False,
+    "layer_norms": "before",
+    "float_norms": False,
+    "norm_offset": False,
+    "soft_cap": None,
+    "logits_soft_cap": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_divisor": 1.0,
+    "query_scale": None,
+    "layer_ropes": (),
+    "experts": None,
+}
+
 
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
@@ -137,8 +153,14 @@ def spec_refusal(spec: ModelSpec, backend: AttentionBackend | type[AttentionBack
     """The part of `refusal` that is known before a model is asked for."""
     if spec.is_fallback:
         return f"has no {spec.architecture}"
+    if others := [name for name, plain in _PLAIN.items() if getattr(spec, name) != plain]:
+        return f"computes a plain decoder layer, without {', '.join(others)}"
     if not backend.capabilities.native_step:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
+    if spec.rope is not None and spec.rope.partial != 1:
+        return f"rotates whole heads, not a share of {spec.rope.partial:g}"
+    if spec.hidden_act not in ("silu", "swish"):
+        return f"has no activation {spec.hidden_act}"
     if spec.hidden_size % 2 or spec.intermediate_size % 2:
         return f"packs no odd sizes, and the model's are {spec.hidden_size} and {spec.intermediate_size}"
     return None

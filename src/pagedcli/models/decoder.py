@@ -14,7 +14,8 @@ from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.models.base import DecoderRequest
-from pagedcli.models.blocks import Attention, Branch, DecoderLayer, GatedMlp, Step, add_and_norm
+from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
+from pagedcli.models.formats import weight_format
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.rope_table import rope_table
@@ -52,7 +53,9 @@ class Decoder:
         lm_head = embedding if spec.tie_word_embeddings else tensors.pop("lm_head")
         self._embedding = VocabularyEmbedding(embedding, spec.vocab_size, request.parallel)
         self._lm_head = VocabularyHead(build.make_linear({"weight": lm_head}, None), spec.vocab_size, request.parallel)
-        self._final_norm = tensors.pop("final_norm")
+        final_norm = build.norm("final_norm")
+        assert final_norm is not None, "every model has one"
+        self._final_norm = final_norm
         self._layers = [build.layer(i) for i in range(spec.num_layers)]
         tables = embedding.nbytes + (0 if spec.tie_word_embeddings else lm_head.nbytes)
         self.weight_bytes = vectors + tables + build.linear_bytes
@@ -64,6 +67,10 @@ class Decoder:
         k_caches, v_caches = kv_cache.unbind(0)
         step = Step(positions, batch, k_caches.unbind(0), v_caches.unbind(0), self.attention_layers)
         residual = self._embedding(input_ids)
+        if self.spec.embedding_multiplier != 1:
+            residual *= torch.tensor(
+                self.spec.embedding_multiplier, dtype=residual.dtype
+            )  # rounded, as in transformers
         hidden: Tensor | None = None  # what the previous branch adds to the residual
         for layer in self._layers:
             hidden = layer.attention(hidden, residual, step)
@@ -72,7 +79,11 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
-        return self._lm_head(hidden)
+        logits = self._lm_head(hidden)
+        if self.spec.logits_divisor != 1:
+            logits = logits / self.spec.logits_divisor
+        cap = self.spec.logits_soft_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
 class _Builder:
@@ -82,30 +93,39 @@ class _Builder:
         self._request, self._spec, self._tensors = request, spec, tensors
         self._tables: dict[RopeSpec, Tensor] = {}
         self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
+        self._activation = ACTIVATIONS[spec.hidden_act]
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
-        weight_format = request.weight_format
-        self.make_linear: MakeLinear = (
-            weight_format.native_linear if self.uses_cpu_kernels else weight_format.torch_linear
-        )
+        stored = request.weight_format
+        self.make_linear: MakeLinear = stored.native_linear if self.uses_cpu_kernels else stored.torch_linear
 
     def layer(self, index: int) -> DecoderLayer:
         key = f"layers.{index}"
         return DecoderLayer(
             attention=self._branch(f"{key}.input_norm", self._attention(index, key)),
-            mlp=self._branch(f"{key}.mlp_norm", self._mlp(key)),
+            mlp=self._branch(f"{key}.mlp_norm", self._mlp(index, key)),
         )
 
+    def norm(self, key: str) -> Tensor | None:
+        """The weight of a norm; None where the spec has none."""
+        weight = self._tensors.pop(key, None)
+        return weight + 1 if weight is not None and self._spec.norm_offset else weight
+
     def _branch(self, norm: str, body: Callable[[Tensor, Step], Tensor]) -> Branch:
-        return Branch(self._tensors.pop(norm), body, None, 1.0, self._spec.rms_norm_eps)
+        spec = self._spec
+        return Branch(self.norm(norm), body, self.norm(f"{norm}_after"), spec.residual_multiplier, spec.rms_norm_eps)
 
     def _attention(self, index: int, key: str) -> Attention:
-        spec = self._spec
-        norm = None
-        if spec.qk_norm:
-            q_weight, k_weight = self._tensors.pop(f"{key}.qk_norm").chunk(2)
+        spec, norm, wide_norm = self._spec, None, None
+        if (weights := self.norm(f"{key}.qk_norm")) is not None:
+            q_weight, k_weight = weights.chunk(2)
             rows = [q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]
             norm = (torch.cat(rows), spec.rms_norm_eps)
+        q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
+        if q_norm is not None and k_norm is not None:
+            wide_norm = (q_norm, k_norm, spec.rms_norm_eps)
+        rope = spec.layer_ropes[index] if spec.layer_ropes else spec.rope
+        is_plain = rope is not None and rope.partial == 1 and wide_norm is None and not spec.float_norms
         return Attention(
             index=index,
             backend=self._request.backend,
@@ -114,15 +134,36 @@ class _Builder:
             head_dim=spec.head_dim,
             qkv=self._linear(f"{key}.qkv"),
             norm=norm,
-            wide_norm=None,
-            table=self._table(spec.rope),
+            wide_norm=wide_norm,
+            table=self._table(rope),
             out=self._summed_linear(f"{key}.out"),
-            fused_store=self._fused_store,
+            fused_store=self._fused_store and is_plain,
         )
 
-    def _mlp(self, key: str) -> GatedMlp:
-        activation = ACTIVATIONS[self._spec.hidden_act]
-        return GatedMlp(self._linear(f"{key}.gate_up"), activation, self._summed_linear(f"{key}.down"))
+    def _mlp(self, index: int, key: str) -> Mlp | Experts:
+        experts = self._spec.experts
+        if experts is None or index in experts.dense_layers:
+            return Mlp(GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._summed_linear(f"{key}.down")))
+        shared = experts.shared_intermediate_size is not None
+        return Experts(
+            router=self._unquantized(f"{key}.router"),
+            experts=[self._expert(f"{key}.experts.{i}") for i in range(experts.num_experts)],
+            num_per_token=experts.num_per_token,
+            renormalize=experts.renormalize,
+            shared=self._expert(f"{key}.shared_expert") if shared else None,
+            shared_gate=self._unquantized(f"{key}.shared_gate") if shared else None,
+            parallel=self._request.parallel,
+        )
+
+    def _expert(self, key: str) -> GatedMlp:
+        """The sum over the ranks is due once for all experts."""
+        return GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._linear(f"{key}.down"))
+
+    def _unquantized(self, key: str) -> LinearLayer:
+        stored, plain = {"weight": self._tensors.pop(key)}, weight_format(None)
+        linear = plain.native_linear(stored, None) if self.uses_cpu_kernels else plain.torch_linear(stored, None)
+        self.linear_bytes += linear.nbytes
+        return linear
 
     def _table(self, rope: RopeSpec | None) -> Tensor | None:
         if rope is None:
@@ -151,7 +192,10 @@ class _Builder:
 
 def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend) -> bool:
     """Whether the native library serves attention and can pack every weight of the model."""
-    return backend.geometry_address is not None and spec.hidden_size % 2 == spec.intermediate_size % 2 == 0
+    sizes = [spec.hidden_size, spec.intermediate_size]
+    if spec.experts is not None:
+        sizes += [spec.experts.intermediate_size, spec.experts.shared_intermediate_size or 0]
+    return backend.capabilities.native_step and not any(size % 2 for size in sizes)
 
 
 def refusal(request: DecoderRequest) -> str | None:

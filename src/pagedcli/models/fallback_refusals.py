@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import ModelError
-from pagedcli.models.refusals import window_refusal
+from pagedcli.models.refusals import length_refusal, window_refusal
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
@@ -24,7 +24,7 @@ def refusal(architecture: str, reason: str) -> ModelError:
     """The error of every refusal but those of length."""
     return ModelError(
         f"{architecture} cannot run over the paged cache: it {reason}",
-        hint="use a dense decoder model, such as Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, OLMo2, Granite or SmolLM3",
+        hint="use a decoder model such as Llama, Mistral, Qwen3, Gemma 3, Phi-3, OLMo2, Granite, SmolLM3 or Mixtral",
     )
 
 
@@ -65,11 +65,7 @@ def refuse_length(text: Any, spec: ModelSpec, max_model_len: int) -> None:
             "longrope": parameters.get("original_max_position_embeddings"),
         }.get(rope_type)
         if limit is not None and max_model_len > limit:
-            raise ModelError(
-                f"{spec.architecture}: above {limit} tokens its rope type {rope_type!r} depends on the longest "
-                f"sequence of a batch, and max_model_len is {max_model_len}",
-                hint=f"use --max-model-len {limit}",
-            )
+            raise length_refusal(spec.architecture, limit, rope_type, max_model_len)
 
 
 class AttentionTrace:

@@ -13,7 +13,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderRequest, LoadFormat
 from pagedcli.models.formats import weight_format
-from pagedcli.models.refusals import window_refusal
+from pagedcli.models.refusals import length_refusal, window_refusal
 from pagedcli.models.spec import ModelSpec
 
 # In order of preference: modules with refusal(request) and load(request). Imported when they are asked.
@@ -47,6 +47,9 @@ def load_model(
     max_model_len = max_model_len or spec.max_position_embeddings
     if spec.sliding_window is not None and max_model_len > spec.sliding_window:
         raise window_refusal(spec.architecture, spec.sliding_window, max_model_len)
+    limit = spec.rope.exact_length if spec.rope is not None else None
+    if limit is not None and max_model_len > limit:
+        raise length_refusal(spec.architecture, limit, "longrope", max_model_len)
     request = DecoderRequest(
         path=path,
         spec=spec,

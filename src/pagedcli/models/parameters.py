@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.models.formats import VECTOR, WEIGHT, StoredTensor, WeightFormat
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ExpertsSpec, ModelSpec
 
 Init = Literal["normal", "ones", "zeros"]
 
@@ -68,46 +68,96 @@ class Parameter:
         return self.dtype or self.stored.dtype or model_dtype
 
 
+# where a branch is normed: key -> name in the checkpoint
+_NORMS = {
+    "before": {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"input_norm_after": "post_attention_layernorm", "mlp_norm_after": "post_feedforward_layernorm"},
+    "around": {
+        "input_norm": "input_layernorm",
+        "input_norm_after": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_norm_after": "post_feedforward_layernorm",
+    },
+}
+_PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+
+
 def decoder_parameters(spec: ModelSpec, weight_format: WeightFormat) -> dict[str, Parameter]:
     """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them."""
     width = spec.hidden_size
     parameters = {
         "embedding": Parameter({"model.embed_tokens.weight": (spec.vocab_size, width)}),
-        "final_norm": _norm("model.norm.weight", width),
+        "final_norm": _norm(spec, {"model.norm.weight": width}),
     }
     if not spec.tie_word_embeddings:
         parameters["lm_head"] = Parameter({"lm_head.weight": (spec.vocab_size, width)})
     for i in range(spec.num_layers):
         key, name = f"layers.{i}", f"model.layers.{i}"
-        parameters[f"{key}.input_norm"] = _norm(f"{name}.input_layernorm.weight", width)
-        parameters[f"{key}.mlp_norm"] = _norm(f"{name}.post_attention_layernorm.weight", width)
+        for norm, stored in _NORMS[spec.layer_norms].items():
+            parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{stored}.weight": width})
         parameters |= _attention(spec, key, f"{name}.self_attn", weight_format)
-        parameters |= _mlp(spec, key, f"{name}.mlp", weight_format)
+        if spec.experts is None or i in spec.experts.dense_layers:
+            parameters |= _mlp(spec, key, f"{name}.mlp", spec.intermediate_size, weight_format)
+        else:
+            parameters |= _experts(spec, spec.experts, key, f"{name}.{spec.experts.names}", weight_format)
     return parameters
 
 
 def _attention(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = {f"{name}.q_proj": q_rows, f"{name}.k_proj": kv_rows, f"{name}.v_proj": kv_rows}
+    if spec.fused_projections:
+        qkv = {f"{name}.qkv_proj": q_rows + 2 * kv_rows}
     parameters = dict(_linear(f"{key}.qkv", qkv, spec.hidden_size, spec.qkv_bias, weight_format))
     out = {f"{name}.o_proj": spec.hidden_size}
     parameters |= _linear(f"{key}.out", out, q_rows, spec.attention_out_bias, weight_format)
     if spec.qk_norm:
-        norms = {f"{name}.{part}_norm.weight": (spec.head_dim,) for part in ("q", "k")}
-        parameters[f"{key}.qk_norm"] = Parameter(norms, init="ones", stored=VECTOR)
+        sizes = {f"{name}.q_norm.weight": spec.head_dim, f"{name}.k_norm.weight": spec.head_dim}
+        parameters[f"{key}.qk_norm"] = _norm(spec, sizes)
+    if spec.qk_norm_all:
+        parameters[f"{key}.q_norm"] = _norm(spec, {f"{name}.q_norm.weight": q_rows})
+        parameters[f"{key}.k_norm"] = _norm(spec, {f"{name}.k_norm.weight": kv_rows})
     return parameters
 
 
-def _mlp(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
-    inner = spec.intermediate_size
-    gate_up = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+def _mlp(
+    spec: ModelSpec,
+    key: str,
+    name: str,
+    inner: int,
+    weight_format: WeightFormat,
+    projections: tuple[str, str, str] = _PROJECTIONS["mlp"],
+) -> dict[str, Parameter]:
+    gate, up, down = projections
+    gate_up = {f"{name}.{gate}": inner, f"{name}.{up}": inner}
+    if spec.fused_projections:
+        gate_up = {f"{name}.gate_up_proj": 2 * inner}
     parameters = dict(_linear(f"{key}.gate_up", gate_up, spec.hidden_size, spec.mlp_bias, weight_format))
-    down = {f"{name}.down_proj": spec.hidden_size}
-    return parameters | dict(_linear(f"{key}.down", down, inner, spec.mlp_bias, weight_format))
+    rows = {f"{name}.{down}": spec.hidden_size}
+    return parameters | dict(_linear(f"{key}.down", rows, inner, spec.mlp_bias, weight_format))
 
 
-def _norm(name: str, width: int) -> Parameter:
-    return Parameter({name: (width,)}, init="ones", stored=VECTOR)
+def _experts(
+    spec: ModelSpec, experts: ExpertsSpec, key: str, name: str, weight_format: WeightFormat
+) -> dict[str, Parameter]:
+    parameters = {f"{key}.router": Parameter({f"{name}.gate.weight": (experts.num_experts, spec.hidden_size)})}
+    for i in range(experts.num_experts):
+        sizes = experts.intermediate_size, weight_format, _PROJECTIONS[experts.names]
+        parameters |= _mlp(spec, f"{key}.experts.{i}", f"{name}.experts.{i}", *sizes)
+    if experts.shared_intermediate_size is not None:
+        sizes = experts.shared_intermediate_size, weight_format, _PROJECTIONS[experts.names]
+        parameters |= _mlp(spec, f"{key}.shared_expert", f"{name}.shared_expert", *sizes)
+        parameters[f"{key}.shared_gate"] = Parameter({f"{name}.shared_expert_gate.weight": (1, spec.hidden_size)})
+    return parameters
+
+
+def _norm(spec: ModelSpec, sizes: dict[str, int]) -> Parameter:
+    return Parameter(
+        {name: (size,) for name, size in sizes.items()},
+        init="zeros" if spec.norm_offset else "ones",
+        stored=VECTOR,
+        dtype=torch.float32 if spec.float_norms else None,
+    )
 
 
 def _linear(

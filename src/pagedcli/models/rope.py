@@ -12,8 +12,8 @@ import msgspec
 
 from pagedcli.errors import ModelError
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,14 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn: dimensions turning more often than this over the original context stay
     beta_slow: float = 1.0  # yarn: dimensions turning less often than this are divided by factor
     truncate: bool = True  # yarn: round the two borders to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin (from mscale, mscale_all_dim or factor if not given)
+    partial: float = 1.0  # share of each head that is rotated, its first elements
+    short_factor: tuple[float, ...] = ()  # longrope: what each wavelength is stretched by up to the original length
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
+
+    @property
+    def exact_length(self) -> int | None:
+        """Tokens above which the angles of one sequence would depend on the others of its batch; None: no limit."""
+        return self.original_max_position_embeddings if self.type == "longrope" else None
 
     @property
     def stretched_length(self) -> int:
@@ -52,6 +59,7 @@ class _RopeJson(msgspec.Struct):
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: float | None = None
+    short_factor: list[float] | None = None
 
 
 class _ConfigJson(msgspec.Struct):
@@ -62,10 +70,13 @@ class _ConfigJson(msgspec.Struct):
     original_max_position_embeddings: int | None = None
 
 
-def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: Path) -> RopeSpec:
+def read_rope_spec(
+    config: dict[str, Any], max_position_embeddings: int, where: Path, *, may_be_partial: bool = False
+) -> RopeSpec:
     """The RopeSpec of a config.json, whichever of the two forms it uses.
 
-    Raises: ModelError for an unknown type, a missing parameter or a partial rotary embedding; `where` names the file.
+    Raises: ModelError for an unknown type, a missing parameter or an unexpected partial rotary embedding; `where` names
+            the file.
     """
     try:
         fields = msgspec.convert(config, _ConfigJson)
@@ -80,18 +91,20 @@ def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: 
     if rope_type not in _TYPES:
         raise ModelError(f"{where}: rope type {rope_type!r} is not supported (supported: {', '.join(_TYPES)})")
     partial = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
-    if partial != 1.0:
+    if partial > 1 or (partial < 1 and not may_be_partial):
         raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported for this family (only 1.0)")
     theta = rope.rope_theta or fields.rope_theta or 10000.0
     original = (
         fields.original_max_position_embeddings or rope.original_max_position_embeddings or max_position_embeddings
     )
     if rope_type == "linear":
-        return RopeSpec(type="linear", theta=theta, factor=_required(rope.factor, "factor", rope_type, where))
+        factor = _required(rope.factor, "factor", rope_type, where)
+        return RopeSpec(type="linear", theta=theta, partial=partial, factor=factor)
     if rope_type == "llama3":
         return RopeSpec(
             type="llama3",
             theta=theta,
+            partial=partial,
             factor=_required(rope.factor, "factor", rope_type, where),
             original_max_position_embeddings=original,
             low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor", rope_type, where),
@@ -102,6 +115,7 @@ def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: 
         return RopeSpec(
             type="yarn",
             theta=theta,
+            partial=partial,
             factor=factor,
             original_max_position_embeddings=original,
             beta_fast=rope.beta_fast or 32.0,
@@ -109,7 +123,20 @@ def read_rope_spec(config: dict[str, Any], max_position_embeddings: int, where: 
             truncate=rope.truncate,
             attention_factor=_attention_factor(rope, factor),
         )
-    return RopeSpec(theta=theta)
+    if rope_type == "longrope":
+        if not rope.short_factor:
+            raise ModelError(f"{where}: rope type 'longrope' needs 'short_factor'")
+        factor = rope.factor or max_position_embeddings / original
+        by_length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeSpec(
+            type="longrope",
+            theta=theta,
+            partial=partial,
+            original_max_position_embeddings=original,
+            short_factor=tuple(rope.short_factor),
+            attention_factor=rope.attention_factor or by_length,
+        )
+    return RopeSpec(theta=theta, partial=partial)
 
 
 def _check_positive(fields: _ConfigJson, where: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from pagedcli.errors import ModelError
 from pagedcli.models.rope import RopeSpec
 
 _ROWS = 2**14  # positions computed at a time
@@ -13,11 +14,13 @@ _ROWS = 2**14  # positions computed at a time
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of every position.
 
-    Shapes:  returns [P, D] of dtype: D/2 cosines, then D/2 sines, computed in float32 and then rounded.
+    Shapes:  returns [P, R] of dtype, R the rotated part of D: R/2 cosines, then R/2 sines,
+             computed in float32 and then rounded.
     Units:   num_positions P in tokens.
     """
-    frequencies = inverse_frequencies(rope, head_dim)
-    table = torch.empty((num_positions, head_dim), dtype=dtype)
+    size = int(head_dim * rope.partial)
+    frequencies = inverse_frequencies(rope, size)
+    table = torch.empty((num_positions, size), dtype=dtype)
     for start in range(0, num_positions, _ROWS):  # a million positions in float32 would take gigabytes meanwhile
         rows = table[start : start + _ROWS]
         angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
@@ -37,6 +40,10 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     frequencies = 1.0 / (rope.theta**wavelength_steps)
     if rope.type == "linear":
         return frequencies / rope.factor
+    if rope.type == "longrope":
+        if len(rope.short_factor) != head_dim // 2:
+            raise ModelError(f"rope's short_factor has {len(rope.short_factor)} entries, not {head_dim // 2}")
+        return 1.0 / (torch.tensor(rope.short_factor) * rope.theta**wavelength_steps)
     if rope.type == "llama3":
         return _llama3(rope, frequencies)
     return frequencies

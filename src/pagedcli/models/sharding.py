@@ -23,7 +23,16 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
             f"tensor_parallel_size is {size}, but {spec.architecture} runs through transformers, on one device only",
             hint="use --tensor-parallel-size 1",
         )
+    if spec.fused_projections or spec.qk_norm_all:
+        why = "stacks its projections" if spec.fused_projections else "norms all heads of q and k together"
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but {spec.architecture} {why} and is not split",
+            hint="use --tensor-parallel-size 1",
+        )
     numbers = {"query heads": spec.num_heads, "MLP columns": spec.intermediate_size}
+    if spec.experts is not None:
+        numbers["columns of an expert"] = spec.experts.intermediate_size
+        numbers["columns of the shared expert"] = spec.experts.shared_intermediate_size or 0
     wrong = [f"{number} {what}" for what, number in numbers.items() if number % size]
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         wrong.append(f"{spec.num_kv_heads} key/value heads")
@@ -57,11 +66,13 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         heads = {name: _head_rows(name, spec, parallel) for name in parameter.shapes}
         return {name: _part(stored.out_dim, rows, stored.out_per, stored) for name, rows in heads.items()}
     if layer == "gate_up" and stored.out_dim is not None:
-        rows = parallel.part_of(spec.intermediate_size)
-        return dict.fromkeys(parameter.shapes, _part(stored.out_dim, rows, stored.out_per, stored))
+        sizes = {name: shape[stored.out_dim] * stored.out_per for name, shape in parameter.shapes.items()}
+        parts = {name: parallel.part_of(size) for name, size in sizes.items()}
+        return {name: _part(stored.out_dim, rows, stored.out_per, stored) for name, rows in parts.items()}
     if layer in ("out", "down") and stored.in_dim is not None:
-        columns = parallel.part_of(spec.num_heads * spec.head_dim if layer == "out" else spec.intermediate_size)
-        return dict.fromkeys(parameter.shapes, _part(stored.in_dim, columns, stored.in_per, stored))
+        sizes = {name: shape[stored.in_dim] * stored.in_per for name, shape in parameter.shapes.items()}
+        parts = {name: parallel.part_of(size) for name, size in sizes.items()}
+        return {name: _part(stored.in_dim, columns, stored.in_per, stored) for name, columns in parts.items()}
     return {}
 
 

@@ -1,9 +1,23 @@
 """What a model is: ModelSpec, the facts that planning and running need. Free of torch; models.reading makes one."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.models.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: gated MLPs of which a router picks some for each token."""
+
+    num_experts: int
+    num_per_token: int  # experts that each token goes to
+    intermediate_size: int  # width of an expert
+    renormalize: bool  # the picked probabilities are divided by their sum
+    shared_intermediate_size: int | None = None  # width of an expert for every token, weighted by a gate of its own
+    dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP
+    names: Literal["mlp", "block_sparse_moe"] = "mlp"  # how the checkpoint names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +45,25 @@ class ModelSpec:
     sliding_window: int | None  # tokens a query of a sliding layer sees, itself included; None: no layer slides
     eos_token_ids: tuple[int, ...]  # those of generation_config.json first, then those only config.json has
     bos_token_id: int | None
-    soft_cap: float | None = None  # attention scores become soft_cap * tanh(score / soft_cap)
     dtype: str  # dtype of the stored weights, e.g. "bfloat16"
+    # What follows describes the native decoder, and differs from Llama where it is set.
+    qk_norm_all: bool = False  # RMSNorm over all heads of q together, and of k
+    layer_norms: Literal["before", "after", "around"] = "before"  # where attention and MLP are normed
+    float_norms: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
+    norm_offset: bool = False  # the weights of norms are stored less 1
+    query_scale: float | None = None  # of attention scores; None: 1/sqrt(head_dim)
+    soft_cap: float | None = None  # attention scores become soft_cap * tanh(score / soft_cap)
+    logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each attention and MLP adds
+    logits_divisor: float = 1.0
+    layer_ropes: tuple[RopeSpec | None, ...] = ()  # of each layer, None: no rotary embedding; empty: `rope` in all
+    fused_projections: bool = False  # the checkpoint stacks q, k, v and gate, up
+    experts: ExpertsSpec | None = None  # in place of the MLP
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What each layer asks of the attention backend. Of the fallback, as far as its config says."""
-        return (AttentionLayer(scale=self.head_dim**-0.5, soft_cap=self.soft_cap),) * self.num_layers
+        layer = AttentionLayer(scale=self.query_scale or self.head_dim**-0.5, soft_cap=self.soft_cap)
+        return (layer,) * self.num_layers

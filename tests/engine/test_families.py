@@ -1,0 +1,56 @@
+"""Families that differ from Llama in their layers, and mixtures of experts, give transformers' tokens natively."""
+
+import pytest
+from engine_harness import make_engine, ragged_prompts, run
+from model_zoo import COMPOSED_FAMILIES, cached_model
+from paged_harness import transformers_tokens
+
+from pagedcli.attention.select import REGISTRY
+from pagedcli.errors import BackendError
+from pagedcli.sampling_params import SamplingParams
+
+NUM_NEW = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+# caching with eviction, preemption and chunks; then each alone
+HARD = {"chunked_prefill_size": 7, "num_gpu_blocks_override": 14, "max_model_len": 128}
+EASY = [
+    {"enable_prefix_caching": False, "block_size": 1, "num_gpu_blocks_override": 200, "max_model_len": 128},
+    {"block_size": 256, "max_model_len": 128},
+    {"max_num_seqs": 1, "max_model_len": 128},
+]
+PROMPTS = ragged_prompts(5)
+CPU_BACKENDS = [entry.name for entry in REGISTRY if "cpu" in entry.auto_devices]
+
+
+@pytest.fixture(scope="module", params=COMPOSED_FAMILIES)
+def family(request, tmp_path_factory):
+    """A tiny model and its expected tokens."""
+    path = cached_model(request.param, tmp_path_factory)
+    return path, transformers_tokens(path, PROMPTS, NUM_NEW)
+
+
+def test_tokens_equal_transformers_in_a_small_pool(family):
+    path, expected = family
+    engine = make_engine(path, **HARD)
+    assert not engine.spec.is_fallback
+    assert run(engine, PROMPTS, GREEDY) == expected
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_tokens_equal_transformers_through_each_backend(family, backend):
+    path, expected = family
+    try:
+        engine = make_engine(path, attention_backend=backend, **HARD)
+    except BackendError as error:
+        pytest.skip(error.message)
+    assert run(engine, PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", EASY)
+def test_tokens_equal_transformers_whatever_cache_chunk_and_block_size(family, variant):
+    path, expected = family
+    assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected
