@@ -5,10 +5,12 @@ Used by `pagedcli replay --check` and by the engine's tests.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
+    BlockEvicted,
     BlocksFilled,
     BlocksReleased,
     BlocksReused,
@@ -27,7 +29,11 @@ from pagedcli.events import (
 from pagedcli.inspection.dispatch import Handler, View, handlers_of
 from pagedcli.inspection.fold import EventList, EventSource, Fold
 from pagedcli.inspection.laws import PoolLaws, refuse
+from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
+from pagedcli.kvcache.prefix_hash import compute_hash
+
+_CLOCK_SLACK_NS = 1_000_000_000  # a process may be put to sleep between the clock of a step and that of its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +92,24 @@ class TraceLaws(View[PoolState]):
     def __init__(self) -> None:
         self._pool = PoolLaws()
         self._last_ns = 0
+        self._block_size = 0
         self._forget()
 
     def _forget(self) -> None:
         self._lookups: dict[int, PrefixLookedUp] = {}  # the last of each running sequence
+        self._just_sampled: set[int] = set()  # sequences, in this step
+        self._released: tuple[int, ...] = ()  # by the last BlocksReleased
+        self._chains: dict[int, list[int]] = {}  # hashes of the full blocks of live sequences, where tokens are known
+        self._followers: dict[int | None, dict[int, None]] = {}  # full blocks by the hash of the chain before them
         self._unreleased: set[int] = set()  # finished sequences that still hold blocks
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
         self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
 
     def check(self, event: Event, state: PoolState) -> None:
         """Raises TraceError if the event breaks a law in this state."""
-        if type(event) is EngineStarted:
+        if isinstance(event, EngineStarted):
             self._forget()
+            self._block_size = event.block_size
         self._pool.check(event, state)
         before = self._before.get(type(event))
         if before is not None:
@@ -111,18 +123,29 @@ class TraceLaws(View[PoolState]):
         if event.token_ids is not None:
             if len(event.token_ids) != event.num_prompt_tokens:
                 refuse(event, f"{len(event.token_ids)} token ids for {event.num_prompt_tokens} prompt tokens")
+            self._check_ids(event, event.token_ids)
             self._token_ids[event.seq_id] = list(event.token_ids)
+
+    def _check_ids(self, event: Event, token_ids: tuple[int, ...]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 63:
+            refuse(event, "a token id that no vocabulary has")
 
     def before_request_finished(self, event: RequestFinished, state: PoolState) -> None:
         seq = state.seqs.get(event.seq_id)
         if seq is not None and event.reason == "length" and event.num_output_tokens != seq.max_new_tokens:
             refuse(event, f"seq {event.seq_id} ended by length, but not at its {seq.max_new_tokens} new tokens")
+        if (event.reason == "abort") == (event.seq_id in self._just_sampled):
+            refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
 
     def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
         if state.finished[event.seq_id].block_table:
             self._unreleased.add(event.seq_id)
         self._lookups.pop(event.seq_id, None)
         self._token_ids.pop(event.seq_id, None)
+        self._chains.pop(event.seq_id, None)
+
+    def before_blocks_released(self, event: BlocksReleased, state: PoolState) -> None:
+        self._released = event.block_ids
 
     def on_blocks_released(self, event: BlocksReleased, state: PoolState) -> None:
         self._unreleased.discard(event.seq_id)
@@ -130,6 +153,13 @@ class TraceLaws(View[PoolState]):
     def before_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
         if event.for_seq_id not in state.seqs or event.num_blocks_needed < 1:
             refuse(event, f"for {event.num_blocks_needed} blocks of seq {event.for_seq_id}, which is not running")
+        for_seq, size = state.seqs[event.for_seq_id], state.block_size
+        table, index = for_seq.block_table, for_seq.num_computed_tokens // size
+        shared = index < len(table) and state.hashes[table[index]] is None
+        shared = shared and state.ref_counts[table[index]] + (table[index] in self._released) > 1
+        needed = -(-(for_seq.num_computed_tokens + 1) // size) - len(table) + shared
+        if event.num_blocks_needed != needed:
+            refuse(event, f"seq {for_seq.seq_id} needed {needed} blocks for its next token")
 
     def before_request_waiting(self, event: RequestWaiting, state: PoolState) -> None:
         engine = state.engine
@@ -141,8 +171,41 @@ class TraceLaws(View[PoolState]):
             refuse(event, f"{state.num_free_blocks} blocks are free, not {event.num_free_blocks}")
         if event.reason == "free_blocks" and event.num_blocks_needed <= state.num_free_blocks:
             refuse(event, f"{event.num_blocks_needed} blocks needed, {state.num_free_blocks} free: they suffice")
-        if event.reason == "max_num_seqs" and len(state.running()) < engine.max_num_seqs:
-            refuse(event, f"{len(state.running())} sequences run, the limit is {engine.max_num_seqs}")
+        num_running, step = len(state.running()), state.step
+        if step is not None and step.preemptions:
+            expected = event.reason == "preemption"
+        elif event.reason == "preemption":  # one step ahead, preempting waits until the tokens in flight are known
+            expected = state.num_free_blocks <= 1
+        else:
+            expected = (event.reason == "max_num_seqs") == (num_running >= engine.max_num_seqs)
+        if not expected:
+            refuse(event, f"{event.reason}, with {num_running} sequences running, at most {engine.max_num_seqs}")
+        self._check_needed(event, state)
+
+    def _check_needed(self, event: RequestWaiting, state: PoolState) -> None:
+        """All blocks of the sequence, less those of its prefix that are in use: exact where tokens are recorded."""
+        seq, size = state.seqs[event.seq_id], state.block_size
+        assert state.engine is not None
+        total = -(-seq.num_tokens // size)
+        in_use = min(seq.num_tokens // size, state.num_used_blocks) if state.engine.enable_prefix_caching else 0
+        least, most = total - in_use, total
+        chain = self._chain(seq)
+        if chain is not None and state.engine.enable_prefix_caching:
+            found = takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain))
+            least = most = total - sum(block_id is not None and state.ref_counts[block_id] > 0 for block_id in found)
+        if not least <= event.num_blocks_needed <= most:
+            refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
+
+    def _chain(self, seq: SeqState) -> list[int] | None:
+        """Hashes of the full blocks of a sequence. None without recorded tokens, or with a salt, which never is."""
+        token_ids = self._token_ids.get(seq.seq_id)
+        if token_ids is None or seq.salted:
+            return None
+        chain = self._chains.setdefault(seq.seq_id, [])
+        size = self._block_size
+        for start in range(len(chain) * size, len(token_ids) // size * size, size):
+            chain.append(compute_hash(token_ids[start : start + size], chain[-1] if chain else None))
+        return chain
 
     # ------------------------------------------------------------------ the prefix cache
 
@@ -160,15 +223,32 @@ class TraceLaws(View[PoolState]):
             refuse(
                 event, f"hit {event.blocks_hit} of {event.blocks_asked} blocks, but first miss is {event.first_miss}"
             )
-        if (event.miss_reason == "caching_off") == engine.enable_prefix_caching:
-            refuse(event, f"prefix caching is {'on' if engine.enable_prefix_caching else 'off'}")
+        missed = "no_match" if event.blocks_hit < event.blocks_asked else None
+        full = missed if event.blocks_asked else "no_full_block"
+        expected = full if engine.enable_prefix_caching else "caching_off"
+        if event.miss_reason != expected:
+            refuse(event, f"miss reason {event.miss_reason}, where it is {expected}")
         if not engine.enable_prefix_caching and event.blocks_hit:
             refuse(event, "a hit without prefix caching")
         if (event.missing_hash is not None) != (event.miss_reason == "no_match"):
             refuse(event, f"miss reason {event.miss_reason} with missing hash {event.missing_hash}")
         if not 0 <= event.partial_tokens <= engine.block_size:
             refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
+        self._check_prefix(event, seq, first + event.blocks_hit, state)
         self._lookups[event.seq_id] = event
+
+    def _check_prefix(self, event: PrefixLookedUp, seq: SeqState, end: int, state: PoolState) -> None:
+        """What the tokens say of the block after the last hit, where they are recorded."""
+        chain, size = self._chain(seq), state.block_size
+        if chain is None:
+            return
+        if event.missing_hash is not None and event.missing_hash != chain[end]:
+            refuse(event, f"block {end} of seq {seq.seq_id} has hash {chain[end]}")
+        wanted = self._token_ids[seq.seq_id][end * size : (end + 1) * size]
+        followers = self._followers.get(chain[end - 1] if end else None, ())
+        longest = max((num_equal(wanted, self._block_tokens[block_id]) for block_id in followers), default=0)
+        if event.partial_tokens != longest:
+            refuse(event, f"{longest} further tokens are those of a cached block, not {event.partial_tokens}")
 
     def before_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
         token_ids, size = self._token_ids.get(event.seq_id), state.block_size
@@ -191,9 +271,20 @@ class TraceLaws(View[PoolState]):
         token_ids, lookup = self._token_ids.get(event.seq_id), self._lookups.get(event.seq_id)
         for index, block_id in enumerate(event.block_ids, first):
             if token_ids is not None:
-                self._block_tokens[block_id] = tuple(token_ids[index * size : (index + 1) * size])
+                tokens = tuple(token_ids[index * size : (index + 1) * size])
+                self._block_tokens[block_id] = tokens
+                parent_hash = state.parent_hashes[block_id]
+                if index or not state.seqs[event.seq_id].salted:
+                    self._followers.setdefault(parent_hash, {})[block_id] = None
+                    if compute_hash(tokens, parent_hash) != state.hashes[block_id]:
+                        refuse(event, f"the tokens of block {block_id} have another hash")
             if lookup is not None and index == lookup.first_miss and state.hashes[block_id] != lookup.missing_hash:
                 refuse(event, f"block {block_id} was looked up under hash {lookup.missing_hash}")
+
+    def before_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+        followers = self._followers.get(state.parent_hashes[event.block_id])
+        if followers is not None:
+            followers.pop(event.block_id, None)
 
     # ------------------------------------------------------------------ steps
 
@@ -201,6 +292,7 @@ class TraceLaws(View[PoolState]):
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
+        self._just_sampled.clear()
 
     def before_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
         engine, num_new = state.engine, sum(event.num_new_tokens)
@@ -226,6 +318,7 @@ class TraceLaws(View[PoolState]):
             refuse(event, f"{len(state.seqs) - num_running} sequences wait, not {event.num_waiting}")
         if (event.num_waiting > 0) != (state.step is not None and state.step.waiting is not None):
             refuse(event, f"{event.num_waiting} sequences wait, and no reason is given, or one without need")
+        self._check_budget(event, state)
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
             if -(-seq.num_computed_tokens // size) != len(seq.block_table):
@@ -237,15 +330,32 @@ class TraceLaws(View[PoolState]):
                     if (state.hashes[block_id] is not None) != (index < num_full):
                         refuse(event, f"block {block_id} is not {'full' if index < num_full else 'partial'}")
 
+    def _check_budget(self, event: StepScheduled, state: PoolState) -> None:
+        """Whether the budget is used up where that is why a sequence waits, and only there."""
+        step, engine = state.step, state.engine
+        assert step is not None, "a step is scheduled"
+        assert engine is not None, "the engine has started"
+        reason, num_new = None if step.waiting is None else step.waiting.reason, sum(event.num_new_tokens)
+        num_most = num_new + step.num_finished  # those that ended while the step was launched took part
+        if reason == "token_budget" and num_most < engine.max_num_batched_tokens:
+            refuse(event, f"one waits for the budget, of which {num_new} of {engine.max_num_batched_tokens} are used")
+        all_run = all(seq.seq_id in event.seq_ids for seq in state.running())
+        if reason == "preemption" and not step.preemptions and all_run and not step.num_finished:
+            refuse(event, "one waits for a preemption, but every running sequence got its tokens")
+        if reason == "free_blocks" and num_new >= engine.max_num_batched_tokens:
+            refuse(event, "one waits for blocks where the budget is used up")
+
     def before_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
         if event.token_ids is not None:
             if len(event.token_ids) != len(event.seq_ids):
                 refuse(event, f"{len(event.token_ids)} tokens for {len(event.seq_ids)} sequences")
+            self._check_ids(event, event.token_ids)
             for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
                 if seq_id in self._token_ids:
                     self._token_ids[seq_id].append(token_id)
 
     def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+        self._just_sampled.update(event.seq_ids)
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
             if seq.num_output_tokens > seq.max_new_tokens:
@@ -255,8 +365,23 @@ class TraceLaws(View[PoolState]):
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
+        self._just_sampled.clear()
+        step = state.step
+        assert step is not None, "a step is running"
+        parts_ns = event.schedule_ns + event.forward_ns + event.sample_ns + event.observer_ns
+        if parts_ns > event.time_ns - step.start_ns + _CLOCK_SLACK_NS:
+            refuse(event, f"its parts last {parts_ns:,} ns, the step {event.time_ns - step.start_ns:,} ns")
         if self._unreleased:
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
+
+
+def num_equal(a: list[int], b: tuple[int, ...]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _got(no: bool) -> str:
+    return f"got {'no' if no else 'a'} token in this step"
 
 
 TraceLaws._before = handlers_of(TraceLaws, "before_")

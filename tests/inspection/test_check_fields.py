@@ -1,0 +1,160 @@
+"""Every field of every event is checked: changed, it is found, or it stands here with the reason why none can know."""
+
+import msgspec
+import pytest
+from simulation import Simulation
+from trace_harness import simulated
+
+from pagedcli.errors import TraceError
+from pagedcli.events import RequestFinished, RequestRefused, RequestWaiting
+from pagedcli.inspection.check import check_events
+
+EVENTS = simulated(num_requests=30, num_blocks=12)
+NOT_CHECKABLE = {
+    "EngineStarted": {
+        **dict.fromkeys(("pagedcli_version", "model", "device", "dtype", "backend", "refused"), "said nowhere else"),
+        **dict.fromkeys(("time_ns", "block_bytes", "max_model_len"), "said nowhere else"),
+        "schema_version": "checked by the reader of the file",
+        "max_num_seqs": "a higher limit explains the same steps unless a sequence waits for it",
+        "max_num_batched_tokens": "a higher budget explains the same steps unless a sequence waits for it",
+        "chunked_prefill_size": "a higher limit explains the same steps",
+        "num_blocks": "a larger pool explains the same steps until its last block is taken",
+    },
+    "RequestAdded": {
+        "request_id": "said nowhere else",
+        "max_new_tokens": "only a sequence that ends by length shows it",
+        "salted": "the salt is not recorded; the first block shows it if the tokens are",
+        "sample_index": "a sample that waits its turn looks like a request",
+        "token_ids": "no hash covers the tokens of a last partial block, or of a salted first one",
+    },
+    "RequestRefused": {"request_id": "said nowhere else", "code": "said nowhere else", "message": "said nowhere else"},
+    "PrefixLookedUp": {
+        "missing_hash": "with a salt it shows only when that block is filled",
+        "partial_tokens": "with a salt no one knows which cached blocks follow",
+    },
+    "RequestPreempted": {"for_seq_id": "any running sequence that needed as many blocks explains it"},
+    "RequestWaiting": {
+        "num_blocks_needed": "with a salt no one knows how much of the prefix is in use",
+        "reason": "where a running sequence sits out the step, others may wait for a preemption",
+    },
+    "StepStarted": {"time_ns": "a clock: only its order and the parts of the step bound it"},
+    "StepFinished": {
+        **dict.fromkeys(("time_ns", "schedule_ns", "forward_ns", "sample_ns", "observer_ns"), "only bounded"),
+    },
+    "TokensSampled": {"token_ids": "no hash covers the tokens of a last partial block"},
+    "RequestFinished": {"reason": "a stop token as the last one allowed looks like the end by length"},
+}  # fmt: skip
+CHANGED = {str: lambda text: text + "x", bool: lambda flag: not flag, tuple: lambda many: (*many[:-1], other(many[-1]))}
+WORDS = {
+    "reason": ("new", "resumed", "continued", "max_num_seqs", "token_budget", "free_blocks", "preemption", "stop",
+               "length", "abort"),
+    "miss_reason": ("caching_off", "no_full_block", "no_match", None),
+}  # fmt: skip
+
+
+def other(value):
+    return value + 1 if type(value) is int else 7 if value is None else CHANGED[type(value)](value)
+
+
+def mutations(event, name):
+    value = getattr(event, name)
+    if name in WORDS:
+        allowed = [word for word in WORDS[name] if word != value and word_fits(event, name, word)]
+        return [msgspec.structs.replace(event, **{name: word}) for word in allowed]
+    if value == ():
+        return []
+    return [msgspec.structs.replace(event, **{name: other(value)})]
+
+
+def word_fits(event, name, word):
+    """Whether the reader would accept the word in this field."""
+    try:
+        msgspec.convert({**msgspec.to_builtins(event), name: word}, type(event))
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def unnoticed(events, kind, name, *, most=8):
+    """How many changes of a field were made, and at which events one was not found."""
+    num_made, silent = 0, []
+    places = [i for i, event in enumerate(events) if type(event).__name__ == kind]
+    for place in places[:: max(1, len(places) // most)]:
+        for changed in mutations(events[place], name):
+            num_made += 1
+            try:
+                check_events([*events[:place], changed, *events[place + 1 :]])
+            except TraceError:
+                continue
+            silent.append((place, changed))
+    return num_made, silent
+
+
+FIELDS = sorted({(type(event).__name__, name) for event in EVENTS for name in event.__struct_fields__})
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: value)
+def test_a_changed_field_is_found_or_listed_with_the_reason(kind, name):
+    num_made, silent = unnoticed(EVENTS, kind, name)
+    if (kind, name) == ("RequestWaiting", "reason"):
+        assert {changed.reason for _, changed in silent} <= {"preemption"}
+    if name in NOT_CHECKABLE.get(kind, {}):
+        return
+    assert num_made or (kind, name) == ("EngineStarted", "refused")
+    assert silent == []
+
+
+def unsalted(**limits):
+    """A run whose every token is in a hashed block, or nearly so: block size 1 and no salts."""
+    events = []
+    sim = Simulation(14, 1, emit=events.append, trace_tokens=True, **{"max_num_seqs": 3, **limits})
+    for number in range(12):
+        sim.add([number % 3, 1, number % 2], 1 + number % 5)
+    sim.run()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("RequestAdded", "token_ids"), ("PrefixLookedUp", "missing_hash"), ("PrefixLookedUp", "partial_tokens"),
+        ("RequestWaiting", "num_blocks_needed"), ("RequestWaiting", "reason"),
+    ],
+)  # fmt: skip
+def test_without_a_salt_tokens_decide(kind, name):
+    """In full blocks: with a block size of 1 every token of a prompt is in one."""
+    num_made, silent = unnoticed(unsalted(max_num_batched_tokens=5), kind, name, most=40)
+    assert num_made >= 5
+    assert silent == []
+
+
+def test_every_sampled_token_but_the_last_is_found():
+    events = unsalted()
+    _, silent = unnoticed(events, "TokensSampled", "token_ids", most=200)
+    last = {event.seq_id: place for place, event in enumerate(events) if isinstance(event, RequestFinished)}
+    for place, changed in silent:
+        ends = last[changed.seq_ids[-1]]
+        assert not any(changed.seq_ids[-1] in getattr(event, "seq_ids", ()) for event in events[place + 1 : ends])
+
+
+def test_a_part_that_lasts_ten_seconds_more_than_its_step_is_found():
+    for name in ("schedule_ns", "forward_ns", "sample_ns", "observer_ns"):
+        place = next(i for i, event in enumerate(EVENTS) if hasattr(event, name))
+        changed = msgspec.structs.replace(EVENTS[place], **{name: 10**10})
+        with pytest.raises(TraceError, match="its parts last 10,000,"):
+            check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])
+
+
+def test_a_finish_that_is_none_is_found():
+    places = [i for i, event in enumerate(EVENTS) if isinstance(event, RequestFinished)]
+    for place in places:
+        changed = msgspec.structs.replace(EVENTS[place], reason="abort")
+        with pytest.raises(TraceError, match="ended by abort, but got a token in this step"):
+            check_events([*EVENTS[:place], changed, *EVENTS[place + 1 :]])
+
+
+def test_the_list_of_what_cannot_be_checked_names_real_fields():
+    kinds = {type(event).__name__: event for event in EVENTS} | {"RequestRefused": RequestRefused("", "", "")}
+    for kind, fields in NOT_CHECKABLE.items():
+        assert set(fields) <= set(kinds[kind].__struct_fields__)
+    assert any(isinstance(event, RequestWaiting) for event in EVENTS)
