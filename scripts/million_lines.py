@@ -17,8 +17,9 @@ import torch
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.stats import BatchStats
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
+from pagedcli.engine.executor import StepTokens
 from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.sampler import SampledTokens, SamplingBatch
+from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.step_input import StepInput
 from pagedcli.sampling_params import SamplingParams
 
@@ -26,10 +27,18 @@ from pagedcli.sampling_params import SamplingParams
 class NoModel:
     """An executor that computes nothing: every token is 0."""
 
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
-        return SampledTokens(torch.zeros(len(sampling.seqs), dtype=torch.int64))
+    def launch(self, step: StepInput, sampling: SamplingInput) -> "Zeros":
+        return Zeros(sampling.num_rows)
 
-    def wait(self, tokens: SampledTokens) -> None: ...
+
+class Zeros:
+    """A step of NoModel."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def read(self) -> StepTokens:
+        return StepTokens([0] * self._num_rows)
 
 
 class Watch:
@@ -84,7 +93,7 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
     )
     engine = LLMEngine(config.engine)
     if arguments.dry:
-        engine._executor = NoModel()
+        engine.executor = NoModel()
     loaded = LoadedConfig(config, {"sampling.max_tokens": "--max-tokens"})
     work = OpenJob(Job(loaded, str(prompts), out))
     work.load_tokenizer()

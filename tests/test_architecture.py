@@ -44,10 +44,16 @@ TORCH_FREE = (
     "kvevents",
     "inspection",
     "cli",
+    "engine/admission.py",
+    "engine/core.py",
     "engine/engine_plan.py",
+    "engine/executor.py",
+    "engine/in_flight.py",
     "engine/outputs.py",
+    "engine/sampling_input.py",
     "engine/scheduler.py",
     "engine/sequence.py",
+    "engine/step_input.py",
 )
 ONLY_IN = {
     "typer": {"cli"},
@@ -192,3 +198,8 @@ def test_help_starts_fast_and_loads_no_torch():
         assert result.returncode == 0, result.stderr
     assert "generate" in result.stdout
     assert min(times) < 0.4, f"pagedcli --help took {min(times):.2f} s"
+
+
+def test_the_engine_core_loads_no_torch():
+    program = "import sys, pagedcli.engine.core; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,7 +2,7 @@
 
 import random
 
-from simulation import Simulation
+from scripted import Simulation
 
 from pagedcli.events import Event
 from pagedcli.inspection.trace_writer import TraceWriter
@@ -13,7 +13,7 @@ def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, **limits)
     rng = random.Random(seed)
     events: list[Event] = []
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "chunked_prefill_size": 5, **limits}
-    sim = Simulation(num_blocks, 2, emit=events.append, trace_tokens=True, caching=caching, **limits)
+    sim = Simulation(num_blocks, 2, emit=events.append, trace_tokens=True, enable_prefix_caching=caching, **limits)
     for index in range(num_requests):
         prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)

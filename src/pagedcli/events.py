@@ -180,7 +180,7 @@ class RequestFinished(Event, frozen=True, gc=False):
     """A sequence ended. Its blocks are released right after (see BlocksReleased)."""
 
     seq_id: int
-    reason: Literal["stop", "length", "abort"]
+    reason: Literal["stop", "length", "abort", "error"]
     num_output_tokens: int
 
 
@@ -195,10 +195,20 @@ class StepFinished(Event, frozen=True, gc=False):
     observer_ns: int
 
 
+class StepFailed(Event, frozen=True, gc=False):
+    """A step raised, and this ends it. All sequences that were running wait again, without blocks and without computed
+    tokens. Every block is free: those whose content is certain are still cached, all others are empty."""
+
+    step: int
+    time_ns: int  # monotonic clock
+    seq_ids: tuple[int, ...]  # those that wait again, before all others and in this order
+    cached_block_ids: tuple[int, ...]  # in eviction order, after the empty ones, which are in order of their ids
+
+
 AnyEvent = (
     EngineStarted | RequestAdded | RequestRefused | PrefixLookedUp | BlocksReused | BlocksAllocated | BlockEvicted
     | BlocksFilled | BlocksReleased | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting | StepStarted
-    | StepScheduled | TokensSampled | RequestFinished | StepFinished
+    | StepScheduled | TokensSampled | RequestFinished | StepFinished | StepFailed
 )  # fmt: skip
 Emit = Callable[[Event], None]
 

@@ -68,6 +68,14 @@ def test_padded_decode_gives_the_same_tokens(model, backend, ahead):
     assert all(num_seqs <= bucket for num_seqs, bucket in engine.runner.graphs.ran)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_samples_of_a_prompt_whose_last_piece_is_one_token(model, ahead):
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=5, seed=1, ignore_eos=True)
+    config = {"chunked_prefill_size": 7, "async_scheduling": ahead}
+    expected = run(make_engine(model, padded=False, **config), [list(range(5, 13))], params)
+    assert run(make_engine(model, padded=True, **config), [list(range(5, 13))], params) == expected
+
+
 def test_preemption_and_growth_reach_the_tables_of_the_device(model):
     params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 10
     prompts = ragged_prompts(10)

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from pagedcli.engine.sampler import sample, uniform
+from pagedcli.engine.sampler import change_logits, sample_tokens
+from pagedcli.engine.sampling_input import LogitChange, SamplingInput, uniform
 from pagedcli.engine.sequence import Sequence
+from pagedcli.engine.transfer import Upload
 from pagedcli.errors import ParameterError
 from pagedcli.sampling_params import SamplingParams
 
@@ -27,6 +29,18 @@ def make_seq(prompt=(1, 2), output=(), *, seed=0, sample_index=0, eos=(), **para
     for token in output:
         seq.append_token(token)
     return seq
+
+
+UPLOAD = Upload(torch.device("cpu"))
+
+
+def read(logits, seqs):
+    return sample_tokens(logits, SamplingInput.of(seqs), UPLOAD).read()
+
+
+def sample(logits, seqs):
+    """The next token of each sequence."""
+    return read(logits, seqs).token_ids
 
 
 def frequencies(logits, num_draws=4000, **params):
@@ -106,22 +120,18 @@ def test_repetition_penalty_as_transformers_does(logits):
     ids = torch.tensor([[3, 4, 5, 7]])
     expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[None].clone())
     seq = make_seq((3, 4), (5, 7), repetition_penalty=1.7, temperature=0, logprobs=0)
-    from pagedcli.engine.sampler import _adjust
-
     scores = logits.clone()
-    _adjust(scores, seq)
+    change_logits(scores, LogitChange.of(0, seq), UPLOAD)
     torch.testing.assert_close(scores, expected[0])
 
 
 def test_presence_and_frequency_penalties_count_the_output_only(logits):
-    from pagedcli.engine.sampler import _adjust
-
     seq = make_seq((3, 3), (5, 5, 7), presence_penalty=0.5, frequency_penalty=0.25)
     expected = logits.clone()
     expected[5] -= 0.5 + 2 * 0.25
     expected[7] -= 0.5 + 0.25
     scores = logits.clone()
-    _adjust(scores, seq)
+    change_logits(scores, LogitChange.of(0, seq), UPLOAD)
     torch.testing.assert_close(scores, expected)
 
 
@@ -141,10 +151,11 @@ def test_min_tokens_forbids_the_end_until_reached(logits):
 
 def test_logprobs_are_those_of_the_unchanged_logits(logits):
     seq = make_seq(temperature=0.7, logprobs=3, logit_bias={5: 100.0})
-    assert sample(logits[None], [seq]) == [5]
+    tokens = read(logits[None], [seq])
+    assert tokens.token_ids == [5]
     expected = logits.log_softmax(-1)
-    assert seq.logprobs[0].logprob == pytest.approx(float(expected[5]), abs=1e-5)
-    assert [token for token, _ in seq.logprobs[0].top] == logits.topk(3).indices.tolist()
+    assert tokens.logprobs[0].logprob == pytest.approx(float(expected[5]), abs=1e-5)
+    assert [token for token, _ in tokens.logprobs[0].top] == logits.topk(3).indices.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,6 +173,41 @@ def test_draws_depend_on_seed_sample_and_position_alone(logits):
     assert sample(logits[None] * 0, [make_seq((9, 9), seed=1)]) == base
     others = [make_seq(seed=2), make_seq(seed=1, sample_index=1), make_seq((1, 2, 3), seed=1)]
     assert any(sample(logits[None] * 0, [seq]) != base for seq in others)
+
+
+@pytest.mark.parametrize("wrong", [[float("nan")] * VOCAB, [float("nan")], [float("inf")], [float("-inf")] * VOCAB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0, "repetition_penalty": 1.5},
+        {"temperature": 1.0},
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"logprobs": 2, "frequency_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_logits_that_are_no_numbers_give_no_token_and_change_no_neighbour(logits, wrong, dtype, kind):
+    good = logits.to(dtype)
+    bad = good.clone()
+    bad[VOCAB - len(wrong) :] = torch.tensor(wrong, dtype=dtype)
+    seqs = [make_seq(output=(3,), seed=seed, **kind) for seed in range(3)]
+    [first, nothing, last] = sample(torch.stack([good, bad, good]), seqs)
+    assert nothing is None
+    assert [first] == sample(good[None], seqs[:1])
+    assert [last] == sample(good[None], seqs[2:])
+
+
+def test_a_mixture_of_greedy_and_drawn_rows_finds_the_rows_without_numbers(logits):
+    bad = logits.clone()
+    bad[3] = float("nan")
+    rows = torch.stack([logits, bad, bad, logits])
+    tokens = sample(rows, [make_seq(temperature=temperature) for temperature in (0, 0, 1.0, 1.0)])
+    assert [token is None for token in tokens] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(

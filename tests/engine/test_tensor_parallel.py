@@ -66,6 +66,8 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
     assert run(engine, prompts, PARAMS) == expected
     assert engine.stats.num_steps_ahead > 0
     assert engine.stats.num_preemptions > 0
+    long = (prompts[0] * 70)[:70]  # in chunks, of which all but the last sample nothing
+    assert run(engine, [long], PARAMS[0]) == run(make_engine(model), [long], PARAMS[0])
     assert engine.plan.block_bytes == make_engine(model).plan.block_bytes // 2
     assert engine.model.weight_bytes < 0.6 * make_engine(model).model.weight_bytes
 

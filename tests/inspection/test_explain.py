@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from simulation import Simulation
+from scripted import Simulation
 
 from pagedcli.events import PrefixLookedUp
 from pagedcli.inspection.explain import Explainer
@@ -68,7 +68,7 @@ def test_a_prompt_shorter_than_a_block():
 
 
 def test_caching_off():
-    explained = Explained(caching=False)
+    explained = Explained(enable_prefix_caching=False)
     _, second = explained.run(A + B, A + B)
     assert second.reason == "caching_off"
     totals = explained.explainer.totals(own=False)

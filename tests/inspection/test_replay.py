@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from simulation import Simulation
+from scripted import Simulation
 from trace_harness import simulated, write
 
 from pagedcli.errors import TraceError

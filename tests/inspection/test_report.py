@@ -8,7 +8,7 @@ import subprocess
 from itertools import pairwise
 
 import pytest
-from simulation import Simulation
+from scripted import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.inspection.fold import pool_fold
@@ -26,23 +26,16 @@ def recorded(path, *, num_steps=60, num_blocks=40, request_ids=(NASTY, CHINESE),
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "chunked_prefill_size": 16, **limits}
     with TraceWriter(path) as writer:
         sim = Simulation(num_blocks, 4, emit=writer, trace_tokens=True, check=False, **limits)
-        sim._sequence = named(sim._sequence, request_ids)
-        while sim.num_steps < num_steps:
+        while sim.stats.num_steps < num_steps:
             while len(sim.scheduler.waiting) < 3:
                 head = [rng.randrange(3)] * rng.randrange(1, 20)
-                sim.add(head + [rng.randrange(50) for _ in range(rng.randrange(1, 8))], rng.randrange(2, 30))
+                prompt = head + [rng.randrange(50) for _ in range(rng.randrange(1, 8))]
+                number = len(sim.seqs)
+                name = request_ids[number % len(request_ids)] + (f" {number}" if number >= len(request_ids) else "")
+                sim.add(prompt, rng.randrange(2, 30), request_id=name)
             sim.step()
         sim.run()
     return path
-
-
-def named(make, request_ids):
-    def sequence(*args):
-        seq = make(*args)
-        seq.request_id = request_ids[seq.seq_id % len(request_ids)]
-        return seq
-
-    return sequence
 
 
 def page_data(page):
@@ -64,7 +57,7 @@ def test_the_page_holds_the_run_and_nothing_from_outside(tmp_path):
     assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", text.replace(NASTY, ""))
     assert "default-src 'none'" in text
     data = page_data(page)
-    assert {row[1] for row in data["timelines"]} == {NASTY, CHINESE}
+    assert {row[1].split()[0] for row in data["timelines"]} == {NASTY, CHINESE}
     assert any(NASTY + CHINESE in lookup[11] for lookup in data["explain"]["lookups"] if lookup[11])
     assert len(data["frames"]) == data["numSteps"] + 1
     assert all(len(column) == data["numSteps"] for column in data["columns"].values())

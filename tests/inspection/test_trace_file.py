@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from simulation import Simulation
+from scripted import Simulation
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepFinished

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from simulation import Simulation
+from scripted import Simulation
 from trace_harness import simulated, write
 
 from pagedcli.errors import TraceError, UsageError

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from rich.console import Console
-from simulation import Simulation
+from scripted import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
 from pagedcli.inspection.fold import pool_fold
@@ -52,7 +52,9 @@ def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
         num_blocks, 4, emit=emit, check=False, **{"max_num_seqs": 6, "max_num_batched_tokens": 64, **limits}
     )
     for _ in range(num_requests):
-        sim.add([5] * rng.randrange(12) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))], rng.randrange(5, 40))
+        prompt = [5] * rng.randrange(12) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
+        prompt, num_new = prompt[: 4 * num_blocks], rng.randrange(5, 40)
+        sim.add(prompt, min(num_new, 4 * num_blocks - len(prompt) + 1))
     for _ in range(steps):
         sim.step()
     return kept[0]

@@ -2,12 +2,12 @@
 
 import random
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
 from kv_event_harness import message, stored
-from simulation import Simulation
+from scripted import Simulation
 
 from pagedcli.errors import UsageError
 from pagedcli.inspection.fold import Fold
@@ -60,12 +60,14 @@ def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs
         state = KVState(keep_tokens=True)
         sim = random_run(rng, sent.append)
         while sim.scheduler.has_unfinished:
-            sim.step()
+            sim.executor.fail_launch = rng.random() < 0.03
+            with suppress(RuntimeError):
+                sim.step()
             for payload in sent:
                 state.take([b"kv", state.num_batches.to_bytes(8, "big"), payload], 0.0)
             sent.clear()
             (tree,) = state.trees or [KVState()]
-            expected = content(sim.manager)
+            expected = content(sim.block_manager)
             found = rebuilt(tree)
             assert found.keys() == expected.keys()
             for block_hash, (tokens, parent) in expected.items():
@@ -114,7 +116,7 @@ def test_through_zmq_the_tree_is_the_pools_index():
         sim = random_run(random.Random(5), publisher.send).run()
         received(subscriber, publisher, state)
         (tree,) = state.trees
-        assert {node.hash for node in tree.resident()} == sim.manager.hash_to_block_id.keys()
+        assert {node.hash for node in tree.resident()} == sim.block_manager.hash_to_block_id.keys()
         assert facts(state)["num_gaps"] == 0
 
 
@@ -134,7 +136,7 @@ def test_a_subscriber_that_starts_late_says_so_and_a_replay_tells_it_everything(
             received(told, publisher, with_replay)
         assert any("is not known" in line for line in limits(without))
         (tree,) = with_replay.trees
-        assert {node.hash for node in tree.resident()} == sim.manager.hash_to_block_id.keys()
+        assert {node.hash for node in tree.resident()} == sim.block_manager.hash_to_block_id.keys()
         assert not any("is not known" in line for line in limits(with_replay))
 
 
@@ -175,7 +177,7 @@ def test_a_restarted_publisher_is_noticed():
             received(subscriber, second, state)
     (tree,) = state.trees
     assert facts(state)["num_restarts"] == 1
-    assert {node.hash for node in tree.resident()} == sim.manager.hash_to_block_id.keys()
+    assert {node.hash for node in tree.resident()} == sim.block_manager.hash_to_block_id.keys()
 
 
 def test_a_silent_replay_endpoint_does_not_hold_the_view(monkeypatch):

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.config import EngineConfig
 from pagedcli.engine.model_runner import ModelRunner, resolve_ids
-from pagedcli.engine.sampler import SamplingBatch
+from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.step_input import StepInput, table_width
 from pagedcli.engine.transfer import Upload, packed_size, unpack
 from pagedcli.layers.sampling import choose_tokens
@@ -139,11 +139,11 @@ class DecodeGraphs:
         """The smallest bucket that holds so many sequences."""
         return next(bucket for bucket in self._buckets if bucket.num_seqs >= num_seqs)
 
-    def run(self, step: StepInput, sampling: SamplingBatch | None) -> Tensor:
+    def run(self, step: StepInput, sampling: SamplingInput | None) -> Tensor:
         """Hidden states [B, E] of a step, which lie where the next run writes.
 
         Changes: the KV cache; the runner's block tables; its last_tokens, which are right if the choice needs no more
-        than temperature and a random number (sampling.plain).
+        than temperature and a random number (sampling.is_plain).
         """
         runner, bucket, num_seqs = self._runner, self.bucket_for(step.num_seqs), step.num_seqs
         runner.update_tables(step)
@@ -219,7 +219,7 @@ def _padding(num_seqs: int) -> Inputs:
     )
 
 
-def _pad(step: StepInput, sampling: SamplingBatch | None, num_seqs: int) -> Inputs:
+def _pad(step: StepInput, sampling: SamplingInput | None, num_seqs: int) -> Inputs:
     """The inputs of a step, padded to the bucket."""
     given = Inputs(
         input_ids=step.input_ids,

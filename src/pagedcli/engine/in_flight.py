@@ -1,15 +1,13 @@
-"""A step between its launch and the reading of its tokens: who runs it, what is kept of it, where its time goes.
+"""A step between its launch and the reading of its tokens: what is kept of it, and where its time goes.
 
-Used by LLMEngine.
+Used by EngineCore; needs no torch.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from pagedcli.engine.sampler import SampledTokens, SamplingBatch
-from pagedcli.engine.step_input import StepInput
+from pagedcli.engine.executor import LaunchedStep
+from pagedcli.engine.sequence import Sequence
 from pagedcli.events import Emit, Event
 
 
@@ -17,41 +15,40 @@ from pagedcli.events import Emit, Event
 class StepInFlight:
     """A launched step whose tokens have not been read."""
 
-    sampling: SamplingBatch  # its sequences are those that get a token
-    tokens: SampledTokens
+    seqs: list[Sequence]  # those that get a token
+    tokens: LaunchedStep
 
     @property
     def rows(self) -> dict[int, int]:
         """seq_id -> row of the tokens."""
-        return {seq.seq_id: row for row, seq in enumerate(self.sampling.seqs)}
-
-
-class Executor(Protocol):
-    """Runs steps: one ModelRunner, or a group of them in several processes."""
-
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
-        """Start a step; see ModelRunner.launch."""
-        ...
-
-    def wait(self, tokens: SampledTokens) -> None:
-        """Return when the tokens can be read."""
-        ...
+        return {seq.seq_id: row for row, seq in enumerate(self.seqs)}
 
 
 class TimedEmit:
-    """An emit that adds up the time spent in observers. Knows nothing of the engine: a cycle would keep its KV cache
-    until the garbage collector comes by."""
+    """An emit that adds up the time spent in observers. An observer that raises gets no more events: it has missed one.
 
-    __slots__ = ("_emit", "num_ns")
+    Does not refer to the engine: a cycle would keep its KV cache until the garbage collector runs.
+    """
 
-    def __init__(self, emit: Emit) -> None:
+    __slots__ = ("_clock_ns", "_emit", "num_ns")
+
+    def __init__(self, emit: Emit, clock_ns: Callable[[], int]) -> None:
         self._emit = emit
+        self._clock_ns = clock_ns
         self.num_ns = 0
 
     def __call__(self, event: Event) -> None:
-        start_ns = time.perf_counter_ns()
-        self._emit(event)
-        self.num_ns += time.perf_counter_ns() - start_ns
+        start_ns = self._clock_ns()
+        try:
+            self._emit(event)
+        except BaseException:
+            self._emit = _ignore
+            raise
+        self.num_ns += self._clock_ns() - start_ns
+
+
+def _ignore(event: Event) -> None:
+    pass
 
 
 class StepClock:
@@ -60,13 +57,14 @@ class StepClock:
     One step ahead, forward is the time to launch a step, and sample includes waiting for the one before.
     """
 
-    def __init__(self, observer_ns: Callable[[], int]) -> None:
+    def __init__(self, clock_ns: Callable[[], int], observer_ns: Callable[[], int]) -> None:
         self.schedule_ns = self.forward_ns = self.sample_ns = 0
+        self._clock_ns = clock_ns
         self._observer_ns = observer_ns
-        self._last_ns = time.perf_counter_ns() - observer_ns()
+        self._last_ns = clock_ns() - observer_ns()
 
     def add_to(self, part: str) -> None:
         """Add the time since the last call to a part."""
-        now_ns = time.perf_counter_ns() - self._observer_ns()
+        now_ns = self._clock_ns() - self._observer_ns()
         setattr(self, part, getattr(self, part) + now_ns - self._last_ns)
         self._last_ns = now_ns

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
-from pagedcli.engine.sampler import SampledTokens, SamplingBatch, sample_tokens
+from pagedcli.engine.sampler import SampledTokens, sample_tokens
+from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 from pagedcli.engine.step_input import StepBuilder, StepInput, table_width
@@ -57,21 +58,18 @@ class ModelRunner:
         self._upload = Upload(device)
 
     @torch.inference_mode()
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+    def launch(self, step: StepInput, sampling: SamplingInput) -> SampledTokens:
         """Start one step. Returns its tokens, which are on their way: the host has not waited for anything.
 
         Changes: the KV cache; last_tokens, from which the next step may take ids that the host has not read.
         """
-        logits = self._logits(step, sampling, plain=sampling.plain)
+        logits = self._logits(step, sampling, plain=sampling.is_plain)
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
-            return SampledTokens(self.last_tokens[: step.num_seqs].clone())
+            return SampledTokens(self.last_tokens[: step.num_seqs].clone(), sampling)
         sampled = sample_tokens(logits, sampling, self._upload)
         self.parallel.broadcast(self.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
         return sampled
-
-    def wait(self, tokens: SampledTokens) -> None:
-        """Return when the tokens can be read. Reading waits by itself."""
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
@@ -79,11 +77,12 @@ class ModelRunner:
         if self._logits(step, None, plain=plain) is not None:
             self.parallel.broadcast(self.last_tokens[:num_sampled])
 
-    def _logits(self, step: StepInput, sampling: SamplingBatch | None, *, plain: bool) -> Tensor | None:
+    def _logits(self, step: StepInput, sampling: SamplingInput | None, *, plain: bool) -> Tensor | None:
         """Logits [R, V], or None if a graph has chosen the tokens already."""
         if self.graphs is None or not self.graphs.serves(step):
             return self.forward(step)
-        hidden = self.graphs.run(step, sampling)
+        # other choices, as of several samples from one row, are made outside
+        hidden = self.graphs.run(step, sampling if plain else None)
         return None if plain else self.model.compute_logits(hidden)
 
     @torch.inference_mode()
@@ -136,4 +135,5 @@ def resolve_ids(input_ids: Tensor, source_rows: Tensor, last_tokens: Tensor) -> 
 
     Shapes:  input_ids, source_rows [T]; last_tokens [max_num_seqs]; source_rows -1 keeps the id of input_ids.
     """
-    return torch.where(source_rows >= 0, last_tokens[source_rows.clamp(min=0)], input_ids)
+    taken = last_tokens[source_rows.clamp(min=0)].clamp(min=0)  # INVALID is computed on, and dropped when it is read
+    return torch.where(source_rows >= 0, taken, input_ids)

@@ -1,9 +1,10 @@
-"""What the engine gives back for a finished request: integers and times, no text. Knows no torch."""
+"""What the engine returns for a finished request: integers and times, no text. Needs no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagedcli.engine.sequence import FinishReason, Guide, Sequence, StopChecker, TokenLogprobs
+from pagedcli.engine.sequence import FinishReason, Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
+from pagedcli.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     samples: list[SampleOutput]
     metrics: RequestMetrics
+    error: RequestError | None = None  # what ended it early: its samples then have the finish reason "error"
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class EngineStats:
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
+    num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
     peak_used_blocks: int = 0  # blocks
     num_steps_ahead: int = 0  # steps launched before the tokens of the one before were read
     num_discarded_tokens: int = 0  # sampled for sequences that had ended meanwhile
@@ -67,6 +69,12 @@ class Request:
     num_unfinished: int = 0
     make_stop_checker: Callable[[], StopChecker] | None = None  # a fresh one for each sample
     make_guide: Callable[[], Guide] | None = None  # a fresh one for each sample
+    error: RequestError | None = None
+
+    def count_unfinished(self) -> None:
+        """Set num_unfinished from the samples, those not yet started included."""
+        finished = sum(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
+        self.num_unfinished = self.seqs[0].params.n - finished
 
     def output(self) -> RequestOutput:
         """The result once every sample has finished."""
@@ -77,6 +85,7 @@ class Request:
             num_cached_tokens=first.num_cached_prompt_tokens,
             samples=[_sample_output(seq) for seq in self.seqs],
             metrics=self._metrics(),
+            error=self.error,
         )
 
     def _metrics(self) -> RequestMetrics:

@@ -1,5 +1,5 @@
 """Decides what each step computes: {sequence: number of tokens}, within the token budget, the sequence limit and the
-free blocks. No prefill phase and no decode phase. Used by LLMEngine; knows no torch.
+free blocks. No prefill phase and no decode phase. Used by EngineCore; needs no torch.
 """
 
 from collections import deque
@@ -183,11 +183,9 @@ class Scheduler:
         num_needed = manager.num_append_blocks(for_seq, 1)
         num_dropped = victim.num_computed_tokens
         self.running.remove(victim)
+        victim.drop_computed()
         num_freed = manager.deallocate(victim)
-        victim.num_preemptions += 1
-        victim.num_recomputed_tokens += num_dropped
         self._free_row(victim)
-        victim.status = SequenceStatus.WAITING
         self.waiting.appendleft(victim)
         work.num_preempted += 1
         if self._emit is not None:
@@ -212,9 +210,7 @@ class Scheduler:
             num_new = min(num_left, budget, self.chunk_size)
             self.waiting.popleft()
             manager.allocate(seq, hit, num_new)
-            if seq.num_preemptions:
-                seq.num_recomputed_tokens -= seq.num_computed_tokens
-            else:
+            if not seq.num_preemptions:
                 seq.num_cached_prompt_tokens = seq.num_computed_tokens
             self._start(seq)
             work.seqs.append(seq)
@@ -229,7 +225,7 @@ class Scheduler:
         self.running.append(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Run a new sample beside its parent, sharing all blocks; False if the sequence limit forbids: then it
+        """Run a new sample next to its parent, sharing all blocks; False if the sequence limit forbids: then it
         waits its turn and finds the prompt in the prefix cache."""
         self._report_added(child)
         if len(self.running) >= self.max_num_seqs:
@@ -254,6 +250,22 @@ class Scheduler:
             seq.status = SequenceStatus.FINISHED
         if seqs:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+
+    def requeue(self, seqs: list[Sequence]) -> list[Sequence]:
+        """After a step that raised, perhaps in the middle of a change: every sequence waits. Those of `seqs`, all that
+        have not ended, which were not waiting come first, oldest first, and are returned. BlockManager.recover has
+        taken their blocks."""
+        waiting = {seq.seq_id for seq in self.waiting}
+        requeued = sorted(
+            (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.arrived_s, seq.seq_id)
+        )
+        for seq in requeued:
+            seq.drop_computed()
+            seq.block_table, seq.row = [], None
+        self.running = []
+        self.waiting.extendleft(reversed(requeued))
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        return requeued
 
     def report_sampled(self, seqs: list[Sequence]) -> None:
         """Tell observers which sequences got a token."""

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, its place in the cache and its fate. Used by scheduler, runner, sampler; knows no torch."""
+"""One sequence: its tokens, its blocks, and how it ended. Used by core, scheduler and sampler; needs no torch."""
 
 from collections.abc import Callable
 from enum import Enum, auto
@@ -7,9 +7,9 @@ from typing import Literal, Protocol
 from pagedcli.kvcache.prefix_hash import Prefix
 from pagedcli.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 StopChecker = Callable[[int], str | None]
-"""Told each new token id of one sample; returns the stop string that now occurs in its text, or None."""
+"""Gets each new token id of one sample; returns the stop string that now occurs in its text, or None."""
 
 
 class Guide(Protocol):
@@ -48,6 +48,7 @@ class Sequence:
         "is_greedy",
         "logprobs",
         "max_new_tokens",
+        "most_computed_tokens",
         "num_cached_prompt_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -122,7 +123,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string
         self.num_preemptions = 0
-        self.num_recomputed_tokens = 0  # computed, dropped by a preemption and not found in the cache again
+        self.most_computed_tokens = 0  # before a preemption
+        self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
         self.arrived_s = arrived_s  # perf_counter times
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -146,6 +148,25 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the next token cannot be sampled before all earlier ones are known on the host."""
+        return self.penalized or self.guide is not None
+
+    def drop_computed(self) -> None:
+        """Forget what was computed, as its blocks are given up: it is computed again after a new start."""
+        self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
+        self.num_preemptions += 1
+        self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = 0
+        self.status = SequenceStatus.WAITING
+
+    def count_recomputed(self, num_new_tokens: int) -> int:
+        """How many of the next tokens had been computed before a preemption; adds them up."""
+        end = min(self.num_computed_tokens + num_new_tokens, self.most_computed_tokens)
+        count = max(0, end - self.num_computed_tokens)
+        self.num_recomputed_tokens += count
+        return count
 
     def append_token(self, token_id: int) -> None:
         """Add a sampled token and decide whether the sequence ends with it (finish_reason)."""

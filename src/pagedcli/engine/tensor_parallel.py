@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,10 +27,12 @@ import torch.distributed as dist
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.decide import rank_device, resolve_device
+from pagedcli.engine.executor import StepTokens
 from pagedcli.engine.loading import LoadedEngine, load_engine
 from pagedcli.engine.machine import this_machine
 from pagedcli.engine.model_runner import ModelRunner
-from pagedcli.engine.sampler import SampledTokens, SamplingBatch
+from pagedcli.engine.sampler import SampledTokens
+from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.step_input import StepInput
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
@@ -46,7 +49,7 @@ class WorkerFailure(PagedcliError):
 
 
 class WorkerGroup:
-    """The workers of one engine, and rank 0's part. An Executor, see LLMEngine.
+    """The workers of one engine, and rank 0's part. An Executor.
 
     Raises:  ConfigError for an impossible number of ranks; WorkerFailure from then on if a worker dies.
     """
@@ -88,14 +91,17 @@ class WorkerGroup:
         self._runner = loaded.runner
         return loaded
 
-    def launch(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+    def launch(self, step: StepInput, sampling: SamplingInput) -> "_GroupStep":
         """Start a step on all ranks."""
         assert self._runner is not None, "load comes first"
-        self._send(pickle.dumps((step, len(sampling.seqs), sampling.plain), protocol=pickle.HIGHEST_PROTOCOL))
+        self._send(pickle.dumps((step, sampling.num_rows, sampling.is_plain), protocol=pickle.HIGHEST_PROTOCOL))
         try:
-            return self._runner.launch(step, sampling)
+            return _GroupStep(self, self._runner.launch(step, sampling))
         except RuntimeError as error:  # how gloo and NCCL report a lost peer, among other things
             self.close_after(error)
+            raise
+        except BaseException:  # the workers are in the middle of this step, and would never leave it
+            self.close()
             raise
 
     def wait(self, tokens: SampledTokens) -> None:
@@ -159,6 +165,19 @@ class WorkerGroup:
         failure = WorkerFailure(worker.obituary(), hint="rows written before are kept: --resume goes on behind them")
         self.close()
         raise failure from cause
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupStep:
+    """A step that all ranks have started. A LaunchedStep."""
+
+    group: WorkerGroup
+    tokens: SampledTokens
+
+    def read(self) -> StepTokens:
+        """The tokens; raises WorkerFailure if a worker dies before they are there."""
+        self.group.wait(self.tokens)
+        return self.tokens.read()
 
 
 class _Worker:

@@ -21,6 +21,7 @@ from pagedcli.events import (
     RequestFinished,
     RequestPreempted,
     RequestWaiting,
+    StepFailed,
     StepFinished,
     StepScheduled,
     StepStarted,
@@ -373,6 +374,13 @@ class TraceLaws(View[PoolState]):
             refuse(event, f"its parts last {parts_ns:,} ns, the step {event.time_ns - step.start_ns:,} ns")
         if self._unreleased:
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
+
+    def before_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        if event.time_ns < self._last_ns:
+            refuse(event, f"time {event.time_ns} is before {self._last_ns}")
+        self._last_ns = event.time_ns
+        self._lookups.clear()
+        self._unreleased.clear()
 
 
 def num_equal(a: list[int], b: tuple[int, ...]) -> int:

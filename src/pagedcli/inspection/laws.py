@@ -24,6 +24,7 @@ from pagedcli.events import (
     RequestRefused,
     RequestWaiting,
     SequenceForked,
+    StepFailed,
     StepFinished,
     StepScheduled,
     StepStarted,
@@ -66,7 +67,7 @@ class PoolLaws(View[PoolState]):
         if type(event) is EngineStarted:
             self._forget()  # a further part starts afresh, whatever the earlier run was killed in
         due, self._due = self._due, None
-        if due is not None and type(event) not in due[0]:
+        if due is not None and type(event) not in (*due[0], StepFailed):
             refuse(event, f"comes where {due[1]}")
         self.apply(event, state)
 
@@ -265,6 +266,23 @@ class PoolLaws(View[PoolState]):
         times = (event.time_ns, event.schedule_ns, event.forward_ns, event.sample_ns, event.observer_ns)
         if not 0 <= min(times) <= max(times) <= MOST_NS:
             refuse(event, "a negative duration, or one of centuries")
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        self._current(event, event.step, state)
+        if not 0 <= event.time_ns <= MOST_NS:
+            refuse(event, f"at {event.time_ns} ns")
+        cached = [self._block(event, block_id, state) for block_id in event.cached_block_ids]
+        if len(set(cached)) != len(cached) or len(set(event.seq_ids)) != len(event.seq_ids):
+            refuse(event, "a block or a sequence twice")
+        empty = [block_id for block_id in cached if state.hashes[block_id] is None]
+        if empty:
+            refuse(event, f"blocks {empty} have no content that could still be cached")
+        for seq_id in event.seq_ids:
+            self._live_seq(event, seq_id, state)
+        running = {seq.seq_id for seq in state.running()}.difference(event.seq_ids)
+        if running:
+            refuse(event, f"sequences {sorted(running)} keep running")
+        self._evicted, self._hole, self._lookup = set(), None, None
 
     # ------------------------------------------------------------------ parts
 

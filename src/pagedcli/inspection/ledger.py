@@ -95,6 +95,19 @@ class BlockLedger:
         self.num_cached_blocks -= 1
         self.num_full_blocks -= 1
 
+    def free_all(self, cached_block_ids: tuple[int, ...]) -> None:
+        """Nobody holds a block any more, and only these keep their content. They are free in this order, after the
+        empty ones."""
+        cached = set(cached_block_ids)
+        empty = [block_id for block_id in range(self.num_blocks) if block_id not in cached]
+        for block_id in empty:
+            self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
+        self.ref_counts = [0] * self.num_blocks
+        self.free_block_ids = OrderedDict.fromkeys([*empty, *cached_block_ids])
+        self.num_cached_blocks, self.num_shared_blocks, self.num_references = len(cached_block_ids), 0, 0
+        found = self.hash_to_block_id.items()
+        self.hash_to_block_id = {block_hash: block_id for block_hash, block_id in found if block_id in cached}
+
     def _copy_ledger(self, other: "BlockLedger") -> None:
         for name in ("ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "hash_to_block_id", "free_block_ids"):
             setattr(other, name, getattr(self, name).copy())

@@ -28,7 +28,7 @@ class SeqState:
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
-    most_computed_tokens: int = 0  # the most that was ever computed
+    most_computed_tokens: int = 0  # before a preemption
     admitted_step: int | None = None
     first_token_step: int | None = None
     finished_step: int | None = None
@@ -48,6 +48,14 @@ class SeqState:
         """Whether its request's prompt was computed before, for it before a preemption or for an earlier sample: what
         it finds in the prefix cache is then its request's own."""
         return self.num_preemptions > 0 or self.sample_index > 0
+
+    def preempt(self, queue_place: int) -> None:
+        """It waits again, and what was computed is dropped."""
+        self.status = "preempted"
+        self.queue_place = queue_place
+        self.num_preemptions += 1
+        self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
+        self.num_computed_tokens = 0
 
     def copy(self) -> "SeqState":
         """A copy that shares nothing that changes."""

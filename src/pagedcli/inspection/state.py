@@ -22,6 +22,7 @@ from pagedcli.events import (
     RequestRefused,
     RequestWaiting,
     SequenceForked,
+    StepFailed,
     StepFinished,
     StepScheduled,
     StepStarted,
@@ -183,7 +184,7 @@ class PoolState(BlockLedger):
             self.hold(block_id)
         child = self.seqs[event.seq_id]
         child.block_table = list(event.block_ids)
-        child.num_computed_tokens = child.most_computed_tokens = event.num_computed_tokens
+        child.num_computed_tokens = event.num_computed_tokens
         child.parent_seq_id = event.parent_seq_id
         child.status = "decode"
         if child.admitted_step is None:
@@ -191,10 +192,7 @@ class PoolState(BlockLedger):
 
     def on_request_preempted(self, event: RequestPreempted) -> None:
         seq = self.seqs[event.seq_id]
-        seq.status = "preempted"
-        seq.queue_place = self._front_place()
-        seq.num_preemptions += 1
-        seq.num_computed_tokens = 0
+        seq.preempt(self._front_place())
         if self.step is not None:
             self.step.preemptions.append(event)
 
@@ -210,7 +208,6 @@ class PoolState(BlockLedger):
             seq = self.seqs[seq_id]
             num_computed = seq.num_computed_tokens + num_new_tokens
             seq.num_recomputed_tokens += max(0, min(num_computed, seq.most_computed_tokens) - seq.num_computed_tokens)
-            seq.most_computed_tokens = max(seq.most_computed_tokens, num_computed)
             seq.num_computed_tokens = num_computed
         step = self.step
         if step is not None:
@@ -241,6 +238,15 @@ class PoolState(BlockLedger):
             step.end_ns = event.time_ns
             step.schedule_ns, step.forward_ns = event.schedule_ns, event.forward_ns
             step.sample_ns, step.observer_ns = event.sample_ns, event.observer_ns
+
+    def on_step_failed(self, event: StepFailed) -> None:
+        for seq_id in reversed(event.seq_ids):
+            seq = self.seqs[seq_id]
+            seq.block_table = []
+            seq.preempt(self._front_place())
+        self.free_all(event.cached_block_ids)
+        if self.step is not None:
+            self.step.end_ns = event.time_ns
 
     def _front_place(self) -> int:
         """A place before all others of the waiting queue."""

@@ -9,6 +9,7 @@ from pagedcli.events import (
     RequestFinished,
     RequestPreempted,
     SequenceForked,
+    StepFailed,
     TokensSampled,
 )
 from pagedcli.inspection.dispatch import View
@@ -67,6 +68,10 @@ class Timelines(View[PoolState]):
 
     def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
         self._enter(event.seq_id, "preempted", _now(state))
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        for seq_id in event.seq_ids:
+            self._enter(seq_id, "preempted", state.step_number or 0)
 
     def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
         seq = self.seqs[event.seq_id]

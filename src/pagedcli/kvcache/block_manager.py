@@ -1,17 +1,12 @@
-"""The block pool: who owns which block, what is cached in it, and in which order free ones are taken.
+"""Gives blocks to sequences: prefix hits and fresh ones at admission, more as they grow, copies where a fork writes.
 
-Used by the scheduler; pure Python, knows no torch and no engine. A block is *partial* (being filled, no hash) or *full*
-(hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
+Used by the scheduler; needs neither torch nor the engine. The blocks themselves are in block_pool.py.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
 
 from pagedcli.events import (
     BlockCopied,
-    BlockEvicted,
     BlocksAllocated,
     BlocksFilled,
     BlocksReleased,
@@ -21,42 +16,8 @@ from pagedcli.events import (
     PrefixLookedUp,
     SequenceForked,
 )
+from pagedcli.kvcache.block_pool import BlockPool, CacheUser
 from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
-
-
-class CacheUser(Protocol):
-    """What the block manager needs of a sequence. It changes block_table, prefixes, num_cached_tokens and
-    num_computed_tokens (at allocate) and reads the rest."""
-
-    seq_id: int
-    token_ids: list[int]
-    block_table: list[int]
-    prefixes: list[Prefix]  # of the full blocks hashed so far
-    cache_salt: str | None
-    num_computed_tokens: int  # tokens whose K and V are in the cache or need not be computed
-    num_cached_tokens: int  # leading tokens whose K and V were found in the cache
-    num_preemptions: int
-
-
-class Block:
-    """A physical slot of S tokens."""
-
-    __slots__ = ("block_id", "prefix", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.prefix: Prefix | None = None  # None while partial or empty
-
-    @property
-    def hash(self) -> int | None:
-        """Chain hash of a full block, None while partial or empty."""
-        return None if self.prefix is None else self.prefix.hash
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Tokens of a full block, empty while partial or empty."""
-        return () if self.prefix is None else self.prefix.token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +29,10 @@ class PrefixHit:
     num_asked: int  # full blocks of the sequence
 
 
-class BlockManager:
-    """Owns all blocks, the map from hash to block, the free list in eviction order and the used set.
+class BlockManager(BlockPool):
+    """A pool of blocks, and the changes that sequences make to it.
 
-    Every operation is O(1) per block. `emit` gets an event after each change; None costs nothing.
+    Every operation is O(1) per block. `emit` receives an event after each change; None costs nothing.
     `hash_function` exists so that tests can force collisions.
     """
 
@@ -84,26 +45,9 @@ class BlockManager:
         emit: Emit | None = None,
         hash_function: HashFunction = hash_block,
     ) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
-        self.block_size = block_size
+        super().__init__(num_blocks, block_size, emit=emit)
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.hash_to_block_id: dict[int, int] = {}
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.used_block_ids: set[int] = set()
-        self._emit = emit
         self._hash_function = hash_function
-        # full blocks by the identity of the chain before them; kept only for the partial_tokens of events
-        self._followers: dict[int | None, dict[int, None]] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self.free_block_ids)
 
     # ------------------------------------------------------------------ questions
 
@@ -263,14 +207,6 @@ class BlockManager:
         if index + 1 < len(seq.prefixes):
             seq.prefixes[index + 1].parent = prefix
 
-    def _find(self, prefix: Prefix) -> Block | None:
-        block_id = self.hash_to_block_id.get(prefix.hash)
-        if block_id is None:
-            return None
-        block = self.blocks[block_id]
-        assert block.prefix is not None
-        return block if block.prefix.same_as(prefix) else None
-
     def _claim(self, seq: CacheUser, block_ids: tuple[int, ...]) -> None:
         for block_id in block_ids:
             block = self.blocks[block_id]
@@ -281,30 +217,6 @@ class BlockManager:
         seq.block_table.extend(block_ids)
         if self._emit is not None and block_ids:
             self._emit(BlocksReused(seq.seq_id, block_ids))
-
-    def _take_oldest(self) -> int:
-        block_id, _ = self.free_block_ids.popitem(last=False)
-        block = self.blocks[block_id]
-        if block.prefix is not None:
-            self._evict(block)
-        block.ref_count = 1
-        self.used_block_ids.add(block_id)
-        return block_id
-
-    def _evict(self, block: Block) -> None:
-        prefix = block.prefix
-        assert prefix is not None
-        # a twin with the same content keeps its own entry
-        if self.hash_to_block_id.get(prefix.hash) == block.block_id:
-            del self.hash_to_block_id[prefix.hash]
-        block.prefix = None
-        if self._emit is not None:
-            parent = None if prefix.parent is None else prefix.parent.hash
-            followers = self._followers[parent]
-            del followers[block.block_id]
-            if not followers:
-                del self._followers[parent]
-            self._emit(BlockEvicted(block.block_id, prefix.hash))
 
     def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         """Fresh blocks for num_new_tokens after the computed ones; mark the blocks full which these fill."""
@@ -330,16 +242,14 @@ class BlockManager:
             if block.prefix is not None:  # a hit whose last token is computed again, not written
                 continue
             prefix = seq.prefixes[index]
-            twin_id = self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
-            twin = self.blocks[twin_id].prefix
-            if twin is not None and twin.same_as(prefix):
-                prefix = twin
-                self._share_prefix(seq, index, twin)
+            twin = self._find(prefix)
+            if twin is not None and twin.prefix is not None:
+                prefix = twin.prefix
+                self._share_prefix(seq, index, prefix)
+            self._filled_now.append(block.block_id)
             block.prefix = prefix
+            self._index(block)
             filled.append(block.block_id)
-            if self._emit is not None:
-                parent = None if prefix.parent is None else prefix.parent.hash
-                self._followers.setdefault(parent, {})[block.block_id] = None
         if self._emit is not None and filled:
             hashes = tuple(prefix.hash for prefix in seq.prefixes[first:end])[-len(filled) :]
             self._emit(BlocksFilled(seq.seq_id, tuple(filled), hashes))
@@ -363,18 +273,6 @@ class BlockManager:
             self._emit(BlocksReleased(seq.seq_id, (source_id,)))
             self._emit(BlockCopied(seq.seq_id, source_id, copy_id))
         return source_id, copy_id
-
-    def _release(self, block_id: int) -> bool:
-        """One owner fewer. True if the block became free."""
-        block = self.blocks[block_id]
-        block.ref_count -= 1
-        if block.ref_count:
-            return False
-        self.used_block_ids.remove(block_id)
-        self.free_block_ids[block_id] = None
-        if block.prefix is None:
-            self.free_block_ids.move_to_end(block_id, last=False)  # empty ones never push out cached ones
-        return True
 
     def _drop_partial_block(self, seq: CacheUser) -> None:
         block_id = seq.block_table.pop()
@@ -405,51 +303,3 @@ class BlockManager:
             miss_reason=miss_reason,
             partial_tokens=self._partial_tokens(seq, end),
         )
-
-    def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
-        """How far the tokens after the last hit agree with some cached block after the same prefix."""
-        if num_hit:
-            parent: int | None = seq.prefixes[num_hit - 1].hash
-        else:
-            parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
-        start = num_hit * self.block_size
-        wanted = token_bytes(seq.token_ids[start : start + self.block_size])
-        longest = 0  # bytes
-        for block_id in self._followers.get(parent, ()):
-            prefix = self.blocks[block_id].prefix
-            assert prefix is not None
-            # a longer match needs the next token to agree: most candidates end here
-            while longest < len(wanted) and prefix.tokens.startswith(wanted[: longest + TOKEN_BYTES]):
-                longest += TOKEN_BYTES
-        return longest // TOKEN_BYTES
-
-    # ------------------------------------------------------------------ invariants
-
-    def check(self, seqs: list[CacheUser] | None = None) -> None:
-        """Verify every invariant; with the sequences given, also that their tables explain every ref_count."""
-        free, used = set(self.free_block_ids), self.used_block_ids
-        assert not free & used, f"blocks both free and used: {sorted(free & used)}"
-        assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"
-        for block in self.blocks:
-            name = f"block {block.block_id}"
-            assert (block.ref_count == 0) == (block.block_id in free), f"{name}: ref_count and free list disagree"
-            assert block.ref_count >= 0, f"{name}: ref_count {block.ref_count}"
-            assert block.prefix is None or len(block.token_ids) == self.block_size, "a hashed block is not full"
-        for hash_value, block_id in self.hash_to_block_id.items():
-            assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
-        in_eviction_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
-        assert all(a <= b for a, b in pairwise(in_eviction_order)), "a cached block goes before an empty one"
-        if seqs is not None:
-            self._check_tables(seqs)
-
-    def _check_tables(self, seqs: list[CacheUser]) -> None:
-        owners = [0] * self.num_blocks
-        for seq in seqs:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"seq {seq.seq_id}: a block twice in its table"
-            for index, block_id in enumerate(seq.block_table):
-                owners[block_id] += 1
-                prefix = self.blocks[block_id].prefix
-                tokens = tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
-                assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: other tokens in {block_id}"
-        for block, count in zip(self.blocks, owners, strict=True):
-            assert block.ref_count == count, f"block {block.block_id}: ref_count {block.ref_count}, {count} owners"

@@ -16,6 +16,7 @@ from pagedcli.events import (
     EngineStarted,
     RequestAdded,
     RequestFinished,
+    StepFailed,
     StepFinished,
     TokensSampled,
 )
@@ -70,6 +71,11 @@ class KVEventPublisher(View[PoolState]):
         self._token_ids.pop(event.seq_id, None)
 
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._flush()
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        for block_hash in sorted(self._published - state.hash_to_block_id.keys()):
+            self._removed(block_hash)
         self._flush()
 
     def _stored(self, block_hash: int, parent: int | None, tokens: list[int], block_size: int) -> None:

@@ -65,9 +65,10 @@ class NativeLinear:
         assert self.struct.kind != INT8, "a quantized weight has no rows to give back"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
         rows, threads = rows.contiguous(), torch.get_num_threads()
-        self._functions.linear_unpack_rows(
+        if self._functions.linear_unpack_rows(
             ctypes.byref(self.struct), rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
-        )
+        ):
+            raise IndexError(f"a row is not one of the {self.struct.rows} of this weight")
         return out
 
     def _run(self, x: Tensor, out: Tensor, epilogue: int) -> None:

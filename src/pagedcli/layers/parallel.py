@@ -57,7 +57,11 @@ class ParallelContext:
         part = F.pad(x, (0, share - x.shape[1])).contiguous()
         gathered = torch.empty((self.size * x.shape[0], share), dtype=x.dtype, device=x.device)
         _all_gather(gathered, part)
-        return gathered.view(self.size, x.shape[0], share).transpose(0, 1).reshape(x.shape[0], -1)[:, :total]
+        return (
+            gathered.view(self.size, x.shape[0], share)
+            .transpose(0, 1)
+            .reshape(x.shape[0], self.size * share)[:, :total]
+        )
 
 
 SINGLE = ParallelContext()

@@ -172,7 +172,7 @@ def sample_rows_kernel(
     top_ptr,
     token_ptr,
     mass_ptr,
-    out_ptr,  # [R] int64
+    out_ptr,  # [R] int64, -1 where the logits are not numbers
     row_stride,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -204,5 +204,6 @@ def sample_rows_kernel(
     else:
         tokens = tl.load(token_ptr + row * C + chunk, mask=chunk < C, other=V)
         token = tl.min(tl.where(tops == top, tokens, V), 0)
-    # logits that are NaN have no largest: whatever comes out must be in the embedding table
-    tl.store(out_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
+    # NaN and +inf make the mass of their chunk NaN; without any weight it is 0
+    total = tl.sum(tl.load(mass_ptr + row * C + chunk, mask=chunk < C, other=0.0), 0)
+    tl.store(out_ptr + row, tl.where((total > 0.0) & (total < float("inf")), token, -1).to(tl.int64))

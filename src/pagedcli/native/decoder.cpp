@@ -160,9 +160,11 @@ template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t 
             const float top = largest<T>(row + i, std::min(CHUNK, size - i));
             if (!(top <= best)) best = top, where = i;  // as in torch, NaN is larger than any number
         }
+        out[r] = -1;
+        if (!std::isfinite(best)) return;
         for (out[r] = where;; out[r]++) {
             const float v = Rows<T>::load_one(row + out[r]);
-            if (v == best || v != v) return;
+            if (v == best) return;
         }
     });
 }
@@ -181,7 +183,7 @@ void decoder_norm_rows(int64_t dtype, const void* x, const void* weight, int64_t
     with_activations(dtype, [&](auto type) { norm_rows<decltype(type)>(x, weight, num_rows, size, eps, out, threads); });
 }
 
-// The index of the largest of each row [num_rows][size], the first one of equals.
+// The index of the largest of each row [num_rows][size], the first one of equals; -1 where the largest is no number.
 void decoder_argmax(int64_t dtype, const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
     with_activations(dtype, [&](auto type) { likeliest<decltype(type)>(scores, num_rows, size, out, threads); });
 }

@@ -143,7 +143,10 @@ void linear_run(const Linear* linear, int64_t dtype, const void* x, int64_t num_
 }
 
 // Rows of a packed weight as they were: the embedding of a model that shares it with its output layer.
-void linear_unpack_rows(const Linear* linear, const int64_t* rows, int64_t num_rows, void* out, int threads) {
+// 0, or 1 if a row does not exist; then nothing is read.
+int linear_unpack_rows(const Linear* linear, const int64_t* rows, int64_t num_rows, void* out, int threads) {
+    for (int64_t r = 0; r < num_rows; r++)
+        if (rows[r] < 0 || rows[r] >= linear->rows) return 1;
     with_activations(linear->kind, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
@@ -154,5 +157,6 @@ void linear_unpack_rows(const Linear* linear, const int64_t* rows, int64_t num_r
             for (int64_t k = 0; k < columns; k += T::PAIR) memcpy(to + k, from + k * PANEL, T::PAIR * sizeof(E));
         });
     });
+    return 0;
 }
 }

@@ -60,7 +60,7 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
         "linear_pack_int8": ([_pointer, _int64, *[_pointer] * 4, _int], None),
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),
-        "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], None),
+        "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),
         "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_float, _pointer, _int], None),
         "decoder_argmax": ([_int64, _pointer, _int64, _int64, _pointer, _int], None),

@@ -1,0 +1,64 @@
+"""One rule for what a request may generate, and for which requests can never be served. Needs no torch."""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+from pagedcli.engine.engine_plan import Plan
+from pagedcli.errors import RequestError
+from pagedcli.kvcache.budget import blocks_for
+from pagedcli.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What a request must fit into."""
+
+    max_model_len: int  # tokens, prompt and output
+    block_size: int  # tokens
+    num_blocks: int | None  # of the pool; None: not known
+    vocab_size: int | None  # None: not known
+
+    @classmethod
+    def of(cls, plan: Plan) -> "AdmissionLimits":
+        return cls(plan.max_model_len, plan.block_size, plan.num_blocks, plan.vocab_size)
+
+
+def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionLimits) -> int:
+    """The number of tokens that a request may generate.
+
+    Raises: RequestError if it can never be served.
+    """
+    num_prompt = len(prompt_token_ids)
+    if num_prompt == 0:
+        raise RequestError("empty_prompt", "the prompt has no tokens")
+    _check_ids(prompt_token_ids, params, limits.vocab_size)
+    room = limits.max_model_len - num_prompt
+    if limits.num_blocks is not None:  # the last generated token is never written to the cache
+        room = min(room, limits.num_blocks * limits.block_size - num_prompt + 1)
+    max_new_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
+    if num_prompt + max_new_tokens > limits.max_model_len:
+        raise RequestError(
+            "context_length_exceeded",
+            f"{num_prompt} prompt tokens and {max_new_tokens} to generate are over the model length of "
+            f"{limits.max_model_len}",
+            hint="shorten the prompt, lower max_tokens or raise --max-model-len",
+        )
+    needed = blocks_for(num_prompt + max_new_tokens - 1, limits.block_size)
+    if limits.num_blocks is not None and needed > limits.num_blocks:
+        raise RequestError(
+            "kv_cache_exceeded",
+            f"needs {needed:,} blocks of {limits.block_size} tokens, the pool has {limits.num_blocks:,}",
+            hint="lower max_tokens, or enlarge the pool with --kv-cache-memory or --num-gpu-blocks-override",
+        )
+    return max_new_tokens
+
+
+def _check_ids(prompt_token_ids: Ids[int], params: SamplingParams, vocab_size: int | None) -> None:
+    end = float("inf") if vocab_size is None else vocab_size
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= end:
+        wrong = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < end)
+        known = "" if vocab_size is None else f" (0 to {vocab_size - 1})"
+        raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary{known}")
+    for token_id in params.logit_bias or ():
+        if not 0 <= token_id < end:
+            raise RequestError("invalid_token_id", f"logit_bias names {token_id}, which is not in the vocabulary")

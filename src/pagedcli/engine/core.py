@@ -1,0 +1,395 @@
+"""The engine core: requests of token ids in, tokens out, one step at a time. It decides, and computes nothing.
+
+Steps are run by an Executor (see executor.py). Used by LLMEngine, by simulations and by tests; needs no torch.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from typing import Any
+
+from pagedcli import __version__
+from pagedcli.engine.admission import AdmissionLimits, admit
+from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.executor import Executor, StepTokens
+from pagedcli.engine.in_flight import StepClock, StepInFlight, TimedEmit
+from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
+from pagedcli.engine.sampling_input import SamplingInput
+from pagedcli.engine.scheduler import ScheduledStep, Scheduler
+from pagedcli.engine.sequence import Guide, Sequence, SequenceStatus, StopChecker
+from pagedcli.engine.step_input import StepBuilder
+from pagedcli.errors import RequestError
+from pagedcli.events import (
+    SCHEMA_VERSION,
+    Emit,
+    EngineStarted,
+    RequestRefused,
+    StepFailed,
+    StepFinished,
+    StepStarted,
+)
+from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.sampling_params import SamplingParams, seed_for
+
+
+class EngineCore:
+    """Continuous batching over one paged KV cache.
+
+    `emit` receives every change as an event (see pagedcli.events); None costs nothing. With `trace_tokens` the events
+    hold token ids, which are private by default. `clock_ns` gives all times; a simulation brings its own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        *,
+        emit: Emit | None = None,
+        trace_tokens: bool = False,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.plan = plan
+        self.executor = executor
+        self._clock_ns = clock_ns
+        self._emit = None if emit is None else TimedEmit(emit, clock_ns)
+        self.block_manager = BlockManager(
+            plan.num_blocks, plan.block_size, enable_prefix_caching=plan.enable_prefix_caching, emit=self._emit
+        )
+        self.scheduler = Scheduler(
+            self.block_manager,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            chunked_prefill_size=plan.chunked_prefill_size,
+            preemption_policy=plan.preemption_policy,
+            trace_tokens=trace_tokens,
+            emit=self._emit,
+        )
+        self.runs_ahead = plan.runs_ahead
+        self.stats = EngineStats()
+        self._builder = StepBuilder(
+            max_num_seqs=plan.max_num_seqs, max_model_len=plan.max_model_len, block_size=plan.block_size
+        )
+        self._limits = AdmissionLimits.of(plan)
+        self._in_flight: StepInFlight | None = None
+        self._requests: dict[str, Request] = {}
+        self._finished: list[RequestOutput] = []  # not yet returned by step
+        self._next_seq_id = 0
+        self._num_added = 0
+        if self._emit is not None:
+            self._emit(_started(plan))
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Ids[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        make_stop_checker: Callable[[], StopChecker] | None = None,
+        make_guide: Callable[[], Guide] | None = None,
+    ) -> None:
+        """Queue a request, at any time between two steps.
+
+        `cache_salt`: the request shares cached blocks only with others of the same salt. `make_stop_checker` is
+        called once per sample for a function that gets each new token and finds stop strings; `make_guide` for
+        what decides which tokens may come next.
+        Raises: RequestError if it can never be served; nothing has changed then.
+        """
+        try:
+            if request_id in self._requests:
+                raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
+            max_new_tokens = admit(prompt_token_ids, params, self._limits)
+        except RequestError as error:
+            if self._emit is not None:
+                self._emit(RequestRefused(request_id, error.code, error.message))
+            raise
+        self._num_added += 1
+        seq = self._new_sequence(
+            request_id,
+            list(prompt_token_ids),
+            params,
+            max_new_tokens=max_new_tokens,
+            seed=seed_for(self.plan.seed, self._num_added) if params.seed is None else params.seed,
+            eos_token_ids=frozenset() if params.ignore_eos else self.plan.eos_token_ids,
+            cache_salt=cache_salt,
+            stop_checker=make_stop_checker() if make_stop_checker is not None else None,
+            guide=make_guide() if make_guide is not None else None,
+            arrived_s=self._now_s(),
+        )
+        self._requests[request_id] = Request([seq], params.n, make_stop_checker, make_guide)
+        self.scheduler.add(seq)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step has something to do or to return."""
+        return self.scheduler.has_unfinished or bool(self._finished)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and release its blocks. Unknown or finished requests are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            self._finished = [output for output in self._finished if output.request_id != request_id]
+            return
+        unfinished = [seq for seq in request.seqs if seq.finish_reason is None]
+        for seq in unfinished:
+            seq.finish_reason = "abort"
+        self.scheduler.finish(unfinished)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> list[RequestOutput]:
+        """Launch one step and read one. Returns the requests that finished with the tokens that were read.
+
+        In order, both are the same step. One step ahead (`runs_ahead`), the step that is read is the one before,
+        so that the device never waits for the host; where the next tokens depend on the last ones by more than their
+        number, that one is read first.
+
+        Raises: whatever the executor, an observer, a stop checker or a guide raises. The engine stays usable: all
+        running sequences wait again as if preempted, no block that may not have been written can be found, and the
+        next step starts them again and draws the same tokens. The request whose stop checker or guide raised ends
+        with an error, as their state is unknown. What finished is returned by the next step.
+        """
+        step = self.stats.num_steps
+        try:
+            self._step(step)
+        except BaseException:
+            self._recover(step)
+            raise
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _step(self, step: int) -> None:
+        observed, clock = self._observer_ns(), StepClock(self._clock_ns, self._observer_ns)
+        if self._emit is not None:
+            self._emit(StepStarted(step, self._clock_ns()))
+        self.block_manager.begin_step()
+        work = self.scheduler.schedule(step, report=False)
+        clock.add_to("schedule_ns")
+        earlier, self._in_flight = self._in_flight, None
+        launched: StepInFlight | None = None
+        if earlier is not None:
+            if work.seqs and self._may_run_ahead(work):
+                launched = self._launch(work, earlier)
+                self.stats.num_steps_ahead += 1
+                clock.add_to("forward_ns")
+            self._commit(earlier, this_step=False)
+            clock.add_to("sample_ns")
+            if launched is None:
+                self._settle(work)
+        self.scheduler.report_scheduled(step, work)
+        if launched is None and work.seqs:
+            launched = self._launch(work, None)
+            clock.add_to("forward_ns")
+        if launched is not None and not self.runs_ahead:
+            self._commit(launched, this_step=True)
+            launched = None
+            clock.add_to("sample_ns")
+        self._in_flight = launched
+        self._count(work, clock)
+        if self._emit is not None:
+            times = (clock.schedule_ns, clock.forward_ns, clock.sample_ns, self._observer_ns() - observed)
+            self._emit(StepFinished(step, self._clock_ns(), *times))
+
+    def _may_run_ahead(self, work: ScheduledStep) -> bool:
+        """Whether the step can be launched before the tokens of the step in flight are known."""
+        for seq in work.seqs:
+            if seq.num_pending_tokens and seq.depends_on_tokens:
+                return False
+            if seq.params.n > 1 and self._will_fork(seq):
+                return False  # so that observers learn of the step before they learn of its forks
+        return True
+
+    def _settle(self, work: ScheduledStep) -> None:
+        """Bring work that was scheduled before the last tokens were known up to date with them."""
+        work.drop_ended()
+        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+            self.block_manager.fill_known(seq, seq.num_computed_tokens + num_new)
+
+    def _launch(self, work: ScheduledStep, earlier: StepInFlight | None) -> StepInFlight:
+        """Start the step on the device. `earlier` is the step in flight, whose tokens are not known yet."""
+        now_s = self._now_s()
+        step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
+        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+            if seq.admitted_s is None:
+                seq.admitted_s = now_s
+            if seq.most_computed_tokens > seq.num_computed_tokens:
+                self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
+            seq.num_computed_tokens += num_new
+        seqs, logits_rows = self._fork(seqs)
+        tokens = self.executor.launch(step, SamplingInput.of(seqs, logits_rows))
+        for seq in seqs:
+            seq.num_pending_tokens += 1
+        used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
+        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
+        return StepInFlight(seqs, tokens)
+
+    def _commit(self, step: StepInFlight, *, this_step: bool) -> None:
+        """Read the tokens of a launched step, append them, and end what ends with them. `this_step`: it is the one
+        that was scheduled last."""
+        tokens = step.tokens.read()
+        self.block_manager.confirm_filled(this_step=this_step)
+        sampled: list[Sequence] = []
+        ended: list[Sequence] = []
+        try:
+            self._append(step.seqs, tokens, sampled, ended)
+        finally:  # a stop checker or a guide may raise: what came before it counts
+            self.stats.num_generated_tokens += len(sampled)
+            self.scheduler.report_sampled(sampled)
+            for seq in sampled:
+                if seq.finish_reason is None:
+                    self.block_manager.fill_known(seq, seq.num_computed_tokens)
+            self._end(ended)
+
+    def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
+        """Give the sequences their tokens; adds to `sampled` and `ended`."""
+        now_s = self._now_s()
+        for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
+            if seq.finish_reason is not None:  # it had ended when this step was launched, or was aborted since
+                self.stats.num_discarded_tokens += 1
+                continue
+            if seq.first_token_s is None:
+                seq.first_token_s = now_s
+                if seq.sample_index == 0:
+                    self.stats.num_prompt_tokens += seq.num_prompt_tokens
+                    self.stats.num_cached_tokens += seq.num_cached_prompt_tokens
+            seq.num_pending_tokens -= 1
+            if token_id is None:
+                seq.finished_s = now_s
+                ended += self._fail(seq, RequestError("invalid_logits", "the model gave logits that are not numbers"))
+                continue
+            if row in tokens.logprobs:
+                seq.logprobs.append(tokens.logprobs[row])
+            sampled.append(seq)
+            try:
+                seq.append_token(token_id)
+            except BaseException as error:
+                seq.finished_s = now_s
+                ended += self._fail(seq, RequestError("callback_failed", f"{type(error).__name__}: {error}"))
+                raise
+            if seq.finish_reason is not None:
+                seq.finished_s = now_s
+                ended.append(seq)
+
+    def _fail(self, seq: Sequence, error: RequestError) -> list[Sequence]:
+        """End all samples of a sequence's request with an error. Returns those that had not ended."""
+        request = self._requests[seq.request_id]
+        request.error = error
+        unfinished = [sample for sample in request.seqs if sample.finish_reason is None]
+        for sample in unfinished:
+            sample.finish_reason, sample.finished_s = "error", seq.finished_s
+        return unfinished
+
+    def _end(self, ended: list[Sequence]) -> None:
+        """Release what ended sequences hold, and keep the output of requests whose last sample this was."""
+        self.scheduler.finish(ended)
+        for seq in ended:
+            request = self._requests[seq.request_id]
+            request.num_unfinished -= 1
+            if not request.num_unfinished:
+                self._complete(seq.request_id)
+
+    def _complete(self, request_id: str) -> None:
+        self._finished.append(self._requests.pop(request_id).output())
+        self.stats.num_requests_finished += 1
+
+    # ------------------------------------------------------------------ samples
+
+    def _will_fork(self, seq: Sequence) -> bool:
+        """Whether further samples of the sequence's request are still to be started, after its prompt."""
+        return seq.params.n > 1 and seq.sample_index == 0 and len(self._requests[seq.request_id].seqs) < seq.params.n
+
+    def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
+        """Start the other samples of requests whose prompt this step computes; they share its logits.
+
+        Returns all sequences that get a token and the row of the logits of each, None if each has its own.
+        """
+        parents = [(row, seq) for row, seq in enumerate(sampled) if self._will_fork(seq)]
+        if not parents:
+            return sampled, None
+        rows, sampled = list(range(len(sampled))), list(sampled)
+        for row, parent in parents:
+            request = self._requests[parent.request_id]
+            for sample_index in range(len(request.seqs), parent.params.n):
+                child = self._new_sequence(
+                    parent.request_id,
+                    parent.token_ids[: parent.num_prompt_tokens],
+                    parent.params,
+                    max_new_tokens=parent.max_new_tokens,
+                    seed=parent.seed,
+                    sample_index=sample_index,
+                    eos_token_ids=parent.eos_token_ids,
+                    cache_salt=parent.cache_salt,
+                    stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
+                    guide=request.make_guide() if request.make_guide is not None else None,
+                    arrived_s=parent.arrived_s,
+                )
+                child.admitted_s = parent.admitted_s
+                request.seqs.append(child)
+                if self.scheduler.fork(parent, child):
+                    sampled.append(child)
+                    rows.append(row)
+        return sampled, rows
+
+    # ------------------------------------------------------------------ parts
+
+    def _recover(self, step: int) -> None:
+        """After a step that raised, perhaps in the middle of a change: the state is made anew from what is certain."""
+        self._in_flight = None
+        seqs = [seq for request in self._requests.values() for seq in request.seqs]
+        unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
+        cached_block_ids = self.block_manager.recover(self.scheduler.running)
+        requeued = self.scheduler.requeue(unfinished)
+        self.stats.num_steps += 1
+        if self._emit is not None:
+            seq_ids = tuple(seq.seq_id for seq in requeued)
+            self._emit(StepFailed(step, self._clock_ns(), seq_ids, cached_block_ids))
+        self.scheduler.finish([seq for seq in unfinished if seq.finish_reason is not None])
+        for request_id, request in list(self._requests.items()):
+            request.count_unfinished()
+            if not request.num_unfinished:
+                self._complete(request_id)
+
+    def _new_sequence(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> Sequence:
+        seq = Sequence(self._next_seq_id, request_id, token_ids, params, **fields)
+        self._next_seq_id += 1
+        return seq
+
+    def _count(self, work: ScheduledStep, clock: StepClock) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_preemptions += work.num_preempted
+        stats.schedule_ns += clock.schedule_ns
+        stats.forward_ns += clock.forward_ns
+        stats.sample_ns += clock.sample_ns
+
+    def _now_s(self) -> float:
+        return self._clock_ns() * 1e-9
+
+    def _observer_ns(self) -> int:
+        return 0 if self._emit is None else self._emit.num_ns
+
+
+def _started(plan: Plan) -> EngineStarted:
+    return EngineStarted(
+        schema_version=SCHEMA_VERSION,
+        pagedcli_version=__version__,
+        time_ns=time.time_ns(),
+        model=plan.model,
+        device=plan.device,
+        dtype=plan.dtype,
+        backend=plan.backend,
+        refused=plan.refused,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        block_bytes=plan.block_bytes,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        chunked_prefill_size=plan.chunked_prefill_size,
+        enable_prefix_caching=plan.enable_prefix_caching,
+    )

@@ -1,0 +1,38 @@
+"""What runs the steps of an engine core, as the core sees it: arrays go in, token ids come out.
+
+ModelRunner runs a model on one device, WorkerGroup on several; a simulation computes nothing. Needs no torch.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pagedcli.engine.sampling_input import SamplingInput
+from pagedcli.engine.sequence import TokenLogprobs
+from pagedcli.engine.step_input import StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of one step, on the host."""
+
+    token_ids: Items[int | None]  # [R]; None: the logits of the row are not numbers
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> where they are asked for
+
+
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    def read(self) -> StepTokens:
+        """The tokens, waited for."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which they are launched."""
+
+    def launch(self, step: StepInput, sampling: SamplingInput) -> LaunchedStep:
+        """Start a step without waiting for its tokens. Where `step.source_rows` says so, its input ids are the tokens
+        of the step launched before, which may not have been read."""
+        ...

@@ -1,0 +1,112 @@
+"""How a step's logits become tokens, as plain arrays: all that the sampler needs to know of the sequences.
+
+Built by EngineCore at each launch, read by the sampler, which turns it into tensors. Needs no torch.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from pagedcli.engine.sequence import Sequence
+from pagedcli.engine.step_input import Floats, Ints
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits that depends on its arguments alone."""
+    key = struct.pack("<qqq", seed, sample_index, position)
+    return float(xxhash.xxh64_intdigest(key) >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChange:
+    """What changes one row of logits before the choice, in the order of the fields."""
+
+    row: int
+    seen_token_ids: list[int]  # of prompt and output, for the repetition penalty
+    repetition_penalty: float  # divides, or multiplies if negative; 1: none
+    output_counts: dict[int, int]  # generated token id -> times, for the next two
+    frequency_penalty: float  # subtracted per earlier generation
+    presence_penalty: float  # subtracted once
+    bias: dict[int, float]  # token id -> added
+    allowed: bytes | None  # a bit per token id, lowest bit first: what the grammar allows; None: no grammar
+    end_token_ids: list[int]  # not yet allowed, as the minimum length is not reached; a grammar may leave only these
+
+    @classmethod
+    def of(cls, row: int, seq: Sequence) -> "LogitChange":
+        params = seq.params
+        repeats = params.repetition_penalty != 1
+        return cls(
+            row=row,
+            seen_token_ids=sorted(set(seq.token_ids)) if repeats else [],
+            repetition_penalty=params.repetition_penalty,
+            output_counts=dict(seq.output_counts) if params.frequency_penalty or params.presence_penalty else {},
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            bias=params.logit_bias or {},
+            allowed=None if seq.guide is None else seq.guide.allowed_tokens,
+            end_token_ids=sorted(seq.eos_token_ids | seq.stop_token_ids) if _below_min_tokens(seq) else [],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """How R rows of logits become tokens."""
+
+    temperature: Floats  # [R] float32, 0: greedy
+    uniform: Floats  # [R] float32 in [0, 1]
+    limited: list[int]  # K rows with top-k, top-p or min-p
+    top_k: Ints  # [K] int64, 0: all
+    top_p: Floats  # [K] float32
+    min_p: Floats  # [K] float32
+    changes: list[LogitChange]
+    with_logprobs: list[int]  # rows
+    num_logprobs: list[int]  # for each of these, how many of the likeliest tokens
+    logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
+
+    @classmethod
+    def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
+        """The next token of each sequence, pending tokens counted."""
+        temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
+        limited, changes, with_logprobs = [], [], []
+        for row, seq in enumerate(seqs):
+            if seq.is_greedy:
+                continue
+            params = seq.params
+            if not params.greedy:
+                temperature[row] = params.temperature
+                draws[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
+                if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                    limited.append(row)
+            if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
+                changes.append(LogitChange.of(row, seq))
+            if params.logprobs is not None:
+                with_logprobs.append(row)
+        return cls(
+            temperature=np.array(temperature, dtype=np.float32),
+            uniform=np.array(draws, dtype=np.float32),
+            limited=limited,
+            top_k=np.array([max(seqs[row].params.top_k, 0) for row in limited], dtype=np.int64),
+            top_p=np.array([seqs[row].params.top_p for row in limited], dtype=np.float32),
+            min_p=np.array([seqs[row].params.min_p for row in limited], dtype=np.float32),
+            changes=changes,
+            with_logprobs=with_logprobs,
+            num_logprobs=[seqs[row].params.logprobs or 0 for row in with_logprobs],
+            logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to choose."""
+        return self.temperature.shape[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and the uniform number are all that the choice needs."""
+        return not (self.limited or self.changes or self.with_logprobs) and self.logits_rows is None
+
+
+def _below_min_tokens(seq: Sequence) -> bool:
+    num_output = seq.num_tokens - seq.num_prompt_tokens  # also those not read yet
+    return num_output < seq.params.min_tokens and bool(seq.eos_token_ids or seq.stop_token_ids)

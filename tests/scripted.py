@@ -1,0 +1,137 @@
+"""An executor without a model, and the real engine core on top of it: sampled tokens come from a rule. No torch."""
+
+import itertools
+from collections.abc import Callable
+
+from pagedcli.engine.core import EngineCore
+from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.executor import StepTokens
+from pagedcli.sampling_params import SamplingParams
+
+
+def rule(context, draw):
+    """A token that depends on all tokens before it and on the random number."""
+    return (sum(context) + len(context) + int(draw * 97)) % 5
+
+
+class ScriptedExecutor:
+    """Keeps a cache of token ids in place of K and V: a token depends on what the block table says comes before it: a
+    block that was never written, or is another's, gives other tokens."""
+
+    def __init__(self, num_blocks, block_size, max_num_seqs, width, *, choose: Callable = rule):
+        self.block_size = block_size
+        self.cache = [None] * (num_blocks * block_size)
+        self.tables = [0] * (max_num_seqs * width)
+        self.width = width
+        self.last_tokens = []
+        self.choose = choose
+        self.steps = []  # new tokens per sequence
+        self.fail_launch = self.fail_read = False  # of the next step
+
+    def launch(self, step, sampling):
+        if self.fail_launch:
+            self.fail_launch = False
+            raise RuntimeError("launch failed")
+        for place, block_id in zip(step.table_index.tolist(), step.table_values.tolist(), strict=True):
+            self.tables[place] = block_id
+        size = self.block_size
+        for source, copy in step.copies:
+            self.cache[copy * size : (copy + 1) * size] = self.cache[source * size : (source + 1) * size]
+        ids = step.input_ids.tolist()
+        if step.source_rows is not None:
+            ids = [
+                (self.last_tokens[row] or 0) if row >= 0 else id_
+                for id_, row in zip(ids, step.source_rows, strict=True)
+            ]
+        for slot, token_id in zip(step.slots.tolist(), ids, strict=True):
+            if slot >= 0:
+                self.cache[slot] = token_id
+        self.steps.append((step.cu_q[1:] - step.cu_q[:-1]).tolist())
+        self.last_tokens = [
+            None if token is None else self._changed(token, row, sampling)
+            for row, token in enumerate(self._sampled(step, sampling))
+        ]
+        failing, self.fail_read = self.fail_read, False
+        return ScriptedStep(None if failing else self.last_tokens)
+
+    def _sampled(self, step, sampling):
+        """A token for each row of logits, before a grammar has its say."""
+        ends = step.cu_q[1:].tolist()
+        rows = range(ends[-1]) if step.logits_rows is None else step.logits_rows.tolist()
+        rows = rows if sampling.logits_rows is None else [rows[row] for row in sampling.logits_rows]
+        for row, draw in zip(rows, sampling.uniform.tolist(), strict=True):
+            seq = next(place for place, end in enumerate(ends) if row < end)
+            first, size = int(step.table_rows[seq]) * self.width, self.block_size
+            length = int(step.num_tokens[seq]) - (ends[seq] - 1 - row)
+            blocks = self.tables[first : first - (-length // size)]
+            context = [token for block in blocks for token in self.cache[block * size : block * size + size]][:length]
+            assert None not in context, "a slot that was never written was read"
+            yield self.choose(context, draw)
+
+    def _changed(self, token, row, sampling):
+        """The first token from `token` on that the grammar of the row allows."""
+        for change in sampling.changes:
+            if change.row == row and change.allowed is not None:
+                allowed = int.from_bytes(change.allowed, "little")
+                return next(t for t in itertools.chain(range(token, 8), range(8)) if allowed >> t & 1)
+        return token
+
+
+class ScriptedStep:
+    """A LaunchedStep whose tokens are None if reading them fails."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def read(self):
+        if self.tokens is None:
+            raise RuntimeError("read failed")
+        return StepTokens(self.tokens)
+
+
+def scripted_plan(num_blocks, block_size=2, **changes):
+    fields = {
+        "model": "none", "device": "none", "dtype": "float32", "backend": "none", "refused": (),
+        "block_size": block_size, "block_bytes": block_size * 4, "num_blocks": num_blocks, "num_blocks_reason": "test",
+        "max_model_len": num_blocks * block_size + 64, "max_num_seqs": 4, "max_num_batched_tokens": 8,
+        "weight_bytes": 0, "budget": None, "vocab_size": 1_000_000, **changes,
+    }  # fmt: skip
+    return Plan(**fields)
+
+
+class Simulation(EngineCore):
+    """The engine core over a ScriptedExecutor, with a clock that ticks by itself. `seqs` are all sequences so far."""
+
+    def __init__(self, num_blocks, block_size=2, *, emit=None, trace_tokens=False, check=True, choose=rule, **changes):
+        plan = scripted_plan(num_blocks, block_size, **changes)
+        width = -(-plan.max_model_len // block_size)
+        executor = ScriptedExecutor(num_blocks, block_size, plan.max_num_seqs, width, choose=choose)
+        self.seqs = []
+        self._check = check
+        ticks = itertools.count(step=100)
+        super().__init__(plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=lambda: next(ticks))
+
+    def add(self, token_ids, max_new_tokens=3, *, n=1, cache_salt=None, request_id=None, **options):
+        params = options.pop("params", None) or SamplingParams(n=n, max_tokens=max_new_tokens, temperature=0)
+        self.add_request(
+            request_id or f"request-{self._num_added}", token_ids, params, cache_salt=cache_salt, **options
+        )
+        return self.seqs[-1]
+
+    def _new_sequence(self, *args, **fields):
+        seq = super()._new_sequence(*args, **fields)
+        self.seqs.append(seq)
+        return seq
+
+    def step(self):
+        try:
+            return super().step()
+        finally:
+            if self._check:
+                self.block_manager.check(self.scheduler.running)
+
+    def run(self, max_steps=100_000):
+        while self.has_unfinished_requests():
+            assert self.stats.num_steps < max_steps, "the scheduler makes no progress"
+            self.step()
+        return self
