@@ -12,8 +12,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
+# Ray is installed where it can be; otherwise its tests are skipped, and say so.
+RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2
+	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(RAY_TESTS))
+	$(BIN)/python -m pytest $(RAY_TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
