@@ -272,10 +272,18 @@ def test_following_a_request_keeps_all_its_events(events):
     assert not any("finish seq 3" in line for line in words)
 
 
+def slow_parts(events):
+    """The same run, each part of a step as long as the step."""
+    return [
+        msgspec.structs.replace(event, schedule_ns=900, forward_ns=900) if isinstance(event, StepFinished) else event
+        for event in events
+    ]
+
+
 def test_perfetto_export_has_a_row_per_sequence_and_the_counters(tmp_path, events):
     path = tmp_path / "out.json"
     with path.open("wb") as file:
-        export_perfetto(TraceReader(write(tmp_path / "run.jsonl", events)), file)
+        export_perfetto(TraceReader(write(tmp_path / "run.jsonl", slow_parts(events))), file)
     rows = json.loads(path.read_bytes())["traceEvents"]
     named = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     added = [event for event in events if isinstance(event, RequestAdded)]
@@ -283,6 +291,15 @@ def test_perfetto_export_has_a_row_per_sequence_and_the_counters(tmp_path, event
     phases = {row["name"] for row in rows if row["ph"] == "X"}
     assert {"waiting", "prefill", "decode", "preempted", "forward"} <= phases
     assert all(row["dur"] >= 0 for row in rows if row["ph"] == "X")
+    engine = [row for row in rows if row["ph"] == "X" and row["pid"] == 1]
+    ends = {}
+    for row in engine:
+        if row["name"].startswith("step "):
+            step_end = row["ts"] + row["dur"]
+            ends[row["name"]] = step_end
+        else:
+            assert row["ts"] + row["dur"] <= step_end, "a part ends with its step at the latest"
+    assert len(ends) == len(all_steps(events))
     blocks = [row["args"] for row in rows if row["ph"] == "C" and row["name"] == "blocks"]
     assert all(sum(args.values()) == 14 for args in blocks)
     assert len(blocks) == len(all_steps(events))

@@ -75,11 +75,16 @@ def test_frames_fold_to_the_pool_of_every_step(tmp_path):
         for packed in delta:
             folded[packed // 16] = packed % 16
         assert folded == pool
+    frames.add(state)  # the end of the run
     grouped = [0] * 40
-    for number, delta in enumerate(frames.grouped(7)):
+    deltas = frames.grouped(7)
+    assert len(deltas) == -(-len(pools) // 7) + 1
+    for number, delta in enumerate(deltas):
         for packed in delta:
             grouped[packed // 16] = packed % 16
-        assert grouped == pools[min(number * 7 + 6, len(pools) - 1)]
+        if number < len(deltas) - 1:
+            assert grouped == pools[min(number * 7 + 6, len(pools) - 1)]
+    assert grouped == [code(folding.state, block_id) for block_id in range(40)]
 
 
 def code(state, block_id):
@@ -107,6 +112,19 @@ def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path, monkeypatch):
     assert len(data["columns"]["used"]) <= 20
     assert sum(data["columns"]["sampled"]) == sum(whole["columns"]["sampled"])
     assert data["columns"]["used"][-1] == whole["columns"]["used"][-1]
+    assert len(data["frames"]) == len(data["columns"]["used"]) + 1
+
+
+def test_the_last_group_ends_with_the_last_step(tmp_path, monkeypatch, chromium):
+    monkeypatch.setattr("pagedcli.inspection.report.MAX_FRAMES", 13)
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
+    path, data = tmp_path / "report.html", page_data(page)
+    assert data["numSteps"] % data["group"]
+    script = "return [stepName(numFrames - 2), stepName(numFrames - 1)];"
+    path.write_bytes(with_script(page, script))
+    last, end = probe_of(chromium(path))
+    assert last.endswith(f"-{data['firstStep'] + data['numSteps'] - 1}")
+    assert end == "the end"
 
 
 @pytest.fixture

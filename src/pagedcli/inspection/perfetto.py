@@ -92,8 +92,9 @@ class _Writer:
         args = {"sequences": len(step.seq_ids), "new tokens": sum(step.num_new_tokens), "waiting": step.num_waiting}
         self.write(ph="X", name=f"step {step.step}", pid=_ENGINE, tid=0, ts=start, dur=self.last - start, args=args)
         for name, part_ns in (("schedule", step.schedule_ns), ("forward", step.forward_ns), ("sample", step.sample_ns)):
-            self.write(ph="X", name=name, pid=_ENGINE, tid=0, ts=start, dur=part_ns / 1000)
-            start += part_ns / 1000
+            part = min(part_ns / 1000, self.last - start)  # the clocks of the step and its parts differ by microseconds
+            self.write(ph="X", name=name, pid=_ENGINE, tid=0, ts=start, dur=part)
+            start += part
         blocks = {"in use": state.num_used_blocks, "cached": state.num_cached_blocks, "empty": state.num_empty_blocks}
         self.write(ph="C", name="blocks", pid=_ENGINE, ts=self.last, args=blocks)
         rate = stats.rolling.from_others.token_rate

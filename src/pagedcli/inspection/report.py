@@ -127,14 +127,13 @@ class BlockFrames(View[PoolState]):
         self.deltas.append(delta)
 
     def grouped(self, group: int) -> list[list[int]]:
-        """Every group-th frame, with the changes of all the frames before it."""
+        """A frame per group of steps, with the changes of all of them, and one for the end of the run."""
         if group == 1:
             return [delta.tolist() for delta in self.deltas]
-        frames = []
-        for start in range(0, len(self.deltas), group):
-            last = {packed >> 4: packed for delta in self.deltas[start : start + group] for packed in delta}
-            frames.append(list(last.values()))
-        return frames
+        *steps, end = self.deltas
+        groups = [steps[start : start + group] for start in range(0, len(steps), group)]
+        frames = [{packed >> 4: packed for delta in deltas for packed in delta} for deltas in groups]
+        return [*(list(last.values()) for last in frames), end.tolist()]
 
 
 def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
