@@ -251,7 +251,9 @@ def test_the_kv_dtype_sets_the_bytes_of_a_block_as_in_the_engine():
 
 
 def test_a_pool_that_is_too_small_is_told():
-    found = as_json("-", "--num-gpu-blocks-override", 3, stdin=json.dumps({"prompt": [5] * 40, "max_tokens": 60}))
+    row = json.dumps({"prompt": [5] * 40, "max_tokens": 60})
+    found = as_json("-", "--num-gpu-blocks-override", 3, stdin=row, expect=3)
+    assert found["bad_row_codes"] == {"kv_cache_exceeded": 1}
     assert found["num_kvcache_blocks"] == 3
     assert [(row["num_blocks"], row["fits"]) for row in found["pools"]] == [(7, False), (7, False), (7, False)]
 

@@ -10,7 +10,7 @@ from cli_harness import pagedcli
 from ray_harness import rows, table_rows
 
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
-from pagedcli.batch.job import Job
+from pagedcli.batch.job import batch_options
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.sources import open_source
 from pagedcli.batch.stats import BatchStats
@@ -63,7 +63,7 @@ def cut(input_file, path, *, num_workers=2):
     model = model_folder(loaded.config.engine)
     tokenizer = Tokenizer(model)
     fingerprint = run_fingerprint(loaded.config, model, tokenizer, shard="1/1") | input_fingerprint(source.scan())
-    options = Job(loaded, str(input_file), None).options()
+    options = batch_options(loaded)
     plan = plan_input(source, tokenizer, options, block_size=16)
     folder = PartFolder(path)
     folder.cut(source, *plan.parts(num_workers), plan.duplicates, fingerprint)

@@ -1,10 +1,12 @@
 """From a line to a request that the engine can take: parsed, tokenized, with its final sampling parameters.
 
-Used by batch.run. Whatever is wrong with a line becomes a Refused.
+Used by batch.run and by whoever judges a file without running it. Whatever is wrong with a line becomes a Refused;
+engine.admission then says whether a Prepared fits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +15,7 @@ from pagedcli.batch.lines import Line
 from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.engine.admission import AdmissionLimits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
@@ -34,14 +37,6 @@ class BatchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request must fit into, in tokens."""
-
-    max_model_len: int  # prompt and output
-    num_slots: int | None = None  # of the whole pool; None: unknown
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """A request, ready for the engine."""
 
@@ -60,13 +55,24 @@ class Refused:
 
 
 class Intake:
-    """Prepares one line after the other; `parser.ignored` counts fields without effect."""
+    """Prepares one line after the other; `parser.ignored` counts fields without effect.
 
-    def __init__(self, tokenizer: Tokenizer, options: BatchOptions, limits: Limits) -> None:
+    `select` takes the part of a line that is the request, where it is not the whole line.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: BatchOptions,
+        limits: AdmissionLimits,
+        *,
+        select: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
         self.parser = RequestParser(options.defaults, strict=options.strict)
         self._tokenizer = tokenizer
         self._options = options
         self._limits = limits
+        self._select = select
         self._seen_ids = SeenIds()
 
     def prepare(self, line: Line, *, done: bool = False) -> Prepared | Refused | None:
@@ -80,7 +86,7 @@ class Intake:
             if done:
                 return None
             check_head(document, head)
-            request = self.parser.parse(document, head)
+            request = self.parser.parse(document if self._select is None else self._select(document), head)
             prompt_token_ids = encode_request(self._tokenizer, request, self._options.system_prompt)
         except RequestError as error:
             return None if done else Refused(head, error)
@@ -96,8 +102,8 @@ class Intake:
             changes["seed"] = seed_for(self._options.seed, index)
         if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
             room = limits.max_model_len - num_prompt
-            if limits.num_slots is not None:
-                room = min(room, limits.num_slots - num_prompt + 1)  # the last token is never written to the cache
+            if limits.num_blocks is not None:  # the last token is never written to the cache
+                room = min(room, limits.num_blocks * limits.block_size - num_prompt + 1)
             if max(params.min_tokens, 1) <= room < params.max_tokens:
                 changes["max_tokens"] = room
         return msgspec.structs.replace(params, **changes) if changes else params

@@ -81,19 +81,21 @@ class Job:
                 check_new("--record", self.record)
             check_new("--summary-json", self.summary_json, replaceable=SUMMARY_BEGINNING if self.resume else None)
 
-    def options(self) -> BatchOptions:
-        config = self.loaded.config
-        return BatchOptions(
-            defaults=config.sampling,
-            max_tokens_given=self.loaded.sources.get("sampling.max_tokens", "").startswith("--"),
-            seed=config.engine.seed,
-            system_prompt=config.run.system_prompt,
-            strict=config.run.strict,
-            limit=config.run.limit,
-            max_errors=config.run.max_errors,
-            shard=self.shard,
-            reorder=config.run.reorder,
-        )
+
+def batch_options(loaded: LoadedConfig, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
+    """How a run of this configuration treats its lines."""
+    config = loaded.config
+    return BatchOptions(
+        defaults=config.sampling,
+        max_tokens_given=loaded.sources.get("sampling.max_tokens", "").startswith("--"),
+        seed=config.engine.seed,
+        system_prompt=config.run.system_prompt,
+        strict=config.run.strict,
+        limit=config.run.limit,
+        max_errors=config.run.max_errors,
+        shard=shard,
+        reorder=config.run.reorder,
+    )
 
 
 def _input_files(input_name: str) -> dict[str, Path]:
@@ -174,7 +176,7 @@ class OpenJob:
             self.lines,
             sink,
             rows,
-            self.job.options(),
+            batch_options(self.job.loaded, shard=self.job.shard),
             live=self.lines.is_live,
             num_rows=self._num_rows,
             observe=observe,

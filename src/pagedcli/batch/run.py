@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
-from pagedcli.batch.intake import BatchOptions, Intake, Limits, Prepared, Refused
+from pagedcli.batch.intake import BatchOptions, Intake, Prepared, Refused
 from pagedcli.batch.lines import InputDigest, Line, as_they_come
 from pagedcli.batch.reorder import PrefixWindow
 from pagedcli.batch.requests import RowHead
@@ -18,6 +18,7 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.engine.admission import AdmissionLimits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -95,8 +96,7 @@ class BatchRun:
         self._options = options
         self._observe = observe
         self._stop_requested = stop_requested
-        limits = Limits(engine.plan.max_model_len, engine.plan.num_slots)
-        self._intake = Intake(tokenizer, options, limits)
+        self._intake = Intake(tokenizer, options, AdmissionLimits.of(engine.plan))
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
         if live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)

@@ -84,7 +84,7 @@ def run_cluster_job(job: ClusterJob) -> int:
 def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     """Cut the input into parts, or check that the ones that are there are of this very run. Returns ignored fields."""
     from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
-    from pagedcli.batch.job import Job
+    from pagedcli.batch.job import batch_options
     from pagedcli.batch.parquet import ParquetSource
     from pagedcli.batch.sources import open_source
     from pagedcli.batch.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
             raise UsageError(f"{folder.path} is of a run with another --limit")
         return {}
     folder.clear()
-    options = Job(job.loaded, job.input_name, None).options()
+    options = batch_options(job.loaded)
     start_s = time.perf_counter()
     plan = plan_input(lines, tokenizer, options, config.engine.block_size)
     parts, costs = plan.parts(job.num_workers)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagedcli.cli.engine_table import EngineFacts, engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags
-from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, scan_prompts
+from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, prompt_model, scan_prompts
 from pagedcli.cli.share_table import share_table
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
@@ -18,6 +18,9 @@ from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.inspection.prompt_plan import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptPlan
 from pagedcli.kvcache.budget import blocks_for
+
+if TYPE_CHECKING:
+    from pagedcli.models.spec import ModelSpec
 
 _MAX_SHOWN = 10
 EXIT_BAD_ROWS = 3
@@ -76,8 +79,10 @@ def run_plan(
     """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
     config = loaded.config
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
-    scan = scan_prompts(loaded, input_name, field=field, tokenizer=tokenizer, shares=shares)
-    pool, expected = _expect(config.engine, scan)
+    folder, spec = prompt_model(loaded, tokenizer)
+    pool, expected = _expect(config.engine, spec)
+    num_blocks = pool.num_blocks if pool is not None and pool.num_blocks else None
+    scan = scan_prompts(loaded, input_name, folder, spec, field=field, num_blocks=num_blocks, shares=shares)
     if scan.plan.num_prompts == 0:
         say("no row of this file is good, so there is nothing to plan (see --field if prompts have another name)")
     tables = _tables(scan, config, pool)
@@ -99,10 +104,10 @@ class _Pool:
     reason: str
 
 
-def _expect(engine: EngineConfig, scan: PromptScan) -> tuple[_Pool | None, EngineFacts | str | None]:
+def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | None, EngineFacts | str | None]:
     """The pool and the engine that this machine would give the model, as far as they can be predicted. An engine that
     would refuse to start is no reason to say nothing about the file: then its reason stands for it."""
-    if scan.spec is None:
+    if spec is None:
         return None, None
     from pagedcli.engine.decide import decide
     from pagedcli.engine.forecast import forecast
@@ -110,10 +115,10 @@ def _expect(engine: EngineConfig, scan: PromptScan) -> tuple[_Pool | None, Engin
 
     machine = this_machine()
     try:
-        decided = decide(engine, scan.spec, machine)
+        decided = decide(engine, spec, machine)
     except BackendError as error:
         return None, error.message
-    found = forecast(engine, scan.spec, decided, machine)
+    found = forecast(engine, spec, decided, machine)
     pool = None
     if found is not None:
         pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason)
@@ -125,7 +130,7 @@ def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[s
     block_size = plan.recommended_block_size() if plan.num_prompts else None
     facts: dict[str, Any] = {
         "num_rows": scan.num_rows,
-        "num_valid_rows": plan.num_prompts,
+        "num_valid_rows": scan.num_valid,
         "num_bad_rows": scan.num_bad,
         "bad_row_codes": dict(scan.bad_codes),
         "ignored_fields": scan.ignored,
@@ -161,7 +166,7 @@ def _tables(scan: PromptScan, config: Config, pool: _Pool | None) -> list[Table]
 
 def _rows_table(scan: PromptScan) -> Table:
     plan = scan.plan
-    rows = [{"what": "rows", "rows": scan.num_rows}, {"what": "valid", "rows": plan.num_prompts}]
+    rows = [{"what": "rows", "rows": scan.num_rows}, {"what": "valid", "rows": scan.num_valid}]
     rows += [{"what": f"bad: {code}", "rows": n} for code, n in scan.bad_codes.most_common()]
     rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
     notes = [f"ignored field {name!r} in {lines:,} rows" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]]
@@ -269,5 +274,5 @@ def _pool_table(plan: PromptPlan, engine: EngineConfig, pool: _Pool | None) -> T
         f"that is {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
     ]
     if at_once < 1:
-        notes.append("rows longer than the pool would be refused: see pagedcli profile-memory")
+        notes.append("rows that need more blocks than the pool has are bad here, but part of these tables")
     return Table("pools", f"Pools at block size {block_size}", columns, rows, notes)

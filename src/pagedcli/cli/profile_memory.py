@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
-from pagedcli.cli.prompt_scan import PROMPT_KEYS, FieldOption, scan_prompts
+from pagedcli.cli.prompt_scan import PROMPT_KEYS, FieldOption, prompt_model, scan_prompts
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig, load_config
@@ -105,7 +105,7 @@ def _lengths_of(
     loaded: LoadedConfig, prompts: str, lengths: dict[str, int], field: str | None
 ) -> tuple[dict[str, int], int]:
     """Percentiles of the file's prompt and output lengths, and the prefix that half of the prompts share."""
-    scan = scan_prompts(loaded, prompts, field=field)
+    scan = scan_prompts(loaded, prompts, *prompt_model(loaded, None), field=field)
     if scan.num_bad:
         say(f"{scan.num_bad:,} of {scan.num_rows:,} rows are bad and do not count: see pagedcli plan")
     if not scan.plan.num_prompts:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from pagedcli.errors import RequestError
 from pagedcli.inspection.prompt_plan import PromptPlan
 
 if TYPE_CHECKING:
+    from pagedcli.batch.intake import Refused
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = ("sampling.max_tokens", "run.system_prompt", "run.chat_template", "run.limit", "run.strict")
@@ -25,7 +27,7 @@ FieldOption = Annotated[
         show_default=False,
     ),
 ]
-_LARGEST_ID = 2**63 - 1  # where the size of the vocabulary is not known
+_NO_LIMIT = 2**62  # tokens, where the model is not known
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
 
@@ -46,80 +48,98 @@ class PromptScan:
     def num_bad(self) -> int:
         return self.bad_codes.total()
 
+    @property
+    def num_valid(self) -> int:
+        return self.num_rows - self.num_bad
+
+    def refuse(self, row: "Refused") -> None:
+        """Count a bad row."""
+        head, error = row.head, row.error
+        self.bad_codes[error.code] += 1
+        if len(self.bad_rows) < MAX_LISTED:
+            what = {"code": error.code, "message": error.message}
+            self.bad_rows.append({"line": head.line_number, "id": head.id, **what})
+
+
+def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
+    """The folder with the tokenizer, and the model in it; None for a folder that holds a tokenizer alone."""
+    from pagedcli.engine.decide import model_folder
+    from pagedcli.models.hub import check_files
+    from pagedcli.models.reading import read_spec
+
+    engine = loaded.config.engine
+    if tokenizer is not None and tokenizer.is_dir():
+        check_files(tokenizer)
+    folder = tokenizer if tokenizer is not None else model_folder(engine, weights=False)
+    has_model = (folder / "config.json").is_file()
+    return folder, read_spec(folder, trust_remote_code=engine.trust_remote_code) if has_model else None
+
 
 def scan_prompts(
     loaded: LoadedConfig,
     input_name: str,
+    folder: Path,
+    spec: "ModelSpec | None",
     *,
     field: str | None = None,
-    tokenizer: Path | None = None,
+    num_blocks: int | None = None,
     shares: SharePlan | None = None,
 ) -> PromptScan:
-    """Read, tokenize and count every row. Bad rows are kept apart, as in a run. Raises: PagedcliError.
+    """Read, tokenize and judge every row as a run would. Bad rows are kept apart, as in a run.
 
-    Changes: adds every good row to `shares`.
+    `num_blocks`: of the pool. Rows that do not fit into it are bad, but part of the plan.
+    Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.intake import encode_request
-    from pagedcli.batch.requests import RequestParser, RowHead, check_head, decode_line, read_head
+    from pagedcli.batch.intake import Intake, Refused
+    from pagedcli.batch.job import batch_options
     from pagedcli.batch.sources import open_source
-    from pagedcli.batch.stats import SeenIds
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.engine.decide import model_folder, resolve_max_model_len
-    from pagedcli.models.hub import check_files
-    from pagedcli.models.reading import read_spec
+    from pagedcli.engine.admission import AdmissionLimits, admit
+    from pagedcli.engine.decide import resolve_max_model_len
 
     config, lines = loaded.config, open_source(input_name)
-    if tokenizer is not None and tokenizer.is_dir():
-        check_files(tokenizer)
-    folder = tokenizer if tokenizer is not None else model_folder(config.engine, weights=False)
-    spec = None
-    if (folder / "config.json").is_file():  # not in a folder that holds a tokenizer alone
-        spec = read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
     scan = PromptScan(spec, None if spec is None else resolve_max_model_len(config.engine, spec), shares=shares)
     encoder = Tokenizer(
         folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
     )
+    limits = AdmissionLimits(
+        scan.max_model_len or _NO_LIMIT, config.engine.block_size, num_blocks, None if spec is None else spec.vocab_size
+    )
     grammars = None
     if spec is not None:
         grammars = Grammars(encoder, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-    parser = RequestParser(config.sampling, strict=config.run.strict)
-    max_tokens_given = loaded.sources.get("sampling.max_tokens", "").startswith("--")
-    seen_ids = SeenIds()
+    select = None if field is None else partial(_take_field, field=field)
+    intake = Intake(encoder, batch_options(loaded), limits, select=select)
     for line in lines:
         if config.run.limit is not None and line.index >= config.run.limit:
             break
         scan.num_rows += 1
-        head = RowHead(line.index, line.number)
+        taken = intake.prepare(line)
+        assert taken is not None, "no row is done already"
+        if isinstance(taken, Refused):
+            scan.refuse(taken)
+            continue
+        ids, params = taken.prompt_token_ids, taken.params
         try:
-            document = decode_line(line.content)
-            head = read_head(document, line.index, line.number)
-            if head.id is not None and not seen_ids.add(head.id):
-                raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
-            check_head(document, head)
-            request = parser.parse(document if field is None else _take_field(document, field), head)
-            token_ids = encode_request(encoder, request, config.run.system_prompt)
-            _check_ids(token_ids, _LARGEST_ID + 1 if spec is None else spec.vocab_size)
-            max_tokens = _max_tokens(
-                request.params.max_tokens,
-                given=request.max_tokens_given or max_tokens_given,
-                num_prompt=len(token_ids),
-                max_model_len=scan.max_model_len,
-            )
             if grammars is not None:
-                grammars.guides(request.params)  # a grammar that does not compile is a bad row
-            scan.plan.add(line.number, token_ids, max_tokens, n=request.params.n, cache_salt=request.cache_salt)
-            if shares is not None:
-                shares.add(token_ids, max_tokens * request.params.n, request.cache_salt)
+                grammars.guides(params)  # a grammar that does not compile is a bad row
+            max_tokens = admit(ids, params, limits)
         except RequestError as error:
-            scan.bad_codes[error.code] += 1
-            if len(scan.bad_rows) < MAX_LISTED:
-                scan.bad_rows.append({"line": line.number, "id": head.id, "code": error.code, "message": error.message})
-    scan.ignored = {} if field is not None else dict(parser.ignored)
+            scan.refuse(Refused(taken.head, error))
+            if error.code != "kv_cache_exceeded":
+                continue
+            max_tokens = params.max_tokens or 1  # planned nevertheless: another pool may hold it
+        if spec is None and params.max_tokens is None:
+            max_tokens = 0  # not known
+        scan.plan.add(line.number, ids, max_tokens, n=params.n, cache_salt=taken.cache_salt)
+        if shares is not None:
+            shares.add(ids, max_tokens * params.n, taken.cache_salt)
+    scan.ignored = {} if field is not None else dict(intake.parser.ignored)
     return scan
 
 
-def _take_field(document: dict[str, Any], field: str) -> dict[str, Any]:
+def _take_field(document: dict[str, Any], *, field: str) -> dict[str, Any]:
     """A plain line with the prompt that the field holds; other fields do not count."""
     if field not in document:
         raise RequestError("invalid_request", f"no field {field!r}")
@@ -128,26 +148,3 @@ def _take_field(document: dict[str, Any], field: str) -> dict[str, Any]:
         value = value[0]
     key = "messages" if isinstance(value, list) and value and isinstance(value[0], dict) else "prompt"
     return {key: value}
-
-
-def _check_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises: RequestError for an id outside the vocabulary."""
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
-        raise RequestError("invalid_token_id", f"token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})")
-
-
-def _max_tokens(max_tokens: int | None, *, given: bool, num_prompt: int, max_model_len: int | None) -> int:
-    """Tokens that the row may generate, as a run would decide. Raises: RequestError for a row that never fits."""
-    if num_prompt == 0:
-        raise RequestError("empty_prompt", "the prompt has no tokens")
-    if max_model_len is None:
-        return max_tokens or 0
-    room = max_model_len - num_prompt
-    wanted = room if max_tokens is None else max_tokens if given else min(max_tokens, max(room, 1))
-    if wanted > room or room < 1:
-        raise RequestError(
-            "context_length_exceeded",
-            f"{num_prompt} prompt tokens and {max(wanted, 1)} to generate are over the model length of {max_model_len}",
-        )
-    return wanted

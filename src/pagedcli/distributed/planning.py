@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from pagedcli.batch.intake import BatchOptions, Intake, Limits, Refused
+from pagedcli.batch.intake import BatchOptions, Intake, Refused
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.distributed.partition import Ints, PrefixKeys
+from pagedcli.engine.admission import AdmissionLimits
 
 _PARTS_PER_WORKER = 8  # what a slow worker can be helped with is a whole part
 _MAX_PART_BYTES = 32 * 2**20  # a worker holds the lines of its parts
@@ -36,7 +37,10 @@ class InputPlan:
 
 def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, block_size: int) -> InputPlan:
     """Read and tokenize every row. Raises: PagedcliError if the input cannot be read."""
-    plan, intake = InputPlan(PrefixKeys(block_size)), Intake(tokenizer, options, Limits(_NO_LIMIT))
+    plan, intake = (
+        InputPlan(PrefixKeys(block_size)),
+        Intake(tokenizer, options, AdmissionLimits(_NO_LIMIT, block_size, None, None)),
+    )
     for line in lines:
         if options.limit is not None and line.index >= options.limit:
             break
