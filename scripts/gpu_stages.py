@@ -423,9 +423,7 @@ def graphs(scale: Scale) -> Result:
         for name, options in variants.items():
             engine = make_engine(scale, Path(folder), **limits, **options)
             if not scale.on_gpu and not options["enforce_eager"]:
-                from pagedcli.engine.cuda_graphs import DecodeGraphs
-
-                engine.runner.graphs = DecodeGraphs(engine.runner, capture=False)
+                engine.runner.make_graphs(capture=False)
             tokens[name] = generate(engine, prompts, params)
             equal = sum(a == b for a, b in zip(tokens[name], tokens["plain"], strict=True))
             sizes = len(engine.runner.graphs.sizes) if engine.runner.graphs is not None else 0

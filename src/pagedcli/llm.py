@@ -1,6 +1,7 @@
-"""The Python door: `from pagedcli import LLM, SamplingParams`, with the signatures of vLLM and nano-vllm."""
+"""The Python interface: `from pagedcli import LLM, SamplingParams`, with the signatures of vLLM and nano-vllm."""
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None  # with logprobs only
     logprobs: list[dict[int, Logprob]] | None  # token id -> logprob, per output token
-    finish_reason: str  # 'stop' or 'length'
+    finish_reason: str  # 'stop', 'length', or 'error': see RequestOutput.error
     stop_reason: int | str | None  # the stop token or string
 
     def __getitem__(self, name: str) -> Any:
@@ -63,6 +64,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     metrics: engine_outputs.RequestMetrics
     finished: bool = True
+    error: str | None = None  # what ended it early, such as logits that are not numbers; also warned of
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.outputs[0], name)
@@ -82,7 +84,7 @@ class LLM:
     """A model ready to generate.
 
     `model` is a folder, a hub id or 'builtin'; further keywords are the fields of EngineConfig (those of vLLM and
-    nano-vllm). `emit` is told every change of the KV cache, see pagedcli.events.
+    nano-vllm). `emit` receives every change of the KV cache, see pagedcli.events.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
@@ -95,7 +97,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded when first needed: token ids in and out do without."""
+        """The model's tokenizer, loaded lazily; not needed for token ids."""
         if self._tokenizer is None:
             config = self.llm_engine.config
             self._tokenizer = Tokenizer(self.llm_engine.model_path, trust_remote_code=config.trust_remote_code)
@@ -187,7 +189,9 @@ class LLM:
         return [self._output(finished[each], request) for each, request in zip(request_ids, requests, strict=True)]
 
     def _output(self, output: engine_outputs.RequestOutput, request: _Request) -> RequestOutput:
-        if request.guides is not None:
+        if output.error is not None:
+            warnings.warn(f"request {output.request_id}: {output.error.message}", stacklevel=4)
+        elif request.guides is not None:
             request.guides.check()
         return RequestOutput(
             request_id=output.request_id,
@@ -196,6 +200,7 @@ class LLM:
             outputs=[self._completion(sample, request) for sample in output.samples],
             num_cached_tokens=output.num_cached_tokens,
             metrics=output.metrics,
+            error=None if output.error is None else output.error.message,
         )
 
     def _completion(self, sample: engine_outputs.SampleOutput, request: _Request) -> CompletionOutput:

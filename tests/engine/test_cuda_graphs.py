@@ -34,8 +34,12 @@ def make_engine(path, *, padded, sizes=None, **config):
     config = {"max_num_seqs": 7, "num_gpu_blocks_override": 64, **config}
     engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **config))
     if padded:
-        engine.runner.graphs = CountingGraphs(engine.runner, capture=False, sizes=sizes)
+        engine.runner.graphs = graphs_of(engine.runner, CountingGraphs, capture=False, sizes=sizes)
     return engine
+
+
+def graphs_of(runner, kind=DecodeGraphs, **options):
+    return kind(runner.model, runner.state, runner.parallel, max_model_len=runner.max_model_len, **options)
 
 
 class CountingGraphs(DecodeGraphs):
@@ -159,7 +163,7 @@ def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkey
     monkeypatch.setattr(DecodeGraphs, "_body", remember)
     config = {"attention_backend": "reference", "async_scheduling": True}
     engine = make_engine(model, padded=False, **config)
-    graphs = engine.runner.graphs = DecodeGraphs(engine.runner, capture=True)
+    graphs = engine.runner.graphs = graphs_of(engine.runner, capture=True)
     assert captured == [None, "pool", "pool", "pool"], "all graphs share the memory of the first, the largest"
     expected = run(make_engine(model, padded=False, attention_backend="reference"), ragged_prompts(10), PARAMS)
     assert run(engine, ragged_prompts(10), PARAMS) == expected

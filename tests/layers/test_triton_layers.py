@@ -155,7 +155,6 @@ def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
     from engine_harness import make_engine, ragged_prompts, run
     from model_zoo import tiny_model
 
-    from pagedcli.engine.cuda_graphs import DecodeGraphs
     from pagedcli.sampling_params import SamplingParams
 
     path = tiny_model("qwen3", tmp_path / "model")
@@ -163,7 +162,7 @@ def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
     expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(3), params)
     engine = make_engine(path, attention_backend="triton", async_scheduling=True)
     assert all(layer.attention.body.fused_store for layer in engine.model._layers)
-    engine.runner.graphs = DecodeGraphs(engine.runner, capture=False)
+    engine.runner.make_graphs(capture=False)
     assert run(engine, ragged_prompts(3), params) == expected
 
 

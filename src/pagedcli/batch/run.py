@@ -214,6 +214,9 @@ class BatchRun:
 
     def _write_success(self, output: "RequestOutput") -> None:
         work = self._in_work.pop(output.request_id)
+        if output.error is not None:
+            self._write_error(work.head, work.line_digest, output.error)
+            return
         if work.guides is not None:
             try:
                 work.guides.check()

@@ -1,11 +1,10 @@
 """CUDA graphs for pure decode: model, logits and sampler of one step as a single launch, at a few batch sizes.
 
 Used by ModelRunner. A graph replays the same kernels on the same memory, so a step's inputs are copied to fixed places
-and its batch is padded to the next captured size (bucket). Everything but the capture runs on a CPU, too, where tests
-run the body of the graph eagerly on padded buckets.
+and its batch is padded to the next captured size (bucket). Only capture needs a GPU; CPU tests run the graph body
+eagerly on padded buckets.
 """
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.config import EngineConfig
-from pagedcli.engine.model_runner import ModelRunner, resolve_ids
+from pagedcli.engine.device_state import DeviceState
 from pagedcli.engine.sampling_input import SamplingInput
-from pagedcli.engine.step_input import StepInput, table_width
-from pagedcli.engine.transfer import Upload, packed_size, unpack
+from pagedcli.engine.step_input import StepInput
+from pagedcli.engine.transfer import packed_size, unpack
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
 from pagedcli.models.spec import ModelSpec
@@ -51,36 +51,6 @@ def why_no_graphs(
     if not backend.capabilities.graph_safe:
         return f"backend {backend.name} asks the host for lengths"
     return None
-
-
-def graph_bytes(
-    config: EngineConfig,
-    model: CausalLM,
-    backend: AttentionBackend,
-    device: torch.device,
-    kv_dtype: torch.dtype,
-    max_model_len: int,
-) -> int:
-    """Device memory that the graphs take: all are captured once on a cache of one block, and dropped again."""
-    runner = ModelRunner(
-        model,
-        backend,
-        device=device,
-        kv_dtype=kv_dtype,
-        num_blocks=1,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-    )
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free_before, _ = torch.cuda.mem_get_info(device)
-    graphs = DecodeGraphs(runner, capture=True)
-    torch.cuda.empty_cache()  # what the warm-ups took; the graphs' pool stays
-    free_after, _ = torch.cuda.mem_get_info(device)
-    del graphs, runner
-    torch.cuda.empty_cache()
-    return max(0, free_before - free_after)
 
 
 class Inputs(NamedTuple):
@@ -115,12 +85,19 @@ class DecodeGraphs:
     `capture` False runs the same body without a graph: that is for devices without graphs, and for tests.
     """
 
-    def __init__(self, runner: ModelRunner, *, capture: bool, sizes: Iterable[int] | None = None) -> None:
-        # the runner owns its graphs: a cycle would keep the KV cache until Python's collector happens to run
-        self._runner: ModelRunner = weakref.proxy(runner)
-        self._capture = capture
-        self._upload = Upload(runner.device)
-        sizes = sorted(sizes if sizes is not None else bucket_sizes(runner.max_num_seqs))
+    def __init__(
+        self,
+        model: CausalLM,
+        state: DeviceState,
+        parallel: ParallelContext,
+        *,
+        max_model_len: int,
+        capture: bool,
+        sizes: Iterable[int] | None = None,
+    ) -> None:
+        self._model, self._state, self._parallel = model, state, parallel
+        self._max_model_len = max_model_len
+        sizes = sorted(sizes if sizes is not None else bucket_sizes(state.tables.shape[0]))
         self._buckets = [self._bucket(size) for size in sizes]
         if capture:
             self._capture_all()
@@ -142,13 +119,13 @@ class DecodeGraphs:
     def run(self, step: StepInput, sampling: SamplingInput | None) -> Tensor:
         """Hidden states [B, E] of a step, which lie where the next run writes.
 
-        Changes: the KV cache; the runner's block tables; its last_tokens, which are right if the choice needs no more
+        Changes: the KV cache, the block tables, and last_tokens, which are right if the choice needs no more
         than temperature and a random number (sampling.is_plain).
         """
-        runner, bucket, num_seqs = self._runner, self.bucket_for(step.num_seqs), step.num_seqs
-        runner.update_tables(step)
+        bucket, num_seqs = self.bucket_for(step.num_seqs), step.num_seqs
+        self._state.update_tables(step)
         inputs = _pad(step, sampling, bucket.num_seqs)
-        self._upload(inputs, into=bucket.buffer)
+        self._state.upload(inputs, into=bucket.buffer)
         if bucket.graph is None:
             num_drawn = int(np.count_nonzero(inputs.temperature))
             return self._body(bucket, inputs.num_tokens.tolist(), num_drawn)[:num_seqs]
@@ -157,36 +134,34 @@ class DecodeGraphs:
         return bucket.hidden[:num_seqs]
 
     def _bucket(self, num_seqs: int) -> Bucket:
-        device = self._runner.device
+        device = self._state.device
         shapes = _padding(num_seqs)
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        max_total = min(self._runner.max_model_len, max(1, GRAPH_TOKENS // num_seqs))
+        max_total = min(self._max_model_len, max(1, GRAPH_TOKENS // num_seqs))
         bucket = Bucket(num_seqs, max_total, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
-        self._upload(shapes, into=buffer)
+        self._state.upload(shapes, into=buffer)
         return bucket
 
     def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
-        """What a graph holds. Returns hidden states [b, E]; the tokens go to the runner's last_tokens."""
-        runner, inputs = self._runner, bucket.inputs
+        """What a graph holds. Returns hidden states [b, E]; the tokens go to last_tokens."""
+        state, inputs = self._state, bucket.inputs
         max_total = max(num_tokens_host)
         batch = PagedBatch(
             cu_q=bucket.cu_q,
             num_tokens=inputs.num_tokens,
-            block_table=runner.tables[:, : table_width(max_total, runner.block_size)].index_select(
-                0, inputs.table_rows
-            ),
+            block_table=state.block_table(inputs.table_rows, max_total),
             slots=inputs.slots,
             max_new=1,
             max_total=max_total,
             cu_q_host=list(range(bucket.num_seqs + 1)),
             num_tokens_host=num_tokens_host,
         )
-        ids = resolve_ids(inputs.input_ids, inputs.source_rows, runner.last_tokens)
-        hidden = runner.model.forward(ids, inputs.positions, batch, runner.kv_cache)
-        logits = runner.model.compute_logits(hidden)
+        ids = state.resolve_ids(inputs.input_ids, inputs.source_rows)
+        hidden = self._model.forward(ids, inputs.positions, batch, state.kv_cache)
+        logits = self._model.compute_logits(hidden)
         tokens = choose_tokens(logits, inputs.temperature, inputs.uniform, num_drawn=num_drawn)
-        runner.parallel.broadcast(runner.last_tokens[: bucket.num_seqs].copy_(tokens))
+        self._parallel.broadcast(state.last_tokens[: bucket.num_seqs].copy_(tokens))
         return hidden
 
     @torch.inference_mode()
@@ -197,12 +172,12 @@ class DecodeGraphs:
             longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
             for _ in range(_WARM_UPS):
                 self._body(bucket, longest, bucket.num_seqs)
-            torch.cuda.synchronize(self._runner.device)
+            torch.cuda.synchronize(self._state.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 bucket.hidden = self._body(bucket, longest, bucket.num_seqs)
             bucket.graph, pool = graph, pool or graph.pool()
-        torch.cuda.synchronize(self._runner.device)
+        torch.cuda.synchronize(self._state.device)
 
 
 def _padding(num_seqs: int) -> Inputs:

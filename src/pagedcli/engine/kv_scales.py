@@ -45,6 +45,7 @@ def kv_scales(
         block_size=block_size,
         max_num_seqs=1,
         max_model_len=num_tokens,
+        parallel=parallel,
     )
     runner.kv_cache.zero_()
     tokens = np.random.default_rng(0).integers(0, model.spec.vocab_size, num_tokens).tolist()

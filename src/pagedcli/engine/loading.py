@@ -12,12 +12,11 @@ import torch
 from pagedcli.attention.base import AttentionBackend, dtype_name
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
-from pagedcli.engine.cuda_graphs import DecodeGraphs, graph_bytes
 from pagedcli.engine.decide import Decisions, choose_num_blocks, decide, model_folder
 from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.kv_scales import kv_scales
 from pagedcli.engine.machine import available_memory, this_machine
-from pagedcli.engine.memory import measure_budget
+from pagedcli.engine.memory import graph_bytes, measure_budget
 from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.kvcache.budget import MemoryBudget
 from pagedcli.layers.parallel import SINGLE, ParallelContext
@@ -85,7 +84,7 @@ def load_engine(
             max_model_len=decided.max_model_len,
             parallel=parallel,
         )
-    budget = _measure(config, model, backend, decided)
+    budget = _measure(config, model, backend, decided, parallel)
     num_blocks, reason = choose_num_blocks(config, decided, available=available_memory(), budget=budget)
     num_blocks = agree(num_blocks)
     runner = ModelRunner(
@@ -100,7 +99,7 @@ def load_engine(
         parallel=parallel,
     )
     if decided.no_graphs is None:
-        runner.graphs = DecodeGraphs(runner, capture=True)
+        runner.make_graphs(capture=True)
     plan = _plan(config, spec, decided, num_blocks, reason, model.weight_bytes, budget, scales)
     return LoadedEngine(path, spec, model, plan, runner)
 
@@ -146,10 +145,10 @@ def _plan(
 
 
 def _measure(
-    config: EngineConfig, model: CausalLM, backend: AttentionBackend, decided: Decisions
+    config: EngineConfig, model: CausalLM, backend: AttentionBackend, decided: Decisions, parallel: ParallelContext
 ) -> MemoryBudget | None:
     """The memory terms of a CUDA device, graphs included; None on a CPU."""
-    arguments = (config, model, backend, decided.device, decided.kv_dtype, decided.max_model_len)
+    arguments = (config, model, backend, decided.device, decided.kv_dtype, decided.max_model_len, parallel)
     budget = measure_budget(*arguments)
     if budget is None or decided.no_graphs is not None:
         return budget

@@ -23,6 +23,7 @@ from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape, blocks_for
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens, smallest_kept
 from pagedcli.models.base import CausalLM
 from pagedcli.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ def measure_budget(
     device: torch.device,
     dtype: torch.dtype,
     max_model_len: int,
+    parallel: ParallelContext,
 ) -> MemoryBudget | None:
     """The terms of total x utilization - used - peak + current on a CUDA device; None on a CPU, where the pool is a
     given size. Runs the largest step that the limits allow, and frees all it took.
@@ -59,6 +61,7 @@ def measure_budget(
         block_size=config.block_size,
         max_num_seqs=step.num_seqs,
         max_model_len=max_model_len,
+        parallel=parallel,
     )
     taken = measure_step(runner, step)
     assert taken is not None, "a CUDA device counts its memory"
@@ -73,6 +76,38 @@ def measure_budget(
         peak=peak,
         current=current,
     )
+
+
+def graph_bytes(
+    config: EngineConfig,
+    model: CausalLM,
+    backend: AttentionBackend,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    parallel: ParallelContext,
+) -> int:
+    """Device memory that the graphs take: all are captured once on a cache of one block, and dropped again."""
+    runner = ModelRunner(
+        model,
+        backend,
+        device=device,
+        kv_dtype=kv_dtype,
+        num_blocks=1,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        parallel=parallel,
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free_before, _ = torch.cuda.mem_get_info(device)
+    runner.make_graphs(capture=True)
+    torch.cuda.empty_cache()  # what the warm-ups took; the graphs' pool stays
+    free_after, _ = torch.cuda.mem_get_info(device)
+    del runner
+    torch.cuda.empty_cache()
+    return max(0, free_before - free_after)
 
 
 def measure_terms(

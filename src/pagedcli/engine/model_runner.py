@@ -1,27 +1,21 @@
 """Runs steps on one device: inputs to it, the model, the sampler, tokens back. Nothing here waits for the device.
 
-Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the KV cache tensor and the block tables on the
-device; knows no tokens' meaning and no files.
+Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.engine.cuda_graphs import DecodeGraphs
+from pagedcli.engine.device_state import DeviceState
 from pagedcli.engine.sampler import SampledTokens, sample_tokens
 from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
-from pagedcli.engine.step_input import StepBuilder, StepInput, table_width
-from pagedcli.engine.transfer import Upload
-from pagedcli.layers.parallel import SINGLE, ParallelContext
+from pagedcli.engine.step_input import StepBuilder, StepInput
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
-from pagedcli.native.memory import ask_for_huge_pages
-
-if TYPE_CHECKING:
-    from pagedcli.engine.cuda_graphs import DecodeGraphs
 
 
 class ModelRunner:
@@ -38,24 +32,39 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        parallel: ParallelContext = SINGLE,
+        parallel: ParallelContext,
     ) -> None:
-        spec = model.spec
         self.model = model
         self.parallel = parallel
-        self.device = device
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        layer_shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        # [2, L, N, ...]; not cleared: no backend may read a slot that no sequence owns
-        self.kv_cache = torch.empty((2, spec.num_layers, *layer_shape), dtype=kv_dtype, device=device)
-        ask_for_huge_pages(self.kv_cache)
-        width = table_width(max_model_len, block_size)
-        self.tables = torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of the last launched step
+        self.state = DeviceState.allocate(
+            model.spec,
+            backend,
+            device=device,
+            kv_dtype=kv_dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
         self.graphs: DecodeGraphs | None = None
-        self._upload = Upload(device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """[2, L, N, ...]"""
+        return self.state.kv_cache
+
+    def make_graphs(self, *, capture: bool) -> None:
+        """Serve decode steps by CUDA graphs from now on; see DecodeGraphs."""
+        self.graphs = DecodeGraphs(
+            self.model, self.state, self.parallel, max_model_len=self.max_model_len, capture=capture
+        )
 
     @torch.inference_mode()
     def launch(self, step: StepInput, sampling: SamplingInput) -> SampledTokens:
@@ -66,16 +75,16 @@ class ModelRunner:
         logits = self._logits(step, sampling, plain=sampling.is_plain)
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
-            return SampledTokens(self.last_tokens[: step.num_seqs].clone(), sampling)
-        sampled = sample_tokens(logits, sampling, self._upload)
-        self.parallel.broadcast(self.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
+            return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
+        sampled = sample_tokens(logits, sampling, self.state.upload)
+        self.parallel.broadcast(self.state.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
         return sampled
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
         """What another rank does when rank 0 launches a step: its part of the model, and the tokens from there."""
         if self._logits(step, None, plain=plain) is not None:
-            self.parallel.broadcast(self.last_tokens[:num_sampled])
+            self.parallel.broadcast(self.state.last_tokens[:num_sampled])
 
     def _logits(self, step: StepInput, sampling: SamplingInput | None, *, plain: bool) -> Tensor | None:
         """Logits [R, V], or None if a graph has chosen the tokens already."""
@@ -90,16 +99,16 @@ class ModelRunner:
         """Logits [R, V] of one step."""
         arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
         optional = [array for array in (step.source_rows, step.logits_rows) if array is not None]
-        self.update_tables(step)
+        self.state.update_tables(step)
         for source, copy in step.copies:
             self.kv_cache[:, :, copy].copy_(self.kv_cache[:, :, source])
-        input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self._upload([*arrays, *optional])
+        input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self.state.upload([*arrays, *optional])
         if step.source_rows is not None:
-            input_ids = resolve_ids(input_ids, rest.pop(0), self.last_tokens)
+            input_ids = self.state.resolve_ids(input_ids, rest.pop(0))
         batch = PagedBatch(
             cu_q=cu_q,
             num_tokens=num_tokens,
-            block_table=self.tables[:, : table_width(step.max_total, self.block_size)].index_select(0, table_rows),
+            block_table=self.state.block_table(table_rows, step.max_total),
             slots=slots,
             max_new=step.max_new,
             max_total=step.max_total,
@@ -112,12 +121,6 @@ class ModelRunner:
             hidden = hidden.index_select(0, batch.logits_rows)
         return self.model.compute_logits(hidden)
 
-    def update_tables(self, step: StepInput) -> None:
-        """Bring the block tables on the device up to date."""
-        if step.table_index.shape[0]:
-            index, values = self._upload([step.table_index, step.table_values])
-            self.tables.view(-1).index_copy_(0, index, values)
-
     def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
         measurements on a runner that serves nobody: block tables are sent whole."""
@@ -128,12 +131,3 @@ class ModelRunner:
         )
         step, sampled = builder.build(work)
         return self.forward(step), sampled
-
-
-def resolve_ids(input_ids: Tensor, source_rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """The ids of a step's tokens, where some are still only on the device.
-
-    Shapes:  input_ids, source_rows [T]; last_tokens [max_num_seqs]; source_rows -1 keeps the id of input_ids.
-    """
-    taken = last_tokens[source_rows.clamp(min=0)].clamp(min=0)  # INVALID is computed on, and dropped when it is read
-    return torch.where(source_rows >= 0, taken, input_ids)

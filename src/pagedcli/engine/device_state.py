@@ -1,0 +1,73 @@
+"""What stays on a device between two steps: the KV cache, the block tables and the tokens of the last step.
+
+Owned by one ModelRunner; its eager steps and its CUDA graphs work on the same memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend
+from pagedcli.engine.step_input import StepInput, table_width
+from pagedcli.engine.transfer import Upload
+from pagedcli.models.spec import ModelSpec
+from pagedcli.native.memory import ask_for_huge_pages
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Tensors whose contents change and whose places never do, as captured graphs name them."""
+
+    device: torch.device
+    block_size: int  # tokens
+    kv_cache: Tensor  # [2, L, N, ...]
+    tables: Tensor  # [max_num_seqs, W] int32, block table of each row
+    last_tokens: Tensor  # [max_num_seqs] int64, of the last launched step
+    upload: Upload
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: ModelSpec,
+        backend: AttentionBackend,
+        *,
+        device: torch.device,
+        kv_dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> "DeviceState":
+        """The cache is not cleared: no backend may read a slot that no sequence owns."""
+        layer_shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        kv_cache = torch.empty((2, spec.num_layers, *layer_shape), dtype=kv_dtype, device=device)
+        ask_for_huge_pages(kv_cache)
+        width = table_width(max_model_len, block_size)
+        return cls(
+            device=device,
+            block_size=block_size,
+            kv_cache=kv_cache,
+            tables=torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device),
+            last_tokens=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+            upload=Upload(device),
+        )
+
+    def update_tables(self, step: StepInput) -> None:
+        """Bring the block tables up to date."""
+        if step.table_index.shape[0]:
+            index, values = self.upload([step.table_index, step.table_values])
+            self.tables.view(-1).index_copy_(0, index, values)
+
+    def block_table(self, table_rows: Tensor, max_total: int) -> Tensor:
+        """[B, W] the block tables of a step's sequences, as wide as its longest one needs."""
+        return self.tables[:, : table_width(max_total, self.block_size)].index_select(0, table_rows)
+
+    def resolve_ids(self, input_ids: Tensor, source_rows: Tensor) -> Tensor:
+        """The ids of a step's tokens, where some are still only on the device.
+
+        Shapes:  input_ids, source_rows [T]; source_rows -1 keeps the id of input_ids.
+        """
+        # INVALID is computed on as if it were 0, and dropped when it is read
+        taken = self.last_tokens[source_rows.clamp(min=0)].clamp(min=0)
+        return torch.where(source_rows >= 0, taken, input_ids)
