@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from model_zoo import tiny_model
@@ -152,6 +154,29 @@ def test_this_machine_is_measured_beside_the_prediction(tmp_path):
     assert measured["runtime"] > 50 * 2**20  # an interpreter with torch
     assert predicted["activations"] > 0
     assert predicted["others"] is None
+
+
+@pytest.mark.parametrize(
+    "quantization", [pytest.param((), marks=pytest.mark.slow), ("--quantization", "int8")], ids=["as stored", "int8"]
+)
+def test_the_prediction_is_near_what_a_fresh_process_measures(quantization, tmp_path):
+    path = tiny_model("qwen3", tmp_path / "m", vocab_size=32768, hidden_size=512, intermediate_size=2048)
+    program = "from pagedcli.cli.main import run; run()"
+    arguments = ["-m", path, "--device", "cpu", "--max-num-seqs", 32, "--format", "json", *quantization]
+    command = [sys.executable, "-c", program, "profile-memory", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if quantization and "native CPU kernels" in done.stderr and done.returncode:
+        pytest.skip("the native kernels cannot be built here")
+    found = json.loads(done.stdout)
+    if found["loading_peak_bytes"] is None:
+        pytest.skip("this system does not report a process's peak")
+    measured, predicted = terms_of(found), terms_of(found, "predicted_bytes")
+    assert predicted["weights"] == pytest.approx(measured["weights"], rel=0.02)
+    assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.5)
+    assert predicted["loading_peak"] == pytest.approx(measured["loading_peak"], rel=0.25)
+    assert 100 * 2**20 < measured["runtime"] < 400 * 2**20  # the mapped checkpoint is no part of it
+    note = next(row["note"] for row in found["waterfall"] if row["term"] == "weights")
+    assert note.startswith("int8, embedding and norms float32" if quantization else "float32")
 
 
 def test_an_int8_cache_is_counted_with_its_scales(tmp_path):
