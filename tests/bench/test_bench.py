@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagedcli.bench.floor import MachineLimits, workload_floor
-from pagedcli.bench.machine import Machine
+from pagedcli.bench.rates import MachineRates
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
 from pagedcli.cli.main import app
@@ -111,5 +111,5 @@ def test_kernels_state_their_share_of_the_limit():
 
 
 def test_the_better_of_two_measurements_of_a_machine_counts():
-    first, second = Machine(2, 50e9, 900e9, 800e9), Machine(2, 70e9, 880e9, 850e9)
-    assert first.best(second) == second.best(first) == Machine(2, 70e9, 900e9, 850e9)
+    first, second = MachineRates(2, 50e9, 900e9, 800e9), MachineRates(2, 70e9, 880e9, 850e9)
+    assert first.best(second) == second.best(first) == MachineRates(2, 70e9, 900e9, 850e9)

@@ -11,7 +11,7 @@ from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.errors import BackendError
-from pagedcli.inspection.prompt_plan import PrefixIndex, PromptPlan, percentile, prefix_digests
+from pagedcli.inspection.prompt_survey import PrefixIndex, PromptSurvey, percentile, prefix_digests
 from pagedcli.kvcache.block_manager import BlockManager
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -55,7 +55,7 @@ def test_the_measured_hit_rates_of_known_prompt_sets(file, arguments, expected):
 @pytest.mark.parametrize("num_prompts", [1, 2, 7])
 @pytest.mark.parametrize("shared", [0, 8, 100, 256, 300])
 def test_hits_follow_the_law(num_prompts, shared):
-    found = PromptPlan()
+    found = PromptSurvey()
     for i in range(num_prompts):
         found.add(i, [*range(shared), *[1000 + i] * 40], 0)
     for row in found.block_size_rows():
@@ -64,7 +64,7 @@ def test_hits_follow_the_law(num_prompts, shared):
 
 
 def test_the_last_token_of_an_equal_prompt_is_not_a_hit():
-    found = PromptPlan()
+    found = PromptSurvey()
     for i in range(3):
         found.add(i, list(range(64)), 0)
     assert found.num_repeated == 2
@@ -94,7 +94,7 @@ def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
         base = rng.choice(prompts)[0] if prompts and rng.random() < 0.7 else []
         token_ids = base[: rng.randint(0, len(base))] + [rng.randrange(3) for _ in range(rng.randint(1, 60))]
         prompts.append((token_ids, rng.choice([None, None, "salt"])))
-    found = PromptPlan()
+    found = PromptSurvey()
     for i, (token_ids, salt) in enumerate(prompts):
         found.add(i, token_ids, 0, cache_salt=salt)
     for row in found.block_size_rows():
@@ -111,7 +111,7 @@ def test_hits_are_those_of_a_block_manager_with_blocks_enough(seed):
 
 def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
     system, first, second = list(range(24)), [7] * 16, [8] * 16
-    found = PromptPlan()
+    found = PromptSurvey()
     for line, tail in enumerate([first, second, first, first, second], 1):
         found.add(line, [*system, *tail, line], 0)
     rows = [(r["num_tokens"], r["num_prompts"], r["first_line"], r["last_line"]) for r in found.longest_shared()]
@@ -122,7 +122,7 @@ def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
 
 
 def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
-    monkeypatch.setattr("pagedcli.inspection.prompt_plan._MIN_RECENT", 3)
+    monkeypatch.setattr("pagedcli.inspection.prompt_survey._MIN_RECENT", 3)
     index = PrefixIndex()
     prompts = [[token, *range(100)] for token in range(20)]
     for row, prompt in enumerate(prompts):
@@ -137,7 +137,7 @@ def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
 
 
 def test_waste_blocks_and_pools_by_hand():
-    found = PromptPlan()
+    found = PromptSurvey()
     for line in range(4):
         found.add(line, [line] * 20, 10)  # 30 tokens: two blocks of 16, two slots unfilled
     row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
@@ -150,7 +150,7 @@ def test_waste_blocks_and_pools_by_hand():
 
 
 def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_rest():
-    found = PromptPlan()
+    found = PromptSurvey()
     found.add(0, list(range(40)), 20, n=3)  # at 16: 2 full blocks of the prompt, and for each sample 2 of its own
     found.add(1, list(range(100, 110)), 6)  # 1 block
     row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
@@ -163,7 +163,7 @@ def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_re
 
 
 def test_percentiles_and_histogram():
-    found = PromptPlan()
+    found = PromptSurvey()
     for length in (1, 2, 3, 4, 100):
         found.add(0, [5] * length, 0)
     assert [percentile(found.prompt_lengths, share) for share in (0, 0.5, 0.95, 1)] == [1, 3, 100, 100]

@@ -11,7 +11,7 @@ import torch
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import select_backend
-from pagedcli.bench.machine import best_seconds
+from pagedcli.bench.rates import best_seconds
 from pagedcli.kvcache.budget import block_bytes
 from pagedcli.native.memory import ask_for_huge_pages
 

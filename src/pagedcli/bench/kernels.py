@@ -8,7 +8,7 @@ import torch
 from pagedcli.attention.base import dtype_name
 from pagedcli.bench.attention import STREAM_BYTES, AttentionShape, attention_rows
 from pagedcli.bench.floor import MachineLimits
-from pagedcli.bench.machine import best_seconds
+from pagedcli.bench.rates import best_seconds
 from pagedcli.errors import BackendError
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.native_linear import NativeLinear

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagedcli.bench.machine import Machine, measure_machine
+from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.engine.decide import DTYPES
@@ -39,7 +39,9 @@ class Throughput:
     """Several passes in one process, after a warm-up."""
 
     runs: list[Run]
-    machines: list[Machine]  # as it was during each run: what it can do changes while others use it; empty on a GPU
+    machines: list[
+        MachineRates
+    ]  # as it was during each run: what it can do changes while others use it; empty on a GPU
     load_s: float  # from the call to an engine that is ready
     warm_up_s: float
     engine: LLMEngine
@@ -54,7 +56,7 @@ class Throughput:
         return statistics.median(run.wall_s for run in self.runs)
 
     @property
-    def median_machine(self) -> Machine | None:
+    def median_machine(self) -> MachineRates | None:
         """The machine during the median run."""
         return self.machines[self.runs.index(self.median)] if self.machines else None
 
@@ -88,11 +90,11 @@ def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
     on_cpu = engine.runner.device.type == "cpu"
     dtype, int8 = DTYPES[engine.plan.dtype], config.quantization == "int8"
     runs, machines = [], []
-    before = measure_machine(dtype, int8=int8) if on_cpu else None
+    before = measure_rates(dtype, int8=int8) if on_cpu else None
     for workload in workloads:
         runs.append(measure(engine, workload))
         if before is not None:
-            after = measure_machine(dtype, int8=int8)
+            after = measure_rates(dtype, int8=int8)
             machines.append(after.best(before))
             before = after
     return Throughput(runs, machines, load_s, warm_up_s, engine)

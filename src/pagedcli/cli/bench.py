@@ -15,7 +15,7 @@ from pagedcli.errors import UsageError
 from pagedcli.kvcache.budget import head_bytes
 
 if TYPE_CHECKING:
-    from pagedcli.bench.machine import Machine
+    from pagedcli.bench.rates import MachineRates
     from pagedcli.bench.throughput import Throughput
 
 bench = typer.Typer(
@@ -138,7 +138,7 @@ def kernels(
     Exit codes: 0 measured, 2 wrong usage.
     """
     from pagedcli.bench.kernels import kernel_rows
-    from pagedcli.bench.machine import measure_machine
+    from pagedcli.bench.rates import measure_rates
     from pagedcli.bench.throughput import workload_config
     from pagedcli.engine.decide import model_folder, resolve_dtype, resolve_kv_dtype
     from pagedcli.models.reading import read_spec
@@ -149,7 +149,7 @@ def kernels(
     engine_config = workload_config(engine_config, preset_workload("W1"))
     spec = read_spec(model_folder(engine_config))
     dtype = resolve_dtype(engine_config.dtype, spec)
-    machine = measure_machine(dtype)
+    machine = measure_rates(dtype)
     kv_dtype = resolve_kv_dtype(engine_config.kv_cache_dtype, dtype, None)
     rows = kernel_rows(spec, machine.limits, tokens or [1, 8, 32, 512], dtype=dtype, kv_dtype=kv_dtype)
     columns = [
@@ -276,7 +276,7 @@ def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
     return row
 
 
-def _limits(machine: "Machine") -> str:
+def _limits(machine: "MachineRates") -> str:
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
     return (
         f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s in registers, "

@@ -16,7 +16,7 @@ from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
-from pagedcli.inspection.prompt_plan import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptPlan
+from pagedcli.inspection.prompt_survey import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptSurvey
 from pagedcli.kvcache.budget import blocks_for
 
 if TYPE_CHECKING:
@@ -187,13 +187,13 @@ def _bad_table(scan: PromptScan) -> Table:
     return Table("bad_rows", "Bad rows", columns, scan.bad_rows, notes, max_shown=_MAX_SHOWN)
 
 
-def _length_table(plan: PromptPlan) -> Table:
+def _length_table(plan: PromptSurvey) -> Table:
     names = ("mean", "min", "p50", "p95", "max", "total")
     columns = [Column("what", "tokens of"), *(Column(name, name, count) for name in names)]
     return Table("lengths", "Lengths (tokens)", columns, plan.length_rows())
 
 
-def _histogram_table(plan: PromptPlan) -> Table:
+def _histogram_table(plan: PromptSurvey) -> Table:
     rows = plan.histogram_rows()
     most = max(row["num_prompts"] for row in rows)
     rows = [{**row, "share_of_largest": row["num_prompts"] / most} for row in rows]
@@ -211,7 +211,7 @@ def _histogram_table(plan: PromptPlan) -> Table:
     return Table("histogram", "Prompts by length (tokens)", columns, rows)
 
 
-def _shared_table(plan: PromptPlan) -> Table:
+def _shared_table(plan: PromptSurvey) -> Table:
     rows = plan.longest_shared()
     sizes = [size for size in BLOCK_SIZES if size >= 16]
     columns = [
@@ -226,7 +226,7 @@ def _shared_table(plan: PromptPlan) -> Table:
     return Table("shared_prefixes", title, columns, rows, [*notes, _shared_in_words(plan)])
 
 
-def _shared_in_words(plan: PromptPlan) -> str:
+def _shared_in_words(plan: PromptSurvey) -> str:
     tokens = plan.longest_shared_tokens()
     if not tokens:
         return f"no two prompts begin with the same {UNIT} tokens: prefix caching gains nothing"
@@ -234,7 +234,7 @@ def _shared_in_words(plan: PromptPlan) -> str:
     return f"longest shared prefix: {tokens:,} tokens; in blocks: {parts}"
 
 
-def _block_size_table(plan: PromptPlan, engine: EngineConfig) -> Table:
+def _block_size_table(plan: PromptSurvey, engine: EngineConfig) -> Table:
     best = plan.recommended_block_size()
     num_blocks = plan.recommended_num_blocks(best, engine.max_num_seqs)
     columns = [
@@ -256,7 +256,7 @@ def _block_size_table(plan: PromptPlan, engine: EngineConfig) -> Table:
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 
 
-def _pool_table(plan: PromptPlan, engine: EngineConfig, pool: _Pool | None) -> Table:
+def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) -> Table:
     block_size = engine.block_size
     rows = plan.pool_rows(block_size, engine.max_num_seqs)
     columns = [Column("enough_for", "pool for"), Column("num_blocks", "blocks", count)]

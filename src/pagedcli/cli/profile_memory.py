@@ -20,7 +20,7 @@ from pagedcli.inspection.memory_report import (
     target_rows,
     waterfall_rows,
 )
-from pagedcli.inspection.prompt_plan import percentile
+from pagedcli.inspection.prompt_survey import percentile
 from pagedcli.kvcache.budget import MemoryTerms
 from pagedcli.kvcache.cards import CARDS
 

@@ -11,7 +11,7 @@ import typer
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import RequestError
-from pagedcli.inspection.prompt_plan import PromptPlan
+from pagedcli.inspection.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
     from pagedcli.batch.intake import Refused
@@ -37,7 +37,7 @@ class PromptScan:
 
     spec: "ModelSpec | None"  # None: a tokenizer's folder without config.json
     max_model_len: int | None  # tokens
-    plan: PromptPlan = field(default_factory=PromptPlan)
+    plan: PromptSurvey = field(default_factory=PromptSurvey)
     num_rows: int = 0
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)

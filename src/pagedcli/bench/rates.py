@@ -22,7 +22,7 @@ GEMM_TOKENS, GEMM_OUT, GEMM_IN = 1024, 4096, 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRates:
     """Rates on `threads` threads; bytes and operations per second, two operations per multiply-add."""
 
     threads: int
@@ -30,9 +30,9 @@ class Machine:
     flop_per_s: float  # in registers; of a large matrix product where the native library is missing
     gemm_flop_per_s: float  # of a product of 1024 tokens with a 4096 x 1024 weight
 
-    def best(self, other: "Machine") -> "Machine":
+    def best(self, other: "MachineRates") -> "MachineRates":
         """The higher of both rates: other work on the machine only ever takes away."""
-        return Machine(
+        return MachineRates(
             self.threads,
             max(self.read_bytes_per_s, other.read_bytes_per_s),
             max(self.flop_per_s, other.flop_per_s),
@@ -45,7 +45,7 @@ class Machine:
         return MachineLimits(self.read_bytes_per_s, self.flop_per_s)
 
 
-def measure_machine(dtype: torch.dtype, *, int8: bool = False) -> Machine:
+def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
     """Measure for the dtype that is computed with, or for int8 multiply-adds. Takes about a second."""
     threads = torch.get_num_threads()
     data = empty_in_huge_pages(READ_BYTES // 4, torch.float32).fill_(1)
@@ -55,10 +55,10 @@ def measure_machine(dtype: torch.dtype, *, int8: bool = False) -> Machine:
         library = load_library()
     except BackendError:
         gemm = gemm_flops / best_seconds(lambda: torch.nn.functional.linear(x, weight))
-        return Machine(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm)
+        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm)
     read = library.functions.native_read_all
     linear = NativeLinear(library, weight, quantize=int8)
-    return Machine(
+    return MachineRates(
         threads,
         READ_BYTES / best_seconds(lambda: read(data.data_ptr(), data.numel(), threads)),
         _register_rate(library.functions, INT8 if int8 else DTYPE_CODES[dtype], threads),

@@ -127,7 +127,7 @@ class _Shape:
 
 
 @dataclass(slots=True)
-class PromptPlan:
+class PromptSurvey:
     """The fold over a file's prompts. Rows are numbered as the caller likes (line numbers)."""
 
     num_prompts: int = 0
