@@ -43,6 +43,16 @@ def test_a_sound_machine_passes_every_check():
     assert "all " in result.stderr
 
 
+def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeypatch):
+    from pagedcli.cli.doctor import _instruction_notes
+    from pagedcli.native import build
+
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"}))
+    notes = _instruction_notes()
+    assert "matrix products: amx_tile, avx512_fp16, fma" in notes[0]
+    assert len(notes) == 1 or ("bfloat16 by" in notes[1] and "not used: avx512_fp16" in notes[1])
+
+
 def test_a_wrong_cache_fails_the_look_ups(monkeypatch):
     """Only the first cached block is given out, again and again. (Swapped ones do no harm: K knows its position.)"""
     sound = BlockManager.lookup

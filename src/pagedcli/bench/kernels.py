@@ -1,4 +1,4 @@
-"""Times of the parts of a step, each beside the limit that it meets: reading its bytes or doing its operations."""
+"""Times of the parts of a step, each compared with its limit: reading its bytes or doing its operations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ import torch
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.native import load_library
+from pagedcli.native import load_library, paths
 from pagedcli.native.memory import empty_in_huge_pages
 from pagedcli.native.structs import DTYPE_CODES, INT8
 
@@ -27,8 +27,9 @@ class MachineRates:
 
     threads: int
     read_bytes_per_s: float
-    flop_per_s: float  # in registers; of a large matrix product where the native library is missing
+    flop_per_s: float  # of `instructions` in registers; of a large matrix product without the native library
     gemm_flop_per_s: float  # of a product of 1024 tokens with a 4096 x 1024 weight
+    instructions: str  # whose peak flop_per_s is; others of the processor, such as tiles, may be faster
 
     def best(self, other: "MachineRates") -> "MachineRates":
         """The higher of both rates: other work on the machine only ever takes away."""
@@ -37,12 +38,13 @@ class MachineRates:
             max(self.read_bytes_per_s, other.read_bytes_per_s),
             max(self.flop_per_s, other.flop_per_s),
             max(self.gemm_flop_per_s, other.gemm_flop_per_s),
+            self.instructions,
         )
 
     @property
     def limits(self) -> MachineLimits:
-        """For bench.floor."""
-        return MachineLimits(self.read_bytes_per_s, self.flop_per_s)
+        """For bench.floor: the higher of both rates of arithmetic, as a product by tiles may beat the registers."""
+        return MachineLimits(self.read_bytes_per_s, max(self.flop_per_s, self.gemm_flop_per_s))
 
 
 def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
@@ -55,7 +57,7 @@ def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
         library = load_library()
     except BackendError:
         gemm = gemm_flops / best_seconds(lambda: torch.nn.functional.linear(x, weight))
-        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm)
+        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm, "torch's matrix product")
     read = library.functions.native_read_all
     linear = NativeLinear(library, weight, quantize=int8)
     return MachineRates(
@@ -63,7 +65,16 @@ def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
         READ_BYTES / best_seconds(lambda: read(data.data_ptr(), data.numel(), threads)),
         _register_rate(library.functions, INT8 if int8 else DTYPE_CODES[dtype], threads),
         gemm_flops / best_seconds(lambda: linear(x)),
+        _instructions(library.functions, dtype, int8=int8),
     )
+
+
+def _instructions(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> str:
+    """What native_multiply_adds runs: vector instructions, never tiles."""
+    if int8:
+        return paths.NAMES[paths.Path.INT8_VECTOR]
+    has_dot = dtype == torch.bfloat16 and paths.bf16_path(functions) != paths.Path.FMA
+    return paths.NAMES[paths.Path.BF16_DOT if has_dot else paths.Path.FMA]
 
 
 def best_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> float:

@@ -1,4 +1,4 @@
-"""`pagedcli bench`: how fast the engine is here, beside what the machine can do at best."""
+"""`pagedcli bench`: how fast the engine is here, compared with what the machine can do at best."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedcli.bench.throughput import Throughput
 
 bench = typer.Typer(
-    help="Measure speed beside what the machine can do at best.",
+    help="Measure speed, and compare it with the limits of the machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -126,7 +126,7 @@ def kernels(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Time linear layers, norms and attention of a model's shape on the CPU, each beside the limit that it meets.
+    """Time linear layers, norms and attention of a model's shape on the CPU, each compared with its limit.
 
     \b
     Examples:
@@ -175,7 +175,7 @@ def cache(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """What a KV cache is worth: one request with it, and with the whole text computed again for every token.
+    """Compare one request with a KV cache and with the whole text computed again for every token.
 
     \b
     Examples:
@@ -279,8 +279,8 @@ def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
 def _limits(machine: "MachineRates") -> str:
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
     return (
-        f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s in registers, "
-        f"{gemm:,.0f} in a large matrix product."
+        f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
+        f" {machine.instructions} in registers, {gemm:,.0f} in a large matrix product. The limit is the higher one."
     )
 
 
@@ -294,5 +294,8 @@ def _notes(result: "Throughput", rows: list[dict[str, Any]]) -> list[str]:
             for key in ("read_bytes_per_s", "flop_per_s")
         )
         threads = machines[0]["threads"]
-        notes.append(f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s on {threads} threads.")
+        notes.append(
+            f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s of"
+            f" {machines[0]['instructions']} on {threads} threads."
+        )
     return notes

@@ -30,6 +30,8 @@ _PACKAGES = (
     "flash-attn",
     "ziglang",
 )
+_FLAGS = {"fma", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni"}  # x86
+_FLAGS |= {"asimd", "asimdhp", "bf16", "i8mm", "sve", "sme"}  # Arm
 EXIT_FAILED = 1
 
 
@@ -114,6 +116,7 @@ def _devices_table() -> Table:
         detail = f"{about.name}, compute capability {about.major}.{about.minor}, {about.multi_processor_count} SMs"
         rows.append({"device": f"cuda:{index}", "total_bytes": total, "free_bytes": free, "detail": detail})
     notes = [] if torch.cuda.device_count() else [f"no CUDA GPU: {_why_no_gpu()}"]
+    notes += _instruction_notes()
     columns = [
         Column("device", "device"),
         Column("total_bytes", "memory", size),
@@ -130,6 +133,29 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _instruction_notes() -> list[str]:
+    """What the native kernels multiply with, and what else the processor has for it."""
+    from pagedcli.native import load_library, paths
+    from pagedcli.native.build import processor_flags
+
+    flags = processor_flags()
+    found = sorted(flag for flag in flags if flag.startswith("amx") or flag in _FLAGS)
+    notes = [f"instructions of the processor for matrix products: {', '.join(found) or 'none known'}"]
+    try:
+        library = load_library().functions
+    except BackendError:
+        return notes
+    bf16, int8 = paths.bf16_path(library), paths.int8_path(library)
+    names = f"bfloat16 by {paths.NAMES[bf16]}, int8 by {paths.NAMES[int8]}, other types by float32 multiply-adds"
+    unused: list[str] = [flag for flag in ("avx512_fp16", "amx_fp16") if flag in flags]
+    if bf16 != paths.Path.BF16_TILES and "amx_bf16" in flags:
+        unused.append("amx_bf16")
+    if int8 != paths.Path.INT8_TILES and "amx_int8" in flags:
+        unused.append("amx_int8")
+    notes.append(f"native kernels: {names}; not used: {', '.join(unused) or 'none of those above'}")
+    return notes
 
 
 def _num_cores() -> int:

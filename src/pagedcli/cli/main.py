@@ -29,7 +29,7 @@ COMMANDS = {
     "report": "Make one HTML page of a recorded run.",
     "plan": "Say what a prompt file would do to the KV cache.",
     "profile-memory": "Say where the memory goes and how many KV blocks fit.",
-    "bench": "Measure speed beside what the machine can do at best.",
+    "bench": "Measure speed, and compare it with the limits of the machine.",
     "doctor": "Check this machine and what pagedcli can use of it.",
 }
 

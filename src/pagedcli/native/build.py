@@ -189,6 +189,12 @@ def _run_compiler(compiler: Compiler, arguments: list[str]) -> None:
         raise BackendError(f"the C++ compiler {compiler.command[0]} failed: {errors[0]}")
 
 
+def processor_flags() -> frozenset[str]:
+    """The features that the system reports of the processor, by its names; empty where it reports none."""
+    lines = [line for line in _processor_features().splitlines() if line.startswith(("flags", "Features"))]
+    return frozenset(lines[0].split(":", 1)[1].split()) if lines else frozenset()
+
+
 def _processor_features() -> str:
     """What -march=native looks at, as far as the system tells."""
     try:

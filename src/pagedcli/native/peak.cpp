@@ -1,4 +1,4 @@
-// The rate of multiply-adds that live in registers: what no kernel of this processor can exceed.
+// The rate of vector multiply-adds that live in registers: what no kernel of the same instructions can exceed.
 
 #include "parallel.h"
 #include "simd.h"
