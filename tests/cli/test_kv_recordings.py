@@ -58,8 +58,8 @@ def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would
 def test_explain_shows_where_near_twins_part_in_text(tmp_path):
     from pagedcli.cli.kv_recording import kv_decoder
 
-    path, size = tmp_path / "e.jsonl", 8
-    text = {kv_decoder("builtin")((token,)): token for token in range(300, 0, -1)}
+    path, size, decode = tmp_path / "e.jsonl", 8, kv_decoder("builtin")
+    text = {decode((token,)): token for token in range(300, 0, -1)}
     cached, prompt = ([text[c] for c in f"{'at 15:'}{end}"] for end in ("09", "10"))
     with CaptureWriter(path, ["x"], tokens=True) as writer:
         events = [stored(n, tokens=ids, block_size=size) for n, ids in enumerate((cached, prompt), 1)]

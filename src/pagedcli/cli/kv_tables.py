@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.cli.tables import Column, Table, count, decimal, percent, text
-from pagedcli.kvevents.branches import Branch, Shape, Twins, largest_branches, near_twins, token_ids
+from pagedcli.kvevents.branches import Branch, Shape, largest_branches, near_twins, token_ids
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import CurvePoint
 from pagedcli.kvevents.summary import cache_rows, churn_rows, facts, limits, lora_rows
+from pagedcli.kvevents.tree import Node, PrefixTree
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Decode = Callable[[tuple[int, ...]], str]
 _MOST_BRANCHES = 12
 _MOST_TWINS = 8
+_MOST_TREES = 8
+_MOST_CACHES = 50
 _SHOWN_TOKENS = 24  # of a branch, decoded
 
 _FIGURES = {
@@ -79,7 +82,7 @@ def _caches_table(rows: list[dict[str, Any]]) -> Table:
         Column("num_tokens", "tokens", count), Column("capacity_blocks", "of blocks", count),
         Column("num_prompts", "roots", count), Column("max_depth_blocks", "depth", count),
     ]  # fmt: skip
-    return Table("caches", "Resident, by cache group and medium", columns, rows)
+    return Table("caches", "Resident, by cache group and medium", columns, rows, max_shown=_MOST_CACHES)
 
 
 def _lora_table(rows: list[dict[str, Any]]) -> Table:
@@ -98,7 +101,7 @@ def churn_table(state: KVState) -> Table:
 
 def branches_table(state: KVState, decode: Decode | None) -> Table:
     """The largest subtrees of every tree."""
-    rows = [row for tree in state.trees for row in _branch_rows(Shape(tree), decode)]
+    rows = [row for tree in _largest_trees(state) for row in _branch_rows(Shape(tree), decode)]
     columns = [
         Column("branch", "prefix"), Column("depth", "at block", count), Column("num_run_blocks", "run", count),
         Column("num_children", "forks", count), Column("num_blocks", "blocks below", count),
@@ -106,6 +109,10 @@ def branches_table(state: KVState, decode: Decode | None) -> Table:
     ]  # fmt: skip
     title = "Largest subtrees: runs of blocks without a fork, each below the one it continues"
     return Table("branches", title, columns, rows)
+
+
+def _largest_trees(state: KVState) -> list[PrefixTree]:
+    return sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
 
 
 def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[dict[str, Any]]:
@@ -137,32 +144,30 @@ def branch_label(branch: Branch, decode: Decode | None) -> str:
 
 
 def twins_table(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> Table:
-    """Where near twins part. Empty without tokens."""
+    """Where near twins part, with a tokenizer as text. Empty unless tokens, or digests of them, were kept."""
     rows = []
-    for tree in state.trees:
+    for tree in _largest_trees(state):
         for twins in near_twins(Shape(tree, with_gone=with_gone), _MOST_TWINS):
-            rows.append(
-                {
-                    "place": twins.num_prefix_tokens + twins.num_equal, "num_equal": twins.num_equal,
-                    "num_tokens": twins.num_tokens,
-                    "first": twin_text(twins, decode, second=False), "second": twin_text(twins, decode, second=True),
-                }
-            )  # fmt: skip
+            row: dict[str, Any] = {
+                "place": twins.num_prefix_tokens + twins.num_equal, "num_equal": twins.num_equal,
+                "num_tokens": twins.num_tokens,
+            }  # fmt: skip
+            if decode is not None:
+                row["first"] = _text_around(twins.first, twins.num_equal, decode)
+                row["second"] = _text_around(twins.second, twins.num_equal, decode)
+            rows.append(row)
     columns = [
         Column("place", "part at token", count), Column("num_equal", "equal in the block", count),
-        Column("num_tokens", "tokens after it", count), Column("first", "one"), Column("second", "other"),
+        Column("num_tokens", "tokens after it", count),
     ]  # fmt: skip
+    if decode is not None:
+        columns += [Column("first", "one"), Column("second", "other")]
     return Table("twins", "Near twins: prompts that part inside a block", columns, rows)
 
 
-def twin_text(twins: Twins, decode: Decode | None, *, second: bool) -> str:
-    """A few tokens on each side of the place where two blocks part."""
-    num_before = 2 if decode is None else 8
-    ids = token_ids([twins.second if second else twins.first])
-    shown = ids[max(0, twins.num_equal - num_before) : twins.num_equal + num_before // 2 + 1]
-    if decode is None:
-        return " ".join(map(str, shown))
-    return f"...{decode(tuple(shown))!r}"
+def _text_around(node: Node, place: int, decode: Decode) -> str:
+    """A few tokens on each side of a place in a block."""
+    return f"...{decode(tuple(token_ids([node])[max(0, place - 8) : place + 5]))!r}"
 
 
 def _unknown_table(state: KVState) -> Table:
