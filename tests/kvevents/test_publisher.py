@@ -16,6 +16,7 @@ from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
 from pagedcli.kvevents.summary import facts, limits
+from pagedcli.kvevents.tree import PrefixTree
 
 LOOPBACK = "tcp://127.0.0.1:*"
 
@@ -53,20 +54,25 @@ def rebuilt(tree):
     return {node.hash: (node.tokens, node.parent) for node in tree.resident()}
 
 
+def step(sim, rng):
+    """A step, which sometimes raises before or after the device had it."""
+    sim.executor.fail_launch, sim.executor.fail_read = rng.random() < 0.02, rng.random() < 0.02
+    with suppress(RuntimeError):
+        sim.step()
+
+
 def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs():
     num_removed = num_preempted = 0
     for seed in range(100):
         rng, sent = random.Random(seed), []
         state = KVState(keep_tokens=True)
         sim = random_run(rng, sent.append)
-        while sim.scheduler.has_unfinished:
-            sim.executor.fail_launch = rng.random() < 0.03
-            with suppress(RuntimeError):
-                sim.step()
+        while sim.has_unfinished_requests():
+            step(sim, rng)
             for payload in sent:
                 state.take([b"kv", state.num_batches.to_bytes(8, "big"), payload], 0.0)
             sent.clear()
-            (tree,) = state.trees or [KVState()]
+            (tree,) = state.trees or [PrefixTree()]
             expected = content(sim.block_manager)
             found = rebuilt(tree)
             assert found.keys() == expected.keys()

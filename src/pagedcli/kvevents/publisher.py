@@ -71,9 +71,6 @@ class KVEventPublisher(View[PoolState]):
         self._token_ids.pop(event.seq_id, None)
 
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
-        if len(self._published) > len(state.hash_to_block_id):  # a step that failed may take blocks out of the index
-            for block_hash in self._published - state.hash_to_block_id.keys():
-                self._removed(block_hash)
         self._flush()
 
     def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
