@@ -80,27 +80,30 @@ def trace(
         raise UsageError("-o - would mix rows with the view", hint="give a file, or use pagedcli generate --record")
     job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
     job.check_files()
-    printer: StepPrinter | None = None
-    observers: list[Emit] = []
+    as_json = format_ is StepFormat.JSON
+    printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=as_json) if as_tables else None
+    view = printer or LiveView(Console(stderr=True), follow=follow, paused=paused)
+    raise typer.Exit(_run(job, view, trace_tokens=record_tokens))
+
+
+def _run(job: Job, view: StepPrinter | LiveView, *, trace_tokens: bool) -> int:
+    """Generate under a view, and into a trace file if the job names one. Returns the exit code."""
+    observers: list[Emit] = [view.on_event]
     with ExitStack() as stack:
-        writer = None if record is None else TraceWriter(record, overwrite=overwrite, resume=resume)
-        if writer is not None:
-            observers.append(stack.enter_context(writer))
-        if as_tables:
-            as_json = format_ is StepFormat.JSON
-            printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=as_json)
-            observers.append(printer.on_event)
-        else:
-            view = LiveView(Console(stderr=True), follow=follow, paused=paused)
-            observers.append(stack.enter_context(view).on_event)
+        writer = None
+        if job.record is not None:
+            writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
+            observers.insert(0, writer)
+        if isinstance(view, LiveView):
+            stack.enter_context(view)
 
         def emit(event: Event) -> None:
             for observer in observers:
                 observer(event)
 
-        code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=not as_tables)
+        code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=isinstance(view, LiveView))
     if writer is not None and writer.path.exists():
-        say(f"trace: {writer.path}; look again with: pagedcli replay {record}")
-    if printer is not None and step is not None and not printer.num_printed:
-        raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
-    raise typer.Exit(code)
+        say(f"trace: {writer.path}; look again with: pagedcli replay {job.record}")
+    if isinstance(view, StepPrinter) and view.only_step is not None and not view.num_printed:
+        raise UsageError(f"there is no step {view.only_step}: the last one was {view.moment.state.step_number}")
+    return code

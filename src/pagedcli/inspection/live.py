@@ -43,7 +43,7 @@ class StepPrinter:
         self.fold = pool_fold(self.moment)
         self.num_printed = 0
         self._console = console
-        self._only_step = only_step
+        self.only_step = only_step
         self._as_json = as_json
 
     def on_event(self, event: Event) -> None:
@@ -53,7 +53,7 @@ class StepPrinter:
 
     def show(self, event: Event) -> None:
         """Print the step if this event, which the fold has, completes what its forward pass sees."""
-        if isinstance(event, StepScheduled) and self._only_step in (None, event.step):
+        if isinstance(event, StepScheduled) and self.only_step in (None, event.step):
             self.num_printed += 1
             if self._as_json:
                 self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")

@@ -150,7 +150,7 @@ def pool_line(state: PoolState) -> Text:
 
 
 def block_ids_text(state: PoolState, block_table: Sequence[int], width: int | None = None) -> str:
-    """`0-3×2 7 9`: block ids in order, neighbours with the same ref_count as a range, ref_counts over 1 behind a ×.
+    """`0-3×2 7 9`: block ids in order, neighbours with the same ref_count as a range, ref_counts over 1 after a ×.
 
     Cut to a width, the middle gives way to the number of blocks left out: `0-3×2 …12… 9`.
     """
@@ -230,7 +230,7 @@ def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...
 
 
 def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:
-    """The reason that the scheduler gave for the first of the queue; the others stand behind it."""
+    """The reason that the scheduler gave for the first of the queue; the place in the queue for the others."""
     engine, step = state.engine, state.step
     times = f" (preempted {plural(seq.num_preemptions, 'time')})" if seq.num_preemptions else ""
     if engine is not None and step is not None and step.waiting is not None and step.waiting.seq_id == seq.seq_id:

@@ -109,8 +109,8 @@ class _Writer:
         self.write(ph="M", name="thread_name", pid=_SEQUENCES, tid=seq.seq_id, args={"name": name})
         for phase in seq.phases:
             assert phase.last_step is not None, "a finished timeline has no open phase"
-            begin, behind = phase.first_step - first_step, phase.last_step + 1 - first_step
+            begin, next_step = phase.first_step - first_step, phase.last_step + 1 - first_step
             if not 0 <= begin < len(starts):
                 continue
-            ts, after = starts[begin], starts[behind] if behind < len(starts) else max(self.last, starts[-1])
+            ts, after = starts[begin], starts[next_step] if next_step < len(starts) else max(self.last, starts[-1])
             self.write(ph="X", name=phase.status, pid=_SEQUENCES, tid=seq.seq_id, ts=ts, dur=after - ts)

@@ -1,6 +1,6 @@
 """Figures of a run, each with its window and unit: hit rates, work lost, memory. Views of PoolState.
 
-Used by the views and the report; knows no terminal.
+Used by the views and the report; draws nothing.
 """
 
 from array import array
