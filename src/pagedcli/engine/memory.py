@@ -153,7 +153,7 @@ def step_blocks(step: StepShape, block_size: int) -> int:
 
 
 def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
-    """Bytes that a step of new prompts takes beside weights and cache; None where the system does not tell (a CPU
+    """Bytes that a step of new prompts takes besides weights and cache; None where the system does not say (a CPU
     outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
     """
     work = _prompts(runner, step)

@@ -23,7 +23,7 @@ from pagedcli.kvcache.budget import blocks_for
 from pagedcli.sampling_params import SamplingParams
 
 CHUNK = 7  # tokens; divides no block size, so that chunks end inside blocks
-_EXTRA_TOKENS = 32  # generated behind an answer where sequences have to grow into new blocks
+_EXTRA_TOKENS = 32  # generated after an answer where sequences have to grow into new blocks
 # of values that are averages of standard normal ones; each dtype's own rounding is below a third of it
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -76,7 +76,7 @@ def _timed(check: str, run: Callable[[], str]) -> CheckResult:
         passed, detail = True, run()
     except (_Failure, PagedcliError) as error:
         passed, detail = False, str(error)
-    except Exception as error:  # a diagnosis goes on, and says what broke: a driver raises anything
+    except Exception as error:  # a diagnosis continues, and says what broke: a driver raises anything
         passed, detail = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return CheckResult(check, passed, detail, time.perf_counter() - start)
 

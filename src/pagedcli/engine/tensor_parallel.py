@@ -162,7 +162,7 @@ class WorkerGroup:
                 self._fail(worker, cause)
 
     def _fail(self, worker: "_Worker", cause: BaseException | None) -> None:
-        failure = WorkerFailure(worker.obituary(), hint="rows written before are kept: --resume goes on behind them")
+        failure = WorkerFailure(worker.obituary(), hint="rows written before are kept: --resume continues after them")
         self.close()
         raise failure from cause
 

@@ -1,6 +1,6 @@
 """How many blocks fit: arithmetic only, the same for a measured machine and for one described by numbers.
 
-Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; knows no torch.
+Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; needs no torch.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Chained block hashes: the identity of a full block is its tokens and everything before them.
 
-Used by block_manager; knows nothing of blocks or of the engine. Tokens are kept as int64 bytes: compared at once,
+Used by BlockManager; needs neither blocks nor the engine. Tokens are kept as int64 bytes: compared at once,
 hashed without conversion, and no burden for the garbage collector.
 """
 
