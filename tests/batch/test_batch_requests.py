@@ -95,6 +95,44 @@ def test_stdin_has_rows_but_no_digest(monkeypatch):
     assert [line.content for line in source] == [b'{"prompt": "a"}']
 
 
+# ---------------------------------------------------------------------- a file that changes while it is read
+
+
+def numbered(*numbers):
+    return "".join(f'{{"prompt": "row {number}"}}\n' for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (numbered(0, 1, 9), "line 3 (row 2) is not the one"),
+        (numbered(0, 1, 3), "line 3 (row 2) is not the one"),
+        (numbered(0, 1), "it had 4 rows and ends after 2 now"),
+        ("", "it had 4 rows and ends after 0 now"),
+    ],
+)
+def test_a_file_that_is_cut_or_rewritten_while_it_is_read_is_an_error_that_says_where(tmp_path, changed, said):
+    path = tmp_path / "in.jsonl"
+    path.write_text(numbered(0, 1, 2, 3))
+    source = LineSource(str(path))
+    source.scan()
+    path.write_text(changed)
+    with pytest.raises(PagedcliError) as stopped:
+        list(source)
+    assert said in stopped.value.message
+    assert stopped.value.exit_code == 1
+
+
+def test_rows_that_are_added_while_a_file_is_read_are_left_for_another_run(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(numbered(0, 1))
+    source = LineSource(str(path))
+    source.scan()
+    path.write_text(numbered(0, 1, 2))
+    assert [line.index for line in source] == [0, 1]
+    assert source.has_grown
+
+
 # ---------------------------------------------------------------------- good lines
 
 

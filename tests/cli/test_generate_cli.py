@@ -7,13 +7,11 @@ import shutil
 import struct
 
 import pytest
-from cli_harness import FAST, pagedcli, rows_of
+from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from conftest import shared_data
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.decide import model_folder
-
-PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "The fox", "Hello"))
 
 
 @pytest.fixture

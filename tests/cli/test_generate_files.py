@@ -9,9 +9,7 @@ import sys
 import threading
 
 import pytest
-from cli_harness import FAST, pagedcli, rows_of
-
-PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upon a time", "The fox", "Hello"))
+from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 
 
 @pytest.fixture
@@ -212,3 +210,23 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
         arguments = shlex.split(line.partition(": pagedcli ")[2])
     assert exit_codes == [1, 1, 3]
     assert len(rows_of(tmp_path / "my out.jsonl")) == 8
+
+
+def test_an_input_that_is_rewritten_during_the_run_ends_it_and_can_be_put_back(prompts, out, monkeypatch):
+    from pagedcli.batch import job as job_module
+
+    start = job_module.OpenJob.start
+
+    def rewritten(work, *arguments, **options):
+        prompts.write_text(PROMPTS.replace("Hello", "Changed"))
+        return start(work, *arguments, **options)
+
+    monkeypatch.setattr(job_module.OpenJob, "start", rewritten)
+    said = pagedcli("generate", prompts, "-o", out, *FAST, expect=1).stderr
+    assert "was changed while it was read: line 3 (row 2)" in said
+    assert "--resume" in said
+    assert not out.exists()
+    monkeypatch.undo()
+    prompts.write_text(PROMPTS)
+    pagedcli("generate", prompts, "-o", out, *FAST, "--resume")
+    assert len(rows_of(out)) == 3

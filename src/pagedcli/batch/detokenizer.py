@@ -38,10 +38,10 @@ class IncrementalDetokenizer:
 
 
 class StopStringChecker:
-    """Told each token of one sample; knows when a stop string occurs in the text, also across token borders.
+    """Receives each token of one sample and finds stop strings in the text, also across token borders.
 
     A stop string counts only if it ends after `min_tokens` tokens. Then `stopped` is True and `text` is cut before
-    it (behind it with include_stop_str_in_output).
+    it (after it with include_stop_str_in_output).
     """
 
     __slots__ = ("_detokenizer", "_include", "_min_tokens", "_num_tokens", "_stops", "stopped", "text")

@@ -1,5 +1,5 @@
 """Structured output: a JSON schema or a regular expression decides which token may come next. Used by batch.run and the
-Python door; the only place that talks to llguidance.
+Python interface; the only place that talks to llguidance.
 """
 
 import json
@@ -34,7 +34,7 @@ class GrammarGuide:
         self.error: str | None = None
 
     def accept(self, token_id: int) -> bool:
-        """Take a token. Returns whether the text is complete, or cannot go on (`error`)."""
+        """Take a token. Returns whether the text is complete, or cannot continue (`error`)."""
         self._matcher.consume_token(token_id)
         self.allowed_tokens = self._matcher.compute_bitmask()
         if self._matcher.is_error():

@@ -1,4 +1,4 @@
-"""A batch job: the files, the fingerprint and the engine of one run, put together. Knows no terminal.
+"""A batch job: the files, the fingerprint and the engine of one run, put together. Does not use the terminal.
 
 Used by cli.session, which reports what happens. The steps come in the order of the methods; each may refuse the job.
 """

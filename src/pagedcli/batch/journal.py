@@ -186,7 +186,7 @@ class Journal:
         self.num_failed_rows += not ok
 
     def _load(self, lines: Iterator[bytes], offset: int) -> int:
-        """Remember every whole record. Returns the offset behind the last whole line."""
+        """Remember every whole record. Returns the offset after the last whole line."""
         decoder = msgspec.json.Decoder(_Record)
         for line in lines:
             if not line.endswith(b"\n"):

@@ -1,6 +1,6 @@
 """The batch run: lines in, requests through the engine, rows out. Pulls lines only as the engine needs them.
 
-Used by cli.generate; knows no terminal. Whatever is wrong with a line becomes its row.
+Used by batch.job; does not use the terminal. Whatever is wrong with a line becomes its row.
 """
 
 import time

@@ -28,7 +28,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_failed_rows: int
     digest: str  # xxh3-128 of the lines of the output, in hex
     input: InputScan  # the rows that were read; of a shard also those of the others
-    fingerprint: dict[str, str]  # what decides the rows besides the input, see batch.fingerprint
+    fingerprint: dict[str, str]  # what decides the rows, apart from the input; see batch.fingerprint
 
     @property
     def shard(self) -> str:

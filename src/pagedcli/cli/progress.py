@@ -63,7 +63,7 @@ def rows_text(stats: BatchStats) -> str:
 
 
 def eta_text(stats: BatchStats) -> str | None:
-    """Time left if the rows go on at their average pace; None if nobody knows."""
+    """Time left if the rows go on at their average pace; None if it is not known."""
     if stats.num_rows is None or not stats.num_done:
         return None
     seconds = round((stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done)
