@@ -139,6 +139,19 @@ def test_blocks_are_counted_per_adapter():
     assert lora_rows(state_of(message(0, stored(1)))) == []
 
 
+def test_where_a_copy_lies_and_whose_it_is_are_counted():
+    state = state_of(message(0, stored(1, locality="LOCAL", ownership="OWNED"), removed(1, locality="LOCAL")))
+    assert facts(state)["field_values"] == {"locality=LOCAL": 2, "ownership=OWNED": 1}
+
+
+def test_rates_are_of_the_last_ten_seconds():
+    state = KVState()
+    for second in range(31):
+        state.take(message(second, stored(second)), float(second))
+    assert facts(state)["stored_blocks_per_s"] == 1.1  # eleven messages from second 20 to 30
+    assert len(state.recent) == 11
+
+
 def test_branches_are_runs_without_a_fork_largest_first():
     #  1 - 2 - 3 - 4      and 9
     #       \\- 5

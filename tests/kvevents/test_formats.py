@@ -6,9 +6,11 @@ from array import array
 
 import msgspec
 import pytest
+from kv_event_harness import message, stored
 
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.tree import History, Node
 from pagedcli.kvevents.wire import (
     MAX_PAYLOAD_BYTES,
     Cleared,
@@ -159,12 +161,15 @@ def test_tensorrt_llm_json_with_every_event():
         Removed([first], None, group, {}),
         Removed([second], None, "1", {}),
     ]
-    assert (batch.event_ids, batch.num_malformed, batch.unknown_types) == ((0, 5), 0, [])
+    # two ranks in one message number their events each on their own
+    assert (batch.event_ids, batch.rank, batch.num_malformed, batch.unknown_types) == (None, None, 0, [])
 
 
 def test_tensorrt_llm_one_event_per_message():
     one = b'{"event_id": 9, "data": {"type": "removed", "block_hashes": [-5]}}'
-    assert decode_batch(one).events == [Removed([-5], None, None, {})]
+    batch = decode_batch(one)
+    assert batch.events == [Removed([-5], None, None, {})]
+    assert batch.event_ids == (9, 9)
 
 
 def test_mooncake_store_with_every_event():
@@ -260,6 +265,23 @@ def test_10_000_fuzzed_frames_never_raise_and_keep_little():
     for counter in (state.unknown_types, state.unknown_fields, state.field_values):
         assert len(counter) <= 256
     assert len(state.publishers) <= 256
+
+
+def test_tokens_are_kept_only_as_far_as_they_fit():
+    history, home = History(max_blocks=2, max_token_bytes=16), {}
+    nodes = [Node(home, place, None, 1, None) for place in range(3)]
+    for node in nodes:
+        history.keep_tokens(node, b"12345678")
+    assert [node.tokens is not None for node in nodes] == [True, True, False]
+
+
+def test_cache_groups_beyond_the_limit_are_said():
+    state = KVState()
+    for group in range(70):
+        state.take(message(group, stored(group, group_idx=group)), 0.0)
+    assert len(state.trees) == 64
+    assert state.num_malformed == 6
+    assert "too many cache groups" in state.notes[-1]
 
 
 def test_a_tree_never_holds_more_blocks_than_its_limit():

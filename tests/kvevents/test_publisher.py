@@ -2,7 +2,7 @@
 
 import random
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -55,20 +55,23 @@ def rebuilt(tree):
 
 
 def step(sim, rng):
-    """A step, which sometimes raises before or after the device had it."""
+    """A step, which sometimes raises before or after the device had it: then False."""
     sim.executor.fail_launch, sim.executor.fail_read = rng.random() < 0.02, rng.random() < 0.02
-    with suppress(RuntimeError):
+    try:
         sim.step()
+    except RuntimeError:
+        return False
+    return True
 
 
 def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs():
-    num_removed = num_preempted = 0
+    num_removed = num_preempted = num_failed = 0
     for seed in range(100):
         rng, sent = random.Random(seed), []
         state = KVState(keep_tokens=True)
         sim = random_run(rng, sent.append)
         while sim.has_unfinished_requests():
-            step(sim, rng)
+            num_failed += not step(sim, rng)
             for payload in sent:
                 state.take([b"kv", state.num_batches.to_bytes(8, "big"), payload], 0.0)
             sent.clear()
@@ -84,6 +87,7 @@ def test_the_rebuilt_tree_is_the_pools_index_after_every_step_of_100_random_runs
         num_preempted += sum(seq.num_preemptions for seq in sim.seqs)
     assert num_removed > 1_000
     assert num_preempted > 100
+    assert num_failed > 50
 
 
 def warm_up(publisher, subscriber, state=None):

@@ -33,6 +33,7 @@ _MAX_NAMES = 256  # of unknown types and fields, and of values that are counted
 _MAX_OBJECTS = 1_000_000  # of stores
 Fetch = Callable[[int, int, int | None], Iterable[Sequence[bytes]]]
 _RATE_S = 10.0  # the window of rates
+_RATE_STEP_S = 0.1
 
 
 @dataclass(slots=True)
@@ -140,8 +141,15 @@ class KVState:
             self._apply(publisher, event, clock)
         after = self._num_changes(publisher)
         if time_s is not None:
-            self.recent.append((time_s, after[0] - before[0], after[1] - before[1]))
+            self._count_changes(time_s, after[0] - before[0], after[1] - before[1])
         self.peak_resident = max(self.peak_resident, self.num_resident)
+
+    def _count_changes(self, time_s: float, num_stored: int, num_removed: int) -> None:
+        if self.recent and time_s - self.recent[-1][0] < _RATE_STEP_S:
+            start, stored, removed = self.recent.pop()
+            self.recent.append((start, stored + num_stored, removed + num_removed))
+        else:
+            self.recent.append((time_s, num_stored, num_removed))
 
     def _tick(self, time_s: float | None) -> None:
         if time_s is None:
@@ -228,12 +236,12 @@ class KVState:
         for place, block_hash in enumerate(event.hashes):
             node = tree.store(block_hash, parent, num_tokens, event.medium, clock, lora=event.lora)
             if node is not None and tokens is not None:
-                node.tokens = tokens[8 * num_tokens * place : 8 * num_tokens * (place + 1)]
+                self.history.keep_tokens(node, tokens[8 * num_tokens * place : 8 * num_tokens * (place + 1)])
             parent = block_hash
         if event.extra:
             self._count_values(event.extra)
             kind = event.extra.get("kv_cache_spec_kind")
-            if isinstance(kind, str):
+            if isinstance(kind, str) and _group_name(event.group) in publisher.trees:
                 publisher.spec_kinds[_group_name(event.group)] = kind[:100]
 
     def _packed_tokens(self, event: Stored) -> bytes | None:
@@ -253,7 +261,7 @@ class KVState:
             for _ in range(count):
                 node = tree.store(block_hash, event.parent, event.block_size, medium, clock)
                 if node is not None and event.token_ids is not None and self._keep_tokens:
-                    node.tokens = event.token_ids.tobytes()
+                    self.history.keep_tokens(node, event.token_ids.tobytes())
         if event.media and (event.key in publisher.objects or self._num_objects() < _MAX_OBJECTS):
             publisher.objects[event.key] = (block_hash, event.media)
         else:
@@ -267,6 +275,7 @@ class KVState:
         tree = publisher.trees.get(name)
         if tree is None:
             if len(publisher.trees) >= _MAX_GROUPS:
+                self._malformed(publisher.source, "too many cache groups; the rest is counted with the first one")
                 return publisher.trees[next(iter(publisher.trees))]
             watcher = None if self._watch is None else self._watch()
             tree = publisher.trees[name] = PrefixTree(self.history, watcher=watcher)

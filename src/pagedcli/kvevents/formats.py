@@ -238,7 +238,7 @@ def _replica_media(value: Any) -> tuple[str, ...]:
 
 
 def _trt_batch(plain: list[Any]) -> Batch:
-    batch = Batch([])
+    batch, ranks = Batch([]), set()
     for event in plain:
         try:
             data = event.get("data")
@@ -251,10 +251,14 @@ def _trt_batch(plain: list[Any]) -> Batch:
             for name in event.keys() - set(_TRT_EVENT):
                 _keep_name(batch.unknown_fields, name)
             _note_event_id(batch, event.get("event_id"))
-            batch.rank = checked_rank(event.get("attention_dp_rank"))
+            ranks.add(checked_rank(event.get("attention_dp_rank")))
             batch.events += read(data, _trt_group(event))
         except WireError:
             batch.num_malformed += 1
+    if len(ranks) == 1:
+        (batch.rank,) = ranks
+    elif ranks:  # each rank has numbers of its own
+        batch.event_ids = None
     return batch
 
 

@@ -56,6 +56,7 @@ def facts(state: KVState) -> Row:
         "num_blocks_over_limit": state.total("num_refused"),
         "unknown_event_types": dict(state.unknown_types),
         "unknown_fields": dict(state.unknown_fields),
+        "field_values": {f"{name}={value}": count for (name, value), count in state.field_values.items()},
         "first_sequence_numbers": {p.name: p.sequence.first_seq for p in state.publishers.values()},
         "notes": list(state.notes),
     }

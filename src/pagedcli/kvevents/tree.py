@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from pagedcli.kvevents.wire import BlockHash
 
 MAX_BLOCKS = 1_000_000
+MAX_TOKEN_BYTES = 512 << 20
 _MAX_MEDIA = 16
 _NUM_RECENT = 4096  # lifetimes and pauses that the medians are of
 OTHER_MEDIUM = "OTHER"
@@ -44,11 +45,13 @@ class Node:
 
 
 class History:
-    """The blocks that are gone, of all trees that share it, and how many blocks they may remember in all."""
+    """The blocks that are gone, of all trees that share it, and how many blocks and tokens they may remember in all."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS, max_token_bytes: int = MAX_TOKEN_BYTES) -> None:
         self.max_blocks = max_blocks
+        self.max_token_bytes = max_token_bytes
         self.num_blocks = 0
+        self.token_bytes = 0
         self.num_forgotten = 0
         self.gone: dict[Node, None] = {}  # the longest gone first
 
@@ -60,10 +63,17 @@ class History:
                 return False
             del self.gone[oldest]
             del oldest.home[oldest.hash]
+            self.token_bytes -= len(oldest.tokens or b"")
             self.num_blocks -= 1
             self.num_forgotten += 1
         self.num_blocks += 1
         return True
+
+    def keep_tokens(self, node: Node, tokens: bytes) -> None:
+        """Keep the tokens of a block, unless there are too many already: then it has none."""
+        token_bytes = self.token_bytes - len(node.tokens or b"") + len(tokens)
+        if token_bytes <= self.max_token_bytes:
+            self.token_bytes, node.tokens = token_bytes, tokens
 
 
 class Watcher(Protocol):
