@@ -53,6 +53,22 @@ def kernel_constants(dtype, head_dim, group, block_size, capability):
     data = f"*{NAMES[dtype]}"
     tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data)
     lists = dict.fromkeys(("item_seq_ptr", "cu_q_ptr", "num_tokens_ptr", "table_ptr"), "*i32")
-    types = {**tensors, **lists, "q_stride": "i32", "table_stride": "i32", "factor": "fp32", "v_scale": "fp32"}
-    constants = {"H": 8 * group, "G": 8, "S": block_size, "D": head_dim, "BLOCK_D": block_d, "UPCAST": False}
+    types = {
+        **tensors,
+        **lists,
+        "q_stride": "i32",
+        "table_stride": "i32",
+        "factor": "fp32",
+        "cap": "fp32",
+        "v_scale": "fp32",
+    }
+    constants = {
+        "H": 8 * group,
+        "G": 8,
+        "S": block_size,
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "UPCAST": False,
+        "CAPPED": False,
+    }
     return decode, prefill, types, constants

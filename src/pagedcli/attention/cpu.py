@@ -43,6 +43,7 @@ class CpuAttention(AttentionBackend):
     capabilities = Capabilities(
         dtypes=frozenset(DTYPE_CODES),
         kv_dtypes=frozenset({torch.int8}),
+        soft_cap=True,
         negative_scale=False,
         batch_invariant=True,
         native_step=True,
@@ -113,6 +114,7 @@ class CpuAttention(AttentionBackend):
             v_cache.data_ptr(),
             out.data_ptr(),
             layer.scale,
+            layer.soft_cap or 0.0,
         )
         if failed:
             raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
@@ -146,6 +148,7 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
         _pointer,
         _pointer,
         _pointer,
+        _float,
         _float,
     ]
     library.paged_attend.restype = _int

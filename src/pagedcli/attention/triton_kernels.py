@@ -61,6 +61,12 @@ def _softmax_step(scores, top, total):
 
 
 @triton.jit
+def _capped(scores, cap):
+    """cap * tanh(scores / cap), all in units of log2."""
+    return cap - 2 * cap / (tl.exp2(scores / cap * 2.8853900817779268) + 1)
+
+
+@triton.jit
 def _dot(a, b, UPCAST: tl.constexpr):
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -85,6 +91,7 @@ def decode_kernel(
     q_stride,
     table_stride,
     factor,  # scale * log2(e), and the scale of K in an fp8 cache
+    cap,  # soft cap * log2(e), if CAPPED
     v_scale,  # of an fp8 cache, else 1
     H: tl.constexpr,
     G: tl.constexpr,
@@ -97,6 +104,7 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once for a whole group."""
     GROUP: tl.constexpr = H // G
@@ -139,6 +147,8 @@ def decode_kernel(
                 k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0
             )
             scores = _dot(q, k.to(q.dtype), UPCAST) * factor
+            if CAPPED:
+                scores = _capped(scores, cap)
             scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
             weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
             v = tl.load(
@@ -216,6 +226,7 @@ def _prefill_tile(
     position,
     total,
     factor,
+    cap,
     top,
     weight_sum,
     acc,
@@ -226,6 +237,7 @@ def _prefill_tile(
     BLOCK_D: tl.constexpr,
     MASK: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """One tile of keys for one tile of queries. Without MASK every row sees every key of it."""
     token = start + tl.arange(0, BLOCK_N)
@@ -247,6 +259,8 @@ def _prefill_tile(
     else:
         k = tl.load(k_cache_ptr + k_at, mask=in_head[:, None], other=0.0)
     scores = _dot(q, k.to(q.dtype), UPCAST) * factor
+    if CAPPED:
+        scores = _capped(scores, cap)
     if MASK:
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
     weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
@@ -274,6 +288,7 @@ def prefill_kernel(
     q_stride,
     table_stride,
     factor,
+    cap,
     v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -285,6 +300,7 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """One program per (tile of TOKENS new tokens, key/value head); rows are tokens x the heads of the group."""
     GROUP: tl.constexpr = H // G
@@ -313,13 +329,13 @@ def prefill_kernel(
     end = tl.minimum(first_position + TOKENS, total)
     for start in tl.range(0, all_see, BLOCK_N, num_stages=STAGES):
         top, weight_sum, acc = _prefill_tile(
-            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
-            G, S, D, BLOCK_N, BLOCK_D, False, UPCAST,
+            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, cap, top, weight_sum, acc,
+            G, S, D, BLOCK_N, BLOCK_D, False, UPCAST, CAPPED,
         )  # fmt: skip
     for start in tl.range(all_see, end, BLOCK_N, num_stages=STAGES):
         top, weight_sum, acc = _prefill_tile(
-            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, top, weight_sum, acc,
-            G, S, D, BLOCK_N, BLOCK_D, True, UPCAST,
+            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, cap, top, weight_sum, acc,
+            G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED,
         )  # fmt: skip
     result = (acc * v_scale / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + ((q_rows * H + heads) * D)[:, None] + dims[None, :], result, mask=live)

@@ -26,6 +26,7 @@ except ImportError as error:
         f"triton is not installed ({error})", hint="install the extra: pip install 'pagedcli[cuda]'"
     ) from error
 
+LOG2E = 1.4426950408889634
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # all that a CUDA graph can ask for; a longer work list is counted on the host
 PROGRAMS_PER_SM = 3
@@ -104,6 +105,7 @@ class TritonAttention(AttentionBackend):
         block_size_multiple=16,
         max_head_dim=256,
         max_group=64,
+        soft_cap=True,
         batch_invariant=True,
         graph_safe=True,
         fused_store=True,
@@ -192,15 +194,23 @@ class TritonAttention(AttentionBackend):
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        factor = layer.scale * 1.4426950408889634 * layer.k_scale
+        factor, cap = layer.scale * LOG2E * layer.k_scale, (layer.soft_cap or 0.0) * LOG2E
         if batch.plan.has_decode:
-            self._run_decode(q, k_cache, v_cache, out, batch, factor, layer.v_scale)
+            self._run_decode(q, k_cache, v_cache, out, batch, factor, cap, layer.v_scale)
         if batch.plan.prefill_items is not None:
-            self._run_prefill(q, k_cache, v_cache, out, batch, factor, layer.v_scale)
+            self._run_prefill(q, k_cache, v_cache, out, batch, factor, cap, layer.v_scale)
         return out
 
     def _run_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float, v_scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        batch: PagedBatch,
+        factor: float,
+        cap: float,
+        v_scale: float,
     ) -> None:
         spec, plan = self._spec, batch.plan
         partial, partial_stat = self._partial_buffers(plan.num_parts)
@@ -222,6 +232,7 @@ class TritonAttention(AttentionBackend):
             q.stride(0),
             batch.block_table.stride(0),
             factor,
+            cap,
             v_scale,
             **shape,
             S=spec.block_size,
@@ -231,6 +242,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_N=self._decode.block_n,
             STAGES=self._decode.num_stages,
             UPCAST=self._upcast,
+            CAPPED=cap != 0,
             num_warps=self._decode.num_warps,
         )
         if batch.max_total > SPLIT:
@@ -248,7 +260,15 @@ class TritonAttention(AttentionBackend):
             )
 
     def _run_prefill(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: PagedBatch, factor: float, v_scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        batch: PagedBatch,
+        factor: float,
+        cap: float,
+        v_scale: float,
     ) -> None:
         spec, items = self._spec, batch.plan.prefill_items
         kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
@@ -264,6 +284,7 @@ class TritonAttention(AttentionBackend):
             q.stride(0),
             batch.block_table.stride(0),
             factor,
+            cap,
             v_scale,
             H=spec.num_heads,
             G=spec.num_kv_heads,
@@ -275,6 +296,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_D=self._block_d,
             STAGES=self._prefill.num_stages,
             UPCAST=self._upcast,
+            CAPPED=cap != 0,
             num_warps=self._prefill.num_warps,
         )
 

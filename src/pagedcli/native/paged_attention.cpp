@@ -17,7 +17,6 @@
 namespace {
 
 constexpr int AHEAD = 8;  // tiles between what is fetched and what is read
-constexpr float LOG2E = 1.4426950408889634f;
 
 // Queries and results of type A over a cache of type T.
 template <class A, class T> struct Attention {
@@ -30,6 +29,7 @@ template <class A, class T> struct Attention {
     int64_t q_token_stride, q_head_stride;
     Row* out;
     float factor;  // scale * log2(e)
+    float cap;     // soft cap * log2(e), 0: none
     float* partials = nullptr;
     std::atomic<int32_t>* unfinished = nullptr;
     std::atomic<bool> bad_block{false};
@@ -196,7 +196,7 @@ template <class A, class T> struct Attention {
                 for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
                     for (int64_t r = 0; r < parts[n].num_rows(g); r++) {
                         const int64_t visible = plan.begin(parts[n]) + r / g.group() + 1 - t;
-                        softmax_row<T>(w, state, row + r, visible, tiles, factor);
+                        softmax_row<T>(w, state, row + r, visible, tiles, factor, cap);
                     }
                 add_values(w, rows, tiles, ahead, width, state.out);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))
@@ -232,7 +232,7 @@ template <class A, class T> struct Attention {
 extern "C" {
 
 int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const void* q, int64_t q_token_stride,
-                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale) {
+                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap) {
     return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
         return with_kernel(cache_type, geometry->head_dim % 32 == 0, [&](auto kernel) {
             using A = decltype(type);
@@ -240,7 +240,7 @@ int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const vo
             using E = typename T::Elem;
             using Row = typename A::Elem;
             Attention<A, T> attention{*geometry,  *plan, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
-                                      q_head_stride, (Row*)out, scale * LOG2E};
+                                      q_head_stride, (Row*)out, scale * LOG2E, soft_cap * LOG2E};
             return attention.run_all();
         });
     });

@@ -3,6 +3,14 @@
 
 #include "paged_kernels.h"
 
+constexpr float LOG2E = 1.4426950408889634f;
+
+// tanh x, within 2e-7.
+inline vf tanh_of(vf x) {
+    const vf e = exp2_of(max_of(x, -x) * splat(-2.f * LOG2E)), y = (splat(1.f) - e) / (splat(1.f) + e);
+    return select_of(x < vf{}, -y, y);
+}
+
 // The weights p of one row's tile, times the scales of V, as whole numbers. `used` tiles have tokens that the row sees,
 // the last of them `seen_last`: the others' scales may be anything.
 inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t used, vi seen_last) {
@@ -21,15 +29,21 @@ inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tile
 }
 
 // One row: scores -> weights of the split's tokens, the first `visible` of which the row sees; their maximum and sum.
-// factor is positive, so the largest score has the largest weight.
+// factor is positive, so the largest score has the largest weight. With a cap other than 0, the products of factor and
+// score are capped: both in units of log2.
 template <class T>
-inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor) {
+inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor,
+                        float cap) {
     const int64_t num_tiles = tiles.count;
     float* scores = w.scores + r * KEYS;
     auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
     const vf low = splat(-INFINITY);
     vf top = low;
     const int64_t used = visible <= 0 ? 0 : std::min<int64_t>(num_tiles, (visible + VL - 1) / VL);
+    if (cap != 0) {
+        for (int64_t t = 0; t < used; t++) storef(scores + t * VL, tanh_of(loadf(scores + t * VL) * (factor / cap)) * cap);
+        factor = 1;
+    }
     vi seen = ~vi{};  // of the last used tile
     if (used * VL > visible && used) {
         float* last = scores + (used - 1) * VL;
