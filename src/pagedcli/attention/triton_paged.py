@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.attention.triton_tiles import MIN_ROWS, tile_configs
 from pagedcli.errors import BackendError
 
 try:
@@ -30,41 +31,6 @@ LOG2E = 1.4426950408889634
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # all that a CUDA graph can ask for; a longer work list is counted on the host
 PROGRAMS_PER_SM = 3
-MIN_ROWS = 16  # rows of the smallest tl.dot
-
-
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """How one kernel is cut: rows of queries, keys per tile, warps, tiles of K and V in flight."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-# (element bytes, largest padded head_dim, config). No kernel of these spills, three decode programs fit the shared
-# memory of an sm_90 multiprocessor and two that of an sm_80 (tests/test_triton_compile.py). Not autotuned: a cold
-# start would pay for it, and it needs a driver.
-DECODE_CONFIGS = (
-    (2, 64, TileConfig(MIN_ROWS, 128, 4, 3)),
-    (2, 128, TileConfig(MIN_ROWS, 64, 4, 3)),
-    (2, 256, TileConfig(MIN_ROWS, 32, 4, 3)),
-    (4, 64, TileConfig(MIN_ROWS, 64, 4, 3)),
-    (4, 128, TileConfig(MIN_ROWS, 32, 4, 3)),
-    (4, 256, TileConfig(MIN_ROWS, 16, 4, 3)),
-)
-PREFILL_CONFIGS = (
-    (2, 64, TileConfig(128, 64, 8, 3)),
-    (2, 128, TileConfig(64, 64, 8, 3)),
-    (2, 256, TileConfig(64, 32, 8, 3)),
-    (4, 64, TileConfig(32, 16, 4, 3)),
-    (4, 128, TileConfig(32, 16, 4, 3)),
-    (4, 256, TileConfig(16, 16, 4, 3)),
-)
-# sm_90 keeps the operands of a product in shared memory, so more rows fit its registers.
-PREFILL_CONFIGS_SM90 = ((2, 128, TileConfig(128, 64, 8, 3)), *PREFILL_CONFIGS)
-ConfigTable = tuple[tuple[int, int, TileConfig], ...]
 
 
 @dataclass(slots=True)
@@ -339,17 +305,6 @@ def decode_plan(num_tokens: Tensor, max_total: int) -> _Plan:
 def _send(values: Tensor, device: torch.device) -> Tensor:
     """Host values on the device, without waiting for what it still has to do."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-def tile_configs(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> tuple[TileConfig, TileConfig]:
-    """How the decode and the prefill kernel are cut for a padded head size on a device of that compute capability."""
-    prefill = PREFILL_CONFIGS_SM90 if capability == (9, 0) else PREFILL_CONFIGS
-    return config_for(DECODE_CONFIGS, dtype.itemsize, block_d), config_for(prefill, dtype.itemsize, block_d)
-
-
-def config_for(table: ConfigTable, element_bytes: int, block_d: int) -> TileConfig:
-    """The first entry of a config table that serves heads of that padded size."""
-    return next(config for size, limit, config in table if size == element_bytes and block_d <= limit)
 
 
 def pages_per_split(block_size: int) -> int:

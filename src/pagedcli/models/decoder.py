@@ -49,16 +49,12 @@ class Decoder:
         vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
-        embedding = tensors.pop("embedding")  # [V, E]
-        lm_head = embedding if spec.tie_word_embeddings else tensors.pop("lm_head")
-        self._embedding = VocabularyEmbedding(embedding, spec.vocab_size, request.parallel)
-        self._lm_head = VocabularyHead(build.make_linear({"weight": lm_head}, None), spec.vocab_size, request.parallel)
+        self._embedding, self._lm_head, table_bytes = build.tables()
         final_norm = build.norm("final_norm")
         assert final_norm is not None, "every model has one"
         self._final_norm = final_norm
         self._layers = [build.layer(i) for i in range(spec.num_layers)]
-        tables = embedding.nbytes + (0 if spec.tie_word_embeddings else lm_head.nbytes)
-        self.weight_bytes = vectors + tables + build.linear_bytes
+        self.weight_bytes = vectors + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} have no place in the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
@@ -98,6 +94,23 @@ class _Builder:
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
         stored = request.weight_format
         self.make_linear: MakeLinear = stored.native_linear if self.uses_cpu_kernels else stored.torch_linear
+
+    def tables(self) -> tuple[Callable[[Tensor], Tensor], VocabularyHead, int]:
+        """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
+        its format allows it, so that there is no second copy."""
+        tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
+        table = self._tensors.pop("embedding")  # [V, E]
+        stored = {"weight": table if tied else self._tensors.pop("lm_head")}
+        embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
+        if not self.uses_cpu_kernels:
+            linear = self.make_linear(stored, None)
+            head = VocabularyHead(linear, self._spec.vocab_size, parallel)
+            return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
+        packed = self._request.weight_format.native_linear(stored, None)
+        head = VocabularyHead(packed, self._spec.vocab_size, parallel)
+        if tied and self._request.weight_format.keeps_rows and parallel.size == 1:
+            return packed.weight_rows, head, packed.nbytes
+        return embedding, head, table.nbytes + packed.nbytes
 
     def layer(self, index: int) -> DecoderLayer:
         key = f"layers.{index}"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import check_supported, read_json
-from pagedcli.models.families import NATIVE_MODEL_TYPES, native_spec
+from pagedcli.models.families import FAMILIES
+from pagedcli.models.native_spec import native_spec
 from pagedcli.models.spec import ModelSpec
 
 
@@ -18,7 +19,7 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{path / 'config.json'} has no model_type", hint="use a Hugging Face model folder")
-    if model_type in NATIVE_MODEL_TYPES:
+    if model_type in FAMILIES:
         return native_spec(path, config, model_type)
     # AutoConfig knows the defaults of every other family; only this import may load transformers
     from pagedcli.models.fallback_spec import read_fallback_spec

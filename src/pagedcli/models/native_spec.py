@@ -1,0 +1,157 @@
+"""config.json of a native family -> ModelSpec. Free of torch."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagedcli.errors import ModelError
+from pagedcli.models.config_json import convert, stop_ids
+from pagedcli.models.families import FAMILIES, Family, FamilyConfig, OptionalInt
+from pagedcli.models.rope import RopeSpec, read_rope_spec
+from pagedcli.models.spec import ModelSpec
+
+
+def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpec:
+    """The ModelSpec of a native family.
+
+    Raises: ModelError for a wrong type in config.json, or a value that we cannot run.
+    """
+    family = FAMILIES[model_type]
+    where = path / "config.json"
+    config = {**family.defaults, **config}
+    _refuse_unknown(config, where)
+    fields = convert(config, FamilyConfig, where)
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures[0] != family.architecture:
+        raise ModelError(
+            f"{where}: architecture {architectures[0]!r} is not a causal language model",
+            hint=f"model_type {model_type!r} runs as {family.architecture}",
+        )
+    activation = fields.hidden_activation or fields.hidden_act
+    if activation not in family.activations:
+        allowed = repr(family.activations[0])
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported for {model_type} (only {allowed})")
+    num_heads = fields.num_attention_heads
+    num_kv_heads = _default(fields.num_key_value_heads, family.num_kv_heads) or num_heads
+    head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
+    _check_sizes(fields, num_kv_heads, head_dim, where)
+    max_positions = fields.max_position_embeddings or family.max_position_embeddings
+    layer_ropes = _layer_ropes(config, fields, model_type, max_positions, where)
+    rope = next(rope for rope in reversed(layer_ropes) if rope is not None)
+    traits = {"qk_norm": False, **family.traits(fields)}
+    if len(set(layer_ropes)) > 1:
+        traits["layer_ropes"] = layer_ropes
+    default_bos, default_eos = family.special_ids
+    eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
+    return ModelSpec(
+        model_type=model_type,
+        architecture=family.architecture,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.rms_norm_eps,
+        rope=rope,
+        tie_word_embeddings=fields.tie_word_embeddings,
+        qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
+        mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        hidden_act=activation,
+        max_position_embeddings=max(max_positions, rope.stretched_length),
+        sliding_window=_sliding_window(fields, family),
+        eos_token_ids=stop_ids(path, eos),
+        bos_token_id=_default(fields.bos_token_id, default_bos),
+        dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
+        **traits,
+    )
+
+
+def _refuse_unknown(config: dict[str, Any], where: Path) -> None:
+    """What members of these families may have and our decoder has not."""
+    for name in ("clip_qkv", "use_bidirectional_attention"):
+        if config.get(name):
+            raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
+
+
+def _layer_ropes(
+    config: dict[str, Any], fields: FamilyConfig, model_type: str, max_positions: int, where: Path
+) -> tuple[RopeSpec | None, ...]:
+    """The rotary embedding of each layer."""
+    layers = range(fields.num_hidden_layers)
+    if model_type == "gemma3_text":
+        by_kind = _gemma3_ropes(config, max_positions, where)
+        return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields))
+    rope = read_rope_spec(config, max_positions, where, may_be_partial=model_type == "phi3")
+    if model_type != "smollm3":
+        return (rope,) * len(layers)
+    has_rope = fields.no_rope_layers or [(i + 1) % max(1, fields.no_rope_layer_interval) for i in layers]
+    if len(has_rope) != len(layers) or not any(has_rope):
+        raise ModelError(f"{where}: no_rope_layers does not say of each of {len(layers)} layers whether it has one")
+    return tuple(rope if has else None for has in has_rope)
+
+
+def _gemma3_ropes(config: dict[str, Any], max_positions: int, where: Path) -> dict[bool, RopeSpec]:
+    """The rotary embeddings of layers that do not slide (False) and of those that do (True)."""
+    nested = config.get("rope_parameters")
+    if isinstance(nested, dict) and isinstance(nested.get("full_attention"), dict):
+        forms = {False: {"rope_theta": 1e6, **nested["full_attention"]}}
+        forms[True] = {"rope_theta": 1e4, **(nested.get("sliding_attention") or {})}
+    else:
+        forms = {False: {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}}
+        forms[True] = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    return {kind: read_rope_spec({"rope_parameters": form}, max_positions, where) for kind, form in forms.items()}
+
+
+def _sliding_layers(fields: FamilyConfig) -> list[bool]:
+    """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
+    if fields.layer_types is not None:
+        return [kind == "sliding_attention" for kind in fields.layer_types]
+    return [bool((i + 1) % max(1, fields.sliding_window_pattern)) for i in range(fields.num_hidden_layers)]
+
+
+def _sliding_window(fields: FamilyConfig, family: Family) -> int | None:
+    """The window in tokens, or None when no layer uses it (Qwen: only layers from max_window_layers on slide)."""
+    window = _default(fields.sliding_window, 4096)
+    if family.sliding == "never" or window is None:
+        return None
+    if family.sliding == "all":
+        return window
+    if family.sliding == "alternating":
+        return window if any(_sliding_layers(fields)) else None
+    if not fields.use_sliding_window:
+        return None
+    if family.sliding == "if used":
+        return window
+    if fields.layer_types is not None:
+        return window if "sliding_attention" in fields.layer_types else None
+    return window if fields.max_window_layers < fields.num_hidden_layers else None
+
+
+def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: Path) -> None:
+    sizes = {
+        "vocab_size": fields.vocab_size,
+        "hidden_size": fields.hidden_size,
+        "intermediate_size": fields.intermediate_size,
+        "num_hidden_layers": fields.num_hidden_layers,
+        "num_attention_heads": fields.num_attention_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ModelError(f"{where}: {name} is {value}, but must be at least 1")
+    if fields.num_attention_heads % num_kv_heads:
+        raise ModelError(
+            f"{where}: num_attention_heads {fields.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd, but rotary embedding turns pairs of elements")
+
+
+def _default(value: OptionalInt, default: int | None) -> int | None:
+    return default if isinstance(value, msgspec.UnsetType) else value
