@@ -190,6 +190,20 @@ def test_a_restarted_publisher_is_noticed():
     assert {node.hash for node in tree.resident()} == sim.block_manager.hash_to_block_id.keys()
 
 
+def test_a_replay_to_a_slow_reader_drops_nothing():
+    with (
+        PublisherSocket(LOOPBACK) as publisher,
+        Subscriber([LOOPBACK[:-1] + "9"], [publisher.replay_endpoint]) as reader,
+    ):
+        for number in range(5000):
+            publisher.send(b"%d" % number)
+        replayed = reader.replay(0, 1000)
+        first = next(replayed)
+        time.sleep(0.3)  # meanwhile the publisher's queue and the reader's fill up
+        payloads = [frames[-1] for frames in (first, *replayed)]
+    assert payloads == [b"%d" % number for number in range(1000, 5000)]
+
+
 def test_a_silent_replay_endpoint_does_not_hold_the_view(monkeypatch):
     monkeypatch.setattr("pagedcli.kvevents.sockets._REPLAY_IDLE_S", 0.1)
     with Subscriber(["tcp://127.0.0.1:9"], ["tcp://127.0.0.1:9"]) as subscriber:

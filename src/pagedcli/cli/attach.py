@@ -98,8 +98,8 @@ def attach(
     live = sys.stdin.isatty() and sys.stderr.isatty() and not no_live
     with ExitStack() as stack:
         subscriber = _subscriber(stack, endpoints, replay or [], topic)
-        writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
         scraper = None if metrics is None else _scraper(stack, metrics)
+        writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
         session = _Session(subscriber, writer, keep_tokens=decode is not None)
         if live:
             screen = KVScreen(Console(stderr=True), session.state, decode, scraper, endpoints)

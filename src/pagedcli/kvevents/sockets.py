@@ -129,7 +129,7 @@ class PublisherSocket:
                 socket.setsockopt(zmq.LINGER, _LINGER_MS)
             self._socket.setsockopt(zmq.SNDHWM, _KEPT_BATCHES)
             self._replay.setsockopt(zmq.MAXMSGSIZE, 1024)
-            #             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a slow reader instead of dropping
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a slow reader instead of dropping
             self._replay.setsockopt(zmq.SNDTIMEO, 1000)
             self.endpoint = bind(self._socket, endpoint)
             self.replay_endpoint = bind(self._replay, _next_endpoint(endpoint))
