@@ -11,14 +11,15 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
-LOW = {"errors", "events", "files", "line_files", "sampling_params", "config"}
+LOW = {"config_keys", "errors", "events", "files", "line_files", "sampling_params", "config"}
 ALLOWED = {
     "errors": set(),
     "events": {"errors"},
     "files": {"errors"},
     "line_files": {"errors"},
-    "sampling_params": {"errors"},
-    "config": {"errors", "sampling_params"},
+    "config_keys": {"errors"},
+    "sampling_params": {"config_keys", "errors"},
+    "config": {"config_keys", "errors", "sampling_params"},
     "kvcache": LOW,
     "native": {"errors"},
     "attention": {"errors", "native"},
@@ -39,6 +40,7 @@ TORCH_FREE = (
     "files.py",
     "line_files.py",
     "config.py",
+    "config_keys.py",
     "sampling_params.py",
     "kvcache",
     "kvevents",

@@ -6,80 +6,116 @@ Used by cli, batch and engine; needs no torch. What a machine does about it: eng
 import difflib
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import yaml
 
-from pagedcli.errors import ConfigError, ParameterError
+from pagedcli.config_keys import check_ranges, key
+from pagedcli.errors import ConfigError
 from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8"]
+PreemptionPolicy = Literal["last", "largest"]
+Order = Literal["input", "completion"]
+Reorder = Literal["none", "prefix"]
 BUILTIN_MODEL = "builtin"
+_model, _cache, _batching, _rows = (partial(key, panel) for panel in ("Model", "KV cache", "Batching", "Rows"))
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine: model, memory and limits. Field names are the flags of vLLM and nano-vllm."""
+    """The engine: model, memory and limits. Field names are the flags of vLLM and nano-vllm.
 
-    model: str = BUILTIN_MODEL  # folder, hub id, or 'builtin'
-    revision: str | None = None  # of a hub model
-    dtype: Dtype = "auto"  # of weights and activations; auto: as stored
-    quantization: Quantization | None = None  # of linear layers while loading; int8: on CPUs, activations per token
-    load_format: LoadFormat = "auto"  # dummy: random weights from config.json alone
-    trust_remote_code: bool = False
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    attention_backend: str = "auto"
-    block_size: int = 16  # tokens per KV block
-    num_gpu_blocks_override: int | None = None  # blocks in the pool, on any device
-    kv_cache_dtype: KvCacheDtype = "auto"  # auto: as the activations; fp8: e4m3, on GPUs that have it; int8: on CPUs
-    kv_cache_memory: int | None = None  # bytes for the KV cache, on any device
-    gpu_memory_utilization: float = 0.9  # share of the card's memory that this process may use
-    max_model_len: int | None = None  # tokens, prompt and output; None: the model's own
-    max_num_seqs: int = 256  # sequences running at once
-    max_num_batched_tokens: int | None = None  # tokens per step; None: 2048, on a CPU 512, or max_num_seqs
-    chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: the whole budget
-    enable_prefix_caching: bool = True
-    preemption_policy: Literal["last", "largest"] = "last"
-    async_scheduling: bool | None = None  # launch a step before the last one's tokens are read; None: on CUDA only
-    enforce_eager: bool = False  # no CUDA graphs
-    tensor_parallel_size: int = 1
-    seed: int = 0  # of requests that bring none, and of dummy weights
+    Raises: ParameterError (also a ValueError) naming the field, the value and the allowed range.
+    """
+
+    model: Annotated[str, _model("Model folder, hub id, or builtin: the demo model", metavar="MODEL")] = BUILTIN_MODEL
+    revision: Annotated[str | None, _model("Branch, tag or commit of a hub model", metavar="REV")] = None
+    dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as stored")] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        _model("int8: 8-bit linear layers on a CPU, activations rounded per token", default="as stored"),
+    ] = None
+    load_format: Annotated[LoadFormat, _model("dummy: random weights from config.json alone")] = "auto"
+    trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model")] = False
+    device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE")] = "auto"
+    attention_backend: Annotated[str, _model("A backend by name; auto: the fastest that runs here", metavar="NAME")] = (
+        "auto"
+    )
+    enforce_eager: Annotated[bool, _model("Use no CUDA graphs")] = False
+    tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1)] = 1
+
+    block_size: Annotated[int, _cache("Tokens per KV block", at_least=1)] = 16
+    num_gpu_blocks_override: Annotated[
+        int | None, _cache("Blocks in the pool, on any device", default="as many as fit", at_least=1)
+    ] = None
+    kv_cache_dtype: Annotated[
+        KvCacheDtype,
+        _cache("Type of the KV cache; auto: that of activations, fp8: on GPUs from 8.9 on, int8: on CPUs"),
+    ] = "auto"
+    kv_cache_memory: Annotated[
+        int | None,
+        _cache(
+            "Memory for the KV cache on any device, e.g. 4GiB",
+            metavar="BYTES",
+            default="by gpu_memory_utilization, on a CPU up to 4GiB",
+            at_least=1,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[float, _cache("Share of a GPU's memory to use", above=0, at_most=1)] = 0.9
+    enable_prefix_caching: Annotated[bool, _cache("Share the blocks of equal prefixes")] = True
+
+    max_model_len: Annotated[
+        int | None, _batching("Tokens of prompt and output together", default="the model's own limit", at_least=1)
+    ] = None
+    max_num_seqs: Annotated[int, _batching("Sequences running at once", at_least=1)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _batching("Tokens computed per step", default="2048, on a CPU 512, and at least max_num_seqs", at_least=1),
+    ] = None
+    chunked_prefill_size: Annotated[
+        int | None, _batching("Tokens of one prompt per step", default="as many as the step takes", at_least=1)
+    ] = None
+    preemption_policy: Annotated[
+        PreemptionPolicy, _batching("Which sequence is preempted when blocks run out; last: the newest")
+    ] = "last"
+    async_scheduling: Annotated[
+        bool | None, _batching("Launch a step before the tokens of the last one are read", default="on CUDA only")
+    ] = None
+
+    seed: Annotated[
+        int, key("Sampling", "Seed of the run, from which each row gets its own; also of dummy weights")
+    ] = 0
 
     def __post_init__(self) -> None:
-        def at_least_one(*names: str) -> None:
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and value < 1:
-                    raise ParameterError(f"{name} is {value}, but must be at least 1")
-
-        at_least_one("block_size", "num_gpu_blocks_override", "kv_cache_memory", "max_model_len", "max_num_seqs")
-        at_least_one("max_num_batched_tokens", "chunked_prefill_size", "tensor_parallel_size")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            share = self.gpu_memory_utilization
-            raise ParameterError(f"gpu_memory_utilization is {share}, allowed: above 0 and at most 1")
+        check_ranges(self)
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The batch run: files and manners."""
+    """The batch run: chats, rows and errors."""
 
-    system_prompt: str | None = None  # put before every chat that has none, and makes plain prompts chats
-    chat_template: str | None = None  # a Jinja file or text instead of the tokenizer's own
-    output_token_ids: bool = False
-    order: Literal["input", "completion"] = "input"
-    reorder: Literal["none", "prefix"] = "none"  # prefix: start requests that begin alike one after the other
-    limit: int | None = None  # rows
-    max_errors: int | None = None  # stop after this many error rows of one invocation
-    strict: bool = False  # an unknown field in a line is an error row, not a note at the end
+    system_prompt: Annotated[
+        str | None, _rows("Put before every chat that has none; makes text prompts chats", metavar="TEXT")
+    ] = None
+    chat_template: Annotated[str | None, _rows("Jinja file or text", metavar="FILE", default="the tokenizer's own")] = (
+        None
+    )
+    output_token_ids: Annotated[bool, _rows("Add token_ids to each row")] = False
+    order: Annotated[Order, _rows("Order of the rows")] = "input"
+    reorder: Annotated[
+        Reorder, _rows("prefix: serve rows with equal beginnings together; the output keeps its order")
+    ] = "none"
+    limit: Annotated[int | None, _rows("Only the first rows of the input", at_least=1)] = None
+    max_errors: Annotated[int | None, _rows("Stop after this many error rows; --resume continues", at_least=1)] = None
+    strict: Annotated[bool, _rows("Make an unknown field an error row instead of a note at the end")] = False
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_errors"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ParameterError(f"{name} is {value}, but must be at least 1")
+        check_ranges(self)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,11 +140,11 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     """
     document = _read_yaml(path) if path is not None else {}
     sources = {key: str(path) for key in _leaf_keys(document)}
-    for key, value in (flags or {}).items():
+    for dotted, value in (flags or {}).items():
         if value is not None:
-            section, name = key.split(".")
+            section, name = dotted.split(".")
             document.setdefault(section, {})[name] = value
-            sources[key] = "--" + name.replace("_", "-")
+            sources[dotted] = "--" + name.replace("_", "-")
     engine = document.get("engine", {})
     if isinstance(engine.get("kv_cache_memory"), str):
         engine["kv_cache_memory"] = parse_bytes(engine["kv_cache_memory"])

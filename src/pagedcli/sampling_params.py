@@ -1,13 +1,15 @@
 """How one request is sampled. The names and defaults are vLLM's, so that scripts and batch files carry over.
 
-Used by everyone from the configuration to the sampler; knows no torch.
+Used by everyone from the configuration to the sampler; needs no torch.
 """
 
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
+from pagedcli.config_keys import check_ranges, key
 from pagedcli.errors import ParameterError
 
 GREEDY_BELOW = 1e-5  # a lower temperature means greedy, as dividing by it would overflow
@@ -15,6 +17,7 @@ GREEDY_BELOW = 1e-5  # a lower temperature means greedy, as dividing by it would
 LARGEST = 1e6
 MAX_TOP_K = 2**31 - 1
 MAX_SAMPLES = 1024  # of one request: a typo in n must not queue a million sequences
+_key = partial(key, "Sampling")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,47 +26,52 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Raises: ParameterError (also a ValueError) naming the field, the value and the allowed range.
     """
 
-    n: int = 1  # samples per prompt
-    max_tokens: int | None = 16  # tokens to generate; None: as many as model length and pool allow
-    min_tokens: int = 0  # no end-of-sequence or stop before this many
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # smallest set of tokens with at least this probability
-    top_k: int = 0  # 0 or -1: all tokens
-    min_p: float = 0.0  # drop tokens below this share of the likeliest one
-    presence_penalty: float = 0.0  # subtracted once if the token was generated before
-    frequency_penalty: float = 0.0  # subtracted per earlier generation
-    repetition_penalty: float = 1.0  # divides (or multiplies, if negative) logits of tokens in prompt or output
-    logit_bias: dict[int, float] | None = None  # added to logits by token id
-    seed: int | None = None  # draws depend on (seed, sample index, position) alone
-    stop: list[str] | str | None = None  # the text is cut before the first of these
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None  # log-probabilities of this many likeliest tokens besides the sampled one
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    detokenize: bool = True
-    response_format: dict[str, Any] | None = None  # OpenAI's: type text, json_object or json_schema
-    regex: str | None = None  # the whole text matches it
+    max_tokens: Annotated[
+        int | None, _key("Tokens to generate; fewer if no more fit", default="as many as fit", at_least=1)
+    ] = 16
+    min_tokens: Annotated[int, _key("No stop before this many tokens", at_least=0)] = 0
+    temperature: Annotated[float, _key("Randomness; 0: greedy", at_least=0, at_most=LARGEST)] = 1.0
+    top_p: Annotated[float, _key("Smallest set of tokens with at least this probability", above=0, at_most=1)] = 1.0
+    top_k: Annotated[int, _key("Only the k likeliest tokens; 0 or -1: all", at_least=-1, at_most=MAX_TOP_K)] = 0
+    min_p: Annotated[float, _key("Drop tokens below this share of the likeliest one", at_least=0, at_most=1)] = 0.0
+    presence_penalty: Annotated[
+        float, _key("Subtracted once from the logit of a token that was generated", at_least=-2, at_most=2)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _key("Subtracted for each time a token was generated", at_least=-2, at_most=2)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        _key("Makes tokens of prompt and output less likely; 1: off", at_least=1 / LARGEST, at_most=LARGEST),
+    ] = 1.0
+    stop: Annotated[list[str] | str | None, _key("Cut the text before this string (repeatable)", metavar="TEXT")] = None
+    stop_token_ids: Annotated[list[int] | None, _key("Stop at this token (repeatable)", metavar="ID")] = None
+    include_stop_str_in_output: Annotated[bool, _key("Keep the stop string")] = False
+    n: Annotated[int, _key("Samples per prompt", at_least=1, at_most=MAX_SAMPLES)] = 1
+    logprobs: Annotated[
+        int | None, _key("Log-probabilities of this many likeliest tokens", at_least=0, at_most=100)
+    ] = None
+    regex: Annotated[str | None, _key("Generate only text that matches as a whole", metavar="REGEX")] = None
+    response_format: Annotated[
+        dict[str, Any] | None, _key("OpenAI's: {type: text | json_object | json_schema, ...}", has_flag=False)
+    ] = None
+    logit_bias: Annotated[dict[int, float] | None, _key("Added to logits: {token id: number}", has_flag=False)] = None
+    ignore_eos: Annotated[bool, _key("Continue after the end-of-sequence token")] = False
+    seed: Annotated[
+        int | None,
+        _key("For all rows; draws depend on seed, sample and position alone", default="each its own", has_flag=False),
+    ] = None
+    skip_special_tokens: Annotated[bool, _key("Leave special tokens out of the text", has_flag=False)] = True
+    detokenize: Annotated[bool, _key("Turn the tokens into text", has_flag=False)] = True
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, allowed: str) -> None:
             if not ok:
                 raise ParameterError(f"{name} is {getattr(self, name)}, allowed: {allowed}")
 
-        require(1 <= self.n <= MAX_SAMPLES, "n", f"1 to {MAX_SAMPLES}")
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more")
-        require(self.min_tokens >= 0, "min_tokens", "0 or more")
+        check_ranges(self)
         require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
-        require(0 <= self.temperature <= LARGEST, "temperature", f"0 to {LARGEST:g}")
-        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        require(-1 <= self.top_k <= MAX_TOP_K, "top_k", f"-1 or 0 (all), or 1 to {MAX_TOP_K}")
-        require(0 <= self.min_p <= 1, "min_p", "0 to 1")
-        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "-2 to 2")
-        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "-2 to 2")
-        smallest = 1 / LARGEST
-        require(smallest <= self.repetition_penalty <= LARGEST, "repetition_penalty", f"{smallest:g} to {LARGEST:g}")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
-        require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", "0 to 100")
         require(all(self.stop_strings), "stop", "non-empty strings")
         biases = (self.logit_bias or {}).values()
         require(all(abs(bias) <= LARGEST for bias in biases), "logit_bias", f"numbers from {-LARGEST:g} to {LARGEST:g}")

@@ -1,11 +1,11 @@
 """Flags, configuration files and help say the same thing."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from pagedcli import __version__
@@ -51,16 +51,37 @@ def test_an_unknown_command_is_a_usage_error():
     assert "generat" in result.stderr
 
 
-def test_default_yaml_holds_every_key_with_its_default_and_a_comment():
+def test_default_yaml_is_what_the_structs_say():
+    spec = importlib.util.spec_from_file_location("default_config", ROOT / "scripts" / "default_config.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     path = ROOT / "configs" / "default.yaml"
+    assert path.read_text(encoding="utf-8") == script.default_config(), "run python scripts/default_config.py --write"
     assert load_config(path).config == Config()
-    document = yaml.safe_load(path.read_text())
-    assert {section: set(values) for section, values in document.items()} == {
-        section: set(struct.__struct_fields__) for section, struct in SECTIONS.items()
-    }
-    for line in path.read_text().splitlines():
-        if line.startswith("  ") and line.strip() and not line.strip().startswith("#"):
-            assert "#" in line or line.split(":")[0].strip() == "include_stop_str_in_output", line
+
+
+def test_the_help_says_the_range_type_and_default_of_the_structs():
+    help_ = " ".join(run("generate", "--help").stdout.split())
+    assert "--block-size N Tokens per KV block. Default: 16." in help_
+    assert "--preemption-policy <last|largest>" in help_
+    assert "--max-tokens N Tokens to generate; fewer if no more fit. Default: 256." in help_
+    assert "Default: 0.9." in help_
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("--block-size", 0, "1 or more"),
+        ("--gpu-memory-utilization", 0, "above 0 and at most 1"),
+        ("--max-errors", -1, "1 or more"),
+        ("--top-k", -2, f"-1 to {2**31 - 1}"),
+        ("--temperature", "nan", "0 to 1e+06"),
+    ],
+)
+def test_a_value_out_of_range_is_wrong_usage_that_says_the_range(flag, value, allowed):
+    result = run("generate", "-", flag, str(value))
+    assert result.exit_code == 2, result.stderr
+    assert f"{flag[2:].replace('-', '_')} is {value}, allowed: {allowed}" in result.stderr.replace(".0,", ",")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "examples").glob("*.yaml")))

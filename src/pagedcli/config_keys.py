@@ -1,0 +1,90 @@
+"""What a configuration key means, its range and its flag, written once where a struct declares its type and default.
+
+Used by config and sampling_params, which declare keys, and by cli.options, which makes flags of them.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import msgspec
+
+from pagedcli.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the configuration, without its type and default."""
+
+    panel: str  # heading in help texts and configuration files
+    description: str  # with the unit, without the final period
+    metavar: str | None  # stands for the value in help texts; None: by its type
+    default: str | None  # what None means, in words
+    has_flag: bool  # False: in configuration files only
+    at_least: float | None
+    above: float | None
+    at_most: float | None
+
+    @property
+    def is_bounded(self) -> bool:
+        return not (self.at_least is self.above is self.at_most is None)
+
+    @property
+    def allowed(self) -> str:
+        """The range in words."""
+        low = f"above {_number(self.above)}" if self.above is not None else _number(self.at_least)
+        if self.at_most is None:
+            return low if self.above is not None else f"{low} or more"
+        return f"{low} and at most {self.at_most:g}" if self.above is not None else f"{low} to {_number(self.at_most)}"
+
+    def allows(self, value: float) -> bool:
+        """Whether the value is in the range; a NaN never is."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+
+def key(
+    panel: str,
+    description: str,
+    *,
+    metavar: str | None = None,
+    default: str | None = None,
+    has_flag: bool = True,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> msgspec.Meta:
+    """The annotation of a struct field (see Key). The range is not left to msgspec, whose message omits the value."""
+    made = Key(panel, description, metavar, default, has_flag, at_least, above, at_most)
+    return msgspec.Meta(description=description, extra={"key": made})
+
+
+@functools.cache
+def keys_of(struct: type[msgspec.Struct]) -> dict[str, tuple[Any, Key]]:
+    """Name -> (type, key) of every field, in the order of their declaration."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {
+        name: (hints[name].__origin__, meta.extra["key"])
+        for name in struct.__struct_fields__
+        for meta in hints[name].__metadata__
+    }
+
+
+def check_ranges(values: msgspec.Struct) -> None:
+    """Raises: ParameterError naming the field, its value and the range, if a field is out of range."""
+    for name, declared in _bounded(type(values)):
+        value = getattr(values, name)
+        if value is not None and not declared.allows(value):
+            raise ParameterError(f"{name} is {value}, allowed: {declared.allowed}")
+
+
+@functools.cache
+def _bounded(struct: type[msgspec.Struct]) -> tuple[tuple[str, Key], ...]:
+    return tuple((name, declared) for name, (_, declared) in keys_of(struct).items() if declared.is_bounded)
+
+
+def _number(value: float | None) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
