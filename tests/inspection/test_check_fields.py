@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from simulation import Simulation
+from scripted import Simulation
 from trace_harness import simulated
 
 from pagedcli.errors import TraceError

@@ -122,7 +122,7 @@ class Claims:
     def __init__(self, explained):
         self.explained = explained
         self.num_checked = dict.fromkeys(("different_salt", "unfindable", "evicted"), 0)
-        emit, manager = explained.sim.manager._emit, explained.sim.manager
+        emit, manager = explained.sim.block_manager._emit, explained.sim.block_manager
 
         def checking(event):
             emit(event)
@@ -132,7 +132,7 @@ class Claims:
         manager._emit = checking
 
     def check(self, lookup):
-        manager, reason, event = self.explained.sim.manager, lookup.reason, lookup.event
+        manager, reason, event = self.explained.sim.block_manager, lookup.reason, lookup.event
         if reason not in self.num_checked:
             return
         self.num_checked[reason] += 1
