@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
-from model_zoo import NATIVE_FAMILIES, cached_model
+from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, cached_model
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.decide import resolve_max_model_len
@@ -54,7 +54,10 @@ def test_a_bare_llama_config_gets_the_defaults_of_its_family(tmp_path):
     assert {spec.tie_word_embeddings, spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm} == {False}
 
 
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+COMPOSED = [family for family in COMPOSED_FAMILIES if family not in ("gemma3", "phi3-longrope")]  # no one rope each
+
+
+@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *COMPOSED])
 def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path, tmp_path_factory):
     from transformers import AutoConfig
 
@@ -63,7 +66,7 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(family, tmp_path,
     write(tmp_path, {key: value for key, value in full.items() if key in needed} | {"num_attention_heads": 32})
     ours, theirs = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    sliding = getattr(theirs, "sliding_window", None)
+    sliding = getattr(theirs, "sliding_window", None) or None
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == head_dim
     assert ours.sliding_window == sliding
@@ -313,3 +316,26 @@ def test_a_model_that_claims_a_million_positions_or_more_gets_a_bounded_table(tm
     spec = spec_of(tmp_path, max_position_embeddings=10**12)
     assert resolve_max_model_len(EngineConfig(), spec) == 2**20
     assert resolve_max_model_len(EngineConfig(max_model_len=2**21), spec) == 2**21
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0.0, but must be positive"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but there are 2 layers"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3, not an object"),
+        ("smollm3", {"no_rope_layers": [0, 0]}, "no_rope_layers does not say"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 and num_experts 8"),
+        ("qwen3-moe", {"num_local_experts": 2**30}, "num_experts 1073741824"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which is not supported"),
+    ],
+)
+def test_a_family_config_that_cannot_be_is_refused_with_the_reason(family, fields, reason, tmp_path, tmp_path_factory):
+    full = json.loads((cached_model(family, tmp_path_factory) / "config.json").read_text())
+    write(tmp_path, full | fields)
+    with pytest.raises(ModelError) as caught:
+        read_spec(tmp_path)
+    assert reason in caught.value.message

@@ -64,9 +64,8 @@ class Decoder:
         step = Step(positions, batch, k_caches.unbind(0), v_caches.unbind(0), self.attention_layers)
         residual = self._embedding(input_ids)
         if self.spec.embedding_multiplier != 1:
-            residual *= torch.tensor(
-                self.spec.embedding_multiplier, dtype=residual.dtype
-            )  # rounded, as in transformers
+            # rounded to the model's dtype first, as in transformers
+            residual *= torch.tensor(self.spec.embedding_multiplier, dtype=residual.dtype)
         hidden: Tensor | None = None  # what the previous branch adds to the residual
         for layer in self._layers:
             hidden = layer.attention(hidden, residual, step)

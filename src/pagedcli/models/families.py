@@ -87,7 +87,7 @@ def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "
         intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
         renormalize=fields.norm_topk_prob,
         shared_intermediate_size=fields.shared_expert_intermediate_size,
-        dense_layers=frozenset(fields.mlp_only_layers) | {i for i in range(num_layers) if (i + 1) % step},
+        dense_layers=frozenset(i for i in range(num_layers) if i in fields.mlp_only_layers or (i + 1) % step),
         names=names,
     )
 

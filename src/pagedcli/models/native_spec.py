@@ -1,5 +1,6 @@
 """config.json of a native family -> ModelSpec. Free of torch."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ from pagedcli.models.config_json import convert, stop_ids
 from pagedcli.models.families import FAMILIES, Family, FamilyConfig, OptionalInt
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import ModelSpec
+
+_MOST_EXPERTS = 2**12
+_POSITIVE = (
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+)
 
 
 def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpec:
@@ -96,13 +103,19 @@ def _layer_ropes(
 
 def _gemma3_ropes(config: dict[str, Any], max_positions: int, where: Path) -> dict[bool, RopeSpec]:
     """The rotary embeddings of layers that do not slide (False) and of those that do (True)."""
-    nested = config.get("rope_parameters")
-    if isinstance(nested, dict) and isinstance(nested.get("full_attention"), dict):
-        forms = {False: {"rope_theta": 1e6, **nested["full_attention"]}}
-        forms[True] = {"rope_theta": 1e4, **(nested.get("sliding_attention") or {})}
-    else:
-        forms = {False: {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}}
-        forms[True] = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+
+    def part(content: Any, name: str) -> dict[str, Any]:
+        value = content.get(name) if isinstance(content, dict) else None
+        if not isinstance(value, dict | None):
+            raise ModelError(f"{where}: {name} is {value!r}, not an object")
+        return value or {}
+
+    nested = part(config, "rope_parameters")
+    full, sliding = part(nested, "full_attention"), part(nested, "sliding_attention")
+    forms = {
+        False: {"rope_theta": config.get("rope_theta", 1e6), **part(config, "rope_scaling"), **full},
+        True: {"rope_theta": config.get("rope_local_base_freq", 1e4), **sliding},
+    }
     return {kind: read_rope_spec({"rope_parameters": form}, max_positions, where) for kind, form in forms.items()}
 
 
@@ -141,6 +154,13 @@ def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: 
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
     }
+    sizes |= _expert_sizes(fields, where)
+    num_layers, layer_types = fields.num_hidden_layers, fields.layer_types
+    if layer_types is not None and len(layer_types) != num_layers:
+        raise ModelError(f"{where}: layer_types has {len(layer_types)} entries, but there are {num_layers} layers")
+    for name in _POSITIVE:
+        if (value := getattr(fields, name)) is not None and not 0 < value < math.inf:
+            raise ModelError(f"{where}: {name} is {value}, but must be positive and finite")
     for name, value in sizes.items():
         if value < 1:
             raise ModelError(f"{where}: {name} is {value}, but must be at least 1")
@@ -151,6 +171,18 @@ def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: 
         )
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim {head_dim} is odd, but rotary embedding turns pairs of elements")
+
+
+def _expert_sizes(fields: FamilyConfig, where: Path) -> dict[str, int]:
+    """The sizes of experts that are given. Raises: ModelError for numbers of them that cannot be."""
+    num_experts, num_picked = fields.num_local_experts or fields.num_experts, fields.num_experts_per_tok
+    if num_experts and not 1 <= num_picked <= num_experts <= _MOST_EXPERTS:
+        raise ModelError(
+            f"{where}: num_experts_per_tok is {num_picked} and num_experts {num_experts}, allowed: 1 to num_experts, "
+            f"and up to {_MOST_EXPERTS}"
+        )
+    names = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    return {name: size for name in names if (size := getattr(fields, name)) is not None}
 
 
 def _default(value: OptionalInt, default: int | None) -> int | None:
