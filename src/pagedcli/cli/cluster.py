@@ -43,6 +43,7 @@ def run_cluster_job(job: ClusterJob) -> int:
     """Run a job to its end. Returns the exit code. Raises: PagedcliError for whatever makes the run impossible."""
     # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # matches all: Ray's notes on dead workers go to stdout
     if job.address is None:  # the name is historical: without it, a local cluster uses the loopback interface alone
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:

@@ -6,6 +6,7 @@ or steals one, and gives the same one again if Ray presents the ticket again bec
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class Pool:
 def cluster(address: str | None, pool: Pool) -> Iterator[None]:
     """A connection to a cluster; without an address a local one, for this run alone."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # on stderr; all of it is in the session's folder
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it is raised as well
     try:
         if address is not None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -93,7 +94,7 @@ class RayRun:
             return False
         if self._error is not None:
             raise PagedcliError(
-                f"the run failed on the cluster: {_cause(self._error)}",
+                f"the run failed on the cluster: {cause_of(self._error)}",
                 hint="finished rows are kept: run the same command with --resume",
             ) from self._error
         return True
@@ -152,14 +153,10 @@ class _PartActor:
         return stop
 
 
-def _cause(error: BaseException) -> str:
-    """The message of our own error inside what Ray raises."""
-    inner: BaseException | None = error
-    while inner is not None:
-        cause = getattr(inner, "cause", None) or inner.__cause__
-        if isinstance(inner, PagedcliError):
-            return inner.message
-        if cause is None or cause is inner:
-            break
-        inner = cause
-    return f"{type(error).__name__}: {str(inner).strip().splitlines()[-1] if str(inner).strip() else ''}"
+def cause_of(error: BaseException) -> str:
+    """Our own message inside what Ray raises, which holds the traceback of the worker as text; or its last line."""
+    ours = re.findall(r"^pagedcli\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
+    if ours:
+        return str(ours[-1])
+    last = next((line.strip() for line in reversed(str(error).split("\n")) if line.strip()), "")
+    return f"{type(error).__name__}: {last}"
