@@ -84,14 +84,14 @@ def test_draws_depend_on_the_row_and_not_on_its_batch(generator):
 
 
 def test_rows_of_several_batches_are_in_the_engine_at_once(generator):
-    """One batch of a long and some short rows, and a second one: its rows do not wait for the long one."""
+    """Batches of one long and some short rows: they do not wait for each other's long row."""
     stats = generator._stream.stats
     steps = stats.num_steps
-    answers(generator, table(4, max_tokens=[64, 2, 2, 2]))
+    answers(generator, table(4, max_tokens=[256, 2, 2, 2], ignore_eos=[True] * 4))
     num_alone = stats.num_steps - steps
     steps = stats.num_steps
-    answers(generator, *(table(4, max_tokens=[64, 2, 2, 2]) for _ in range(2)))
-    assert stats.num_steps - steps < 1.3 * num_alone
+    answers(generator, *(table(4, max_tokens=[256, 2, 2, 2], ignore_eos=[True] * 4) for _ in range(2)))
+    assert stats.num_steps - steps < 1.8 * num_alone
 
 
 def test_a_batch_larger_than_what_the_engine_holds_waits_and_is_done(generator):
@@ -120,7 +120,7 @@ def test_an_error_in_the_engine_fails_all_that_wait():
 
 
 def test_a_stream_that_is_stopped_fails_what_is_not_done():
-    generator = PagedBatchGenerator(sampling={"max_tokens": 1500}, **ENGINE)
+    generator = PagedBatchGenerator(sampling={"max_tokens": 1500, "ignore_eos": True}, **ENGINE)
 
     async def stopped():
         task = asyncio.create_task(generator(table(8)))
