@@ -20,7 +20,7 @@ from pagedcli.sampling_params import SamplingParams
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 PreemptionPolicy = Literal["last", "largest"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as stored")] = "auto"
     quantization: Annotated[
         Quantization | None,
-        _model("int8: 8-bit linear layers on a CPU, activations rounded per token", default="as stored"),
+        _model("int8, int4: linear layers in 8 or 4 bits on a CPU, activations in 8", default="as stored"),
     ] = None
     load_format: Annotated[LoadFormat, _model("dummy: random weights from config.json alone")] = "auto"
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model")] = False

@@ -24,7 +24,7 @@ def test_the_product_is_that_of_the_rounded_numbers(library, tokens, out, column
     x, weight = (torch.randn(n, columns, generator=generator).to(dtype) for n in (tokens, out))
     (q, x_step), (w, w_step) = rounded(x.double()), rounded(weight.double())
     expected = (q @ w.T) * x_step * w_step.T
-    actual = NativeLinear(library, weight, quantize=True)(x).double()
+    actual = NativeLinear(library, weight, quantization="int8")(x).double()
     # a number half-way between two steps may go either way: one step of one factor
     torch.testing.assert_close(actual, expected, atol=0.05 * columns**0.5 / 7, rtol=0.01)
     if dtype == torch.float32:
@@ -32,10 +32,10 @@ def test_the_product_is_that_of_the_rounded_numbers(library, tokens, out, column
 
 
 def test_rows_of_zeros_stay_zero(library):
-    linear = NativeLinear(library, torch.randn(32, 64), quantize=True)
+    linear = NativeLinear(library, torch.randn(32, 64), quantization="int8")
     assert torch.equal(linear(torch.zeros(2, 64)), torch.zeros(2, 32))
     assert torch.equal(
-        NativeLinear(library, torch.zeros(32, 64), quantize=True)(torch.randn(2, 64)), torch.zeros(2, 32)
+        NativeLinear(library, torch.zeros(32, 64), quantization="int8")(torch.randn(2, 64)), torch.zeros(2, 32)
     )
 
 
@@ -43,13 +43,15 @@ def test_rounding_costs_about_one_percent_of_a_product(library):
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(50, 1024, generator=generator), torch.randn(200, 1024, generator=generator)
     exact = x @ weight.T
-    error = (NativeLinear(library, weight, quantize=True)(x) - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
+    error = (NativeLinear(library, weight, quantization="int8")(x) - exact).pow(2).mean().sqrt() / exact.pow(
+        2
+    ).mean().sqrt()
     assert 0.001 < error < 0.02
 
 
 def test_a_row_does_not_depend_on_the_other_rows(library):
     x = torch.randn(90, 256)
-    linear = NativeLinear(library, torch.randn(96, 256), quantize=True)
+    linear = NativeLinear(library, torch.randn(96, 256), quantization="int8")
     assert torch.equal(linear(x)[:5], linear(x[:5]))
 
 

@@ -15,6 +15,7 @@ from attention_cases import INT8_TOLERANCE, TOLERANCE, Case, run, whole_steps, w
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.errors import BackendError
+from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import NativeLibrary, build, load_library
 
 X86 = platform.machine() == "x86_64"
@@ -243,3 +244,17 @@ def test_block_id_outside_the_cache_is_an_error_not_a_crash():
             backend.attend(case.q[19:], k_cache, v_cache, batch, case.layer)
     with pytest.raises(BackendError, match="the cache is"):
         backend.attend(case.q[19:], k_cache[:, :, :8], v_cache[:, :, :8], batch, case.layer)
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_processor_computes_the_same_linear_layers(library, dtype, quantization):
+    """Up to the order of sums; without fused multiply-adds a number between two steps may go to the other one."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 352, generator=generator).to(dtype) for n in (23, 97))
+    here, there = (NativeLinear(each, weight, quantization=quantization)(x) for each in (load_library(), library))
+    difference = (there.double() - here.double()).norm() / here.double().norm()
+    assert difference < (1e-6 if dtype == torch.float32 and quantization is None else 0.01)
+    alone = NativeLinear(library, weight, quantization=quantization)(x[5:6].contiguous())
+    assert torch.equal(alone, NativeLinear(library, weight, quantization=quantization)(x)[5:6])

@@ -100,11 +100,11 @@ def test_linear_is_right_to_rounding(emulated, gated):
     torch.testing.assert_close(ours.double(), exact, atol=0.1, rtol=0.02)
 
 
-@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("columns", [64, 352, 1024])  # of 352, int8 fills no tiles; 1024 has several parts of K
-def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quantize):
+def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quantization):
     x, weight = linear_inputs(columns=columns)
-    linear = NativeLinear(emulated, weight, quantize=quantize)
+    linear = NativeLinear(emulated, weight, quantization=quantization)
     whole = linear(x)
     try:
         for threads in (1, 3):
@@ -118,7 +118,7 @@ def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quan
 @pytest.mark.parametrize("tokens", [1, 20, 100])
 def test_int8_tiles_equal_the_vector_path_to_the_bit(emulated, tokens):
     x, weight = linear_inputs(tokens, columns=320)
-    linear = NativeLinear(emulated, weight, quantize=True)
+    linear = NativeLinear(emulated, weight, quantization="int8")
     tiles = linear(x)
     with avoiding(emulated.functions, Path.INT8_TILES):
         assert torch.equal(linear(x), tiles)

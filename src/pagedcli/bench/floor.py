@@ -31,15 +31,23 @@ class Floor:
 
 
 def workload_floor(
-    spec: ModelSpec, workload: Workload, limits: MachineLimits, *, itemsize: float = 2, kv_itemsize: float = 2
+    spec: ModelSpec,
+    workload: Workload,
+    limits: MachineLimits,
+    *,
+    itemsize: float = 2,
+    head_itemsize: float | None = None,
+    kv_itemsize: float = 2,
 ) -> Floor:
-    """The floor of a workload whose requests all start at once. Units: itemsize in bytes per weight."""
+    """The floor of a workload whose requests all start at once. Units: itemsize in bytes per weight,
+    head_itemsize of the output layer if it differs."""
     layer = _weights_per_layer(spec) * spec.num_layers
     head = spec.vocab_size * spec.hidden_size
 
     def linear(tokens: int, sampled: int) -> float:
         flops = 2 * (layer * tokens + head * sampled)
-        return max((layer + head) * itemsize / limits.read_bytes_per_s, flops / limits.flop_per_s)
+        num_bytes = layer * itemsize + head * (itemsize if head_itemsize is None else head_itemsize)
+        return max(num_bytes / limits.read_bytes_per_s, flops / limits.flop_per_s)
 
     def attention(distinct_tokens: int, seen_pairs: int) -> float:
         num_bytes = 2 * distinct_tokens * spec.num_kv_heads * spec.head_dim * spec.num_layers * kv_itemsize

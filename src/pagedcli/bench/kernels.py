@@ -97,7 +97,7 @@ def _linear_row(
     except BackendError:
         layers: list[Linear | NativeLinear] = [Linear(weight.clone()) for _ in range(copies)]
     else:
-        layers = [NativeLinear(library, weight, quantize=quantize) for _ in range(copies)]
+        layers = [NativeLinear(library, weight, quantization="int8" if quantize else None) for _ in range(copies)]
     seconds = best_seconds(lambda: [layer(x) for layer in layers]) / copies
     flops = 2 * tokens * out_features * in_features
     size = f"{tokens} x {in_features} -> {out_features}"

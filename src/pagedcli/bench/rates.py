@@ -15,7 +15,6 @@ from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library, paths
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import DTYPE_CODES, INT8
 
 READ_BYTES = 1 << 28  # far beyond any cache of a small machine
 GEMM_TOKENS, GEMM_OUT, GEMM_IN = 1024, 4096, 1024
@@ -29,7 +28,8 @@ class MachineRates:
     read_bytes_per_s: float
     flop_per_s: float  # of `instructions` in registers; of a large matrix product without the native library
     gemm_flop_per_s: float  # of a product of 1024 tokens with a 4096 x 1024 weight
-    instructions: str  # whose peak flop_per_s is; others of the processor, such as tiles, may be faster
+    instructions: str  # the fastest that the processor has for the type, whichever the kernels use
+    path: str  # what the kernels use
 
     def best(self, other: "MachineRates") -> "MachineRates":
         """The higher of both rates: other work on the machine only ever takes away."""
@@ -39,11 +39,12 @@ class MachineRates:
             max(self.flop_per_s, other.flop_per_s),
             max(self.gemm_flop_per_s, other.gemm_flop_per_s),
             self.instructions,
+            self.path,
         )
 
     @property
     def limits(self) -> MachineLimits:
-        """For bench.floor: the higher of both rates of arithmetic, as a product by tiles may beat the registers."""
+        """For bench.floor: the higher of both rates of arithmetic, as each may have met a slow moment."""
         return MachineLimits(self.read_bytes_per_s, max(self.flop_per_s, self.gemm_flop_per_s))
 
 
@@ -57,24 +58,27 @@ def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
         library = load_library()
     except BackendError:
         gemm = gemm_flops / best_seconds(lambda: torch.nn.functional.linear(x, weight))
-        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm, "torch's matrix product")
+        return MachineRates(threads, READ_BYTES / best_seconds(data.sum), gemm, gemm, "torch", "torch")
     read = library.functions.native_read_all
-    linear = NativeLinear(library, weight, quantize=int8)
+    linear = NativeLinear(library, weight, quantization="int8" if int8 else None)
+    path, candidates = _paths(library.functions, dtype, int8=int8)
+    fastest = paths.measure_peaks(library.functions, candidates, threads)[0]
     return MachineRates(
         threads,
         READ_BYTES / best_seconds(lambda: read(data.data_ptr(), data.numel(), threads)),
-        _register_rate(library.functions, INT8 if int8 else DTYPE_CODES[dtype], threads),
+        fastest.flop_per_s,
         gemm_flops / best_seconds(lambda: linear(x)),
-        _instructions(library.functions, dtype, int8=int8),
+        paths.NAMES[fastest.path],
+        paths.NAMES[path],
     )
 
 
-def _instructions(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> str:
-    """What native_multiply_adds runs: vector instructions, never tiles."""
+def _paths(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> tuple[paths.Path, tuple[paths.Path, ...]]:
+    """The path that the kernels use, and all that could multiply the type."""
     if int8:
-        return paths.NAMES[paths.Path.INT8_VECTOR]
-    has_dot = dtype == torch.bfloat16 and paths.bf16_path(functions) != paths.Path.FMA
-    return paths.NAMES[paths.Path.BF16_DOT if has_dot else paths.Path.FMA]
+        return paths.int8_path(functions), paths.INT8_PATHS
+    fma = paths.Path.FMA
+    return (paths.bf16_path(functions), paths.BF16_PATHS) if dtype == torch.bfloat16 else (fma, (fma,))
 
 
 def best_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> float:
@@ -87,13 +91,3 @@ def best_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds
         best = min(best, time.perf_counter() - before)
         calls += 1
     return best
-
-
-def _register_rate(functions: ctypes.CDLL, kind: int, threads: int) -> float:
-    run = functions.native_multiply_adds
-    run.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
-    run.restype = ctypes.c_int64
-    out = torch.empty(threads)
-    count = 100_000  # about half a millisecond
-    operations: int = run(kind, 1, threads, out.data_ptr()) * count * threads
-    return operations / best_seconds(lambda: run(kind, count, threads, out.data_ptr()))

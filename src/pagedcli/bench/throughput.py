@@ -88,7 +88,7 @@ def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
     generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
     warm_up_s = time.perf_counter() - started
     on_cpu = engine.runner.device.type == "cpu"
-    dtype, int8 = DTYPES[engine.plan.dtype], config.quantization == "int8"
+    dtype, int8 = DTYPES[engine.plan.dtype], config.quantization is not None
     runs, machines = [], []
     before = measure_rates(dtype, int8=int8) if on_cpu else None
     for workload in workloads:

@@ -12,7 +12,7 @@ from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, deci
 from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.kvcache.budget import head_bytes
+from pagedcli.kvcache.budget import INT4_BYTES, head_bytes
 
 if TYPE_CHECKING:
     from pagedcli.bench.rates import MachineRates
@@ -268,10 +268,14 @@ def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
     }
     if machine is not None:
         itemsize = DTYPES[result.engine.plan.dtype].itemsize
-        weight_size = 1 if result.engine.config.quantization == "int8" else itemsize
+        quantization = result.engine.config.quantization
+        weight_size = {"int8": 1.0, "int4": INT4_BYTES}.get(quantization or "", itemsize)
+        head_size = itemsize if quantization is None else 1.0
         spec, plan = result.engine.spec, result.engine.plan
         kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
-        floor = workload_floor(spec, workload, machine.limits, itemsize=weight_size, kv_itemsize=kv_size)
+        floor = workload_floor(
+            spec, workload, machine.limits, itemsize=weight_size, head_itemsize=head_size, kv_itemsize=kv_size
+        )
         row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds, "machine": asdict(machine)}
     return row
 
@@ -280,7 +284,8 @@ def _limits(machine: "MachineRates") -> str:
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
     return (
         f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
-        f" {machine.instructions} in registers, {gemm:,.0f} in a large matrix product. The limit is the higher one."
+        f" {machine.instructions} in registers; a large matrix product by {machine.path} reaches {gemm:,.0f}:"
+        f" {gemm / peak:.0%}."
     )
 
 

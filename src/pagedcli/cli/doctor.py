@@ -10,7 +10,7 @@ import typer
 
 from pagedcli import __version__
 from pagedcli.cli.engine_table import EngineFacts, engine_table
-from pagedcli.cli.tables import Column, Format, FormatOption, Table, decimal, print_tables, size
+from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, print_tables, size
 from pagedcli.cli.terminal import say
 from pagedcli.errors import BackendError
 
@@ -59,7 +59,8 @@ def doctor(
     chosen = resolve_device(device, this_machine())
     backends = _backend_rows(chosen)
     results = _self_test(str(chosen), [row["backend"] for row in backends if row["available"]])
-    tables = [_versions_table(), _devices_table(), _backends_table(backends, str(chosen)), _engine_table(str(chosen))]
+    backend_tables = [_backends_table(backends, str(chosen)), _engine_table(str(chosen))]
+    tables = [_versions_table(), _devices_table(), _paths_table(), *backend_tables]
     tables.append(_self_test_table(results))
     failed = [result.check for result in results if not result.passed]
     print_tables(tables, format_, facts={"device": str(chosen), "passed": not failed})
@@ -124,6 +125,37 @@ def _devices_table() -> Table:
         Column("detail", "what it is"),
     ]
     return Table("devices", "Devices", columns, rows, notes)
+
+
+def _paths_table() -> Table:
+    """What the native CPU kernels multiply with, and how fast that is next to the processor's other ways."""
+    import torch
+
+    from pagedcli.native import load_library
+    from pagedcli.native.paths import BF16_PATHS, INT8_PATHS, NAMES, bf16_path, int8_path, measure_peaks
+
+    rows: list[dict[str, object]] = []
+    notes: list[str] = []
+    try:
+        library = load_library()
+    except BackendError as error:
+        notes.append(error.message)
+    else:
+        functions = library.functions
+        for dtype, paths, used in (
+            ("bfloat16", BF16_PATHS, bf16_path(functions)),
+            ("int8", INT8_PATHS, int8_path(functions)),
+        ):
+            for peak in measure_peaks(functions, paths, torch.get_num_threads()):
+                about = {"dtype": dtype, "path": NAMES[peak.path], "used": peak.path is used}
+                rows.append(about | {"gflop_per_s": peak.flop_per_s / 1e9})
+    columns = [
+        Column("dtype", "products of"),
+        Column("path", "path"),
+        Column("used", "used", lambda used: "yes" if used else ""),
+        Column("gflop_per_s", "peak, GFLOP/s", count),
+    ]
+    return Table("cpu_paths", "CPU kernels", columns, rows, notes)
 
 
 def _cpu_name() -> str:

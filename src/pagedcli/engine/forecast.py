@@ -49,7 +49,7 @@ def forecast(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine:
 def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> MemoryTerms:
     """Every term of the device's memory, from arithmetic and what is free on the machine."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
-    weights = sizes.weight_bytes(itemsize, quantized=config.quantization is not None)
+    weights = sizes.weight_bytes(itemsize, quantization=config.quantization)
     activations = sizes.activation_bytes(decided.largest_step, itemsize, native=decided.in_one_call)
     if decided.device.type == "cpu":
         return MemoryTerms(
@@ -107,7 +107,7 @@ def loading_peak(config: EngineConfig, spec: ModelSpec, decided: Decisions, fold
     """Bytes of the host that this process holds at most while it loads a model on a CPU: the weights, and what they
     are made from. Pages of a mapped checkpoint count; the system drops them when memory is short."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
-    weights = sizes.weight_bytes(itemsize, quantized=config.quantization is not None)
+    weights = sizes.weight_bytes(itemsize, quantization=config.quantization)
     if config.load_format == "dummy":
         return HOST_PROCESS + max(weights, sizes.num_parameters * itemsize) + sizes.table_bytes(itemsize)
     checkpoint = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}  # bytes per element
+INT4_BYTES = 18 / 32  # per 4-bit weight: a group of 32 has a scale and a minimum of a byte each
 SORT_BYTES = 24  # per logit: float32 copies, sorted values with their int64 indices, and probabilities
 SCALE_BYTES = {"int8": 4}  # of K and of V, per token and head: a float32 scale
 
@@ -190,16 +191,17 @@ class ModelSizes:
         """The embedding table, or the output layer."""
         return self.vocab_size * self.hidden_size * itemsize
 
-    def weight_bytes(self, itemsize: int, *, quantized: bool = False) -> int:
-        """Bytes of all weights as they are kept. Quantized, linear layers and the output layer are int8 with a scale
-        and a sum per row, and the embedding table is kept as well."""
-        if not quantized:
+    def weight_bytes(self, itemsize: int, *, quantization: str | None = None) -> int:
+        """Bytes of all weights as they are kept. Quantized, linear layers and the output layer are int8 with two floats
+        per row, or the former 4 bits and two bytes per 32 inputs; the embedding table is kept as well."""
+        if quantization is None:
             return self.num_parameters * itemsize
         width, inner = self.hidden_size, self.intermediate_size
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + 2 * width + 2 * inner
-        int8 = self._layer_matrices + self.vocab_size * width
+        in_layers = int(self._layer_matrices * INT4_BYTES) if quantization == "int4" else self._layer_matrices
+        whole = in_layers + self.vocab_size * width
         scales = (ITEMSIZE["float32"] + ITEMSIZE["float32"]) * (self.num_layers * rows + self.vocab_size)
-        return int8 + scales + self.table_bytes(itemsize) + self._vectors * itemsize
+        return whole + scales + self.table_bytes(itemsize) + self._vectors * itemsize
 
     def block_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Bytes of one block over all layers."""

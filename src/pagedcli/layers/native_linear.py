@@ -5,6 +5,7 @@ not depend, in any bit, on the other tokens of the batch.
 """
 
 import ctypes
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from pagedcli.errors import BackendError
 from pagedcli.native import NativeLibrary
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import ADD, DTYPE_CODES, GATE, INT8, STORE, LinearStruct, bind
+from pagedcli.native.structs import ADD, DTYPE_CODES, GATE, INT4, INT8, STORE, LinearStruct, bind
 
 
 class NativeLinear:
@@ -27,9 +28,10 @@ class NativeLinear:
         bias: Tensor | None = None,
         *,
         gated: bool = False,
-        quantize: bool = False,
+        quantization: Literal["int8", "int4"] | None = None,
     ) -> None:
-        """Pack `weight` [out, in]; with `quantize` to int8 with a scale per output feature. Neither argument is kept.
+        """Pack `weight` [out, in]; quantized, to int8 with a scale per output feature, or to 4 bits with a scale and a
+        minimum per 32 inputs, chosen for least squared error. Neither tensor is kept.
 
         Raises: BackendError for a dtype or shape that the kernels do not know.
         """
@@ -39,11 +41,12 @@ class NativeLinear:
         self._functions = bind(library.functions)
         self.dtype = weight.dtype
         self.out_features = rows // 2 if gated else rows
-        kind = INT8 if quantize else DTYPE_CODES[weight.dtype]
+        kind = DTYPE_CODES[weight.dtype] if quantization is None else {"int8": INT8, "int4": INT4}[quantization]
         self.struct = LinearStruct(kind=kind, rows=rows, columns=columns, gated=gated)
         padded_rows = self._functions.linear_padded_rows(ctypes.byref(self.struct))
         wide_bias = bias.float().contiguous() if bias is not None else None
-        tensors = self._quantized(weight, padded_rows) if quantize else self._packed(weight, padded_rows)
+        pack = {INT8: self._packed_int8, INT4: self._packed_int4}.get(kind, self._packed)
+        tensors = pack(weight.contiguous(), padded_rows)
         self._tensors = (*tensors, wide_bias)  # the struct points into them
         self.struct.weight = tensors[0].data_ptr()
         self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
@@ -62,7 +65,7 @@ class NativeLinear:
 
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not when quantized."""
-        assert self.struct.kind != INT8, "a quantized weight has no rows to give back"
+        assert self.struct.kind not in (INT8, INT4), "a quantized weight has no rows as they were"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
         rows, threads = rows.contiguous(), torch.get_num_threads()
         if self._functions.linear_unpack_rows(
@@ -87,16 +90,14 @@ class NativeLinear:
             torch.get_num_threads(),
         )
 
-    def _packed(self, weight: Tensor, padded_rows: int) -> tuple[Tensor]:
-        weight = weight.contiguous()
+    def _packed(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, ...]:
         packed = empty_in_huge_pages(padded_rows * weight.shape[1], weight.dtype)
         self._functions.linear_pack(
             ctypes.byref(self.struct), weight.data_ptr(), packed.data_ptr(), torch.get_num_threads()
         )
         return (packed,)
 
-    def _quantized(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        weight = weight.contiguous()
+    def _packed_int8(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, ...]:
         packed = empty_in_huge_pages(padded_rows * (-(-weight.shape[1] // 4) * 4), torch.int8)
         scales = torch.empty(padded_rows, dtype=torch.float32)
         sums = torch.empty(padded_rows, dtype=torch.int32)
@@ -106,3 +107,13 @@ class NativeLinear:
         )
         self.struct.scales, self.struct.sums = scales.data_ptr(), sums.data_ptr()
         return packed, scales, sums
+
+    def _packed_int4(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, ...]:
+        packed = empty_in_huge_pages(self._functions.linear_int4_bytes(ctypes.byref(self.struct)), torch.uint8)
+        scales, mins = (torch.empty(padded_rows, dtype=torch.float32) for _ in range(2))
+        addresses = (tensor.data_ptr() for tensor in (weight, packed, scales, mins))
+        self._functions.linear_pack_int4(
+            ctypes.byref(self.struct), DTYPE_CODES[weight.dtype], *addresses, torch.get_num_threads()
+        )
+        self.struct.scales, self.struct.mins = scales.data_ptr(), mins.data_ptr()
+        return packed, scales, mins

@@ -53,7 +53,8 @@ class CpuDecoder:
         self._weight_bytes = 0
         embedding = tensors.pop("embedding")
         tied = spec.tie_word_embeddings
-        self._lm_head = self._linear({"weight": embedding if tied else tensors.pop("lm_head")})
+        output = {"weight": embedding if tied else tensors.pop("lm_head")}
+        self._lm_head = self._keep(self._format.lm_head.native_linear(output, None))
         self._embedding = None if tied and self._format.keeps_rows else embedding
         self._weight_bytes += self._embedding.nbytes if self._embedding is not None else 0
         self._layers = (LayerStruct * spec.num_layers)(
@@ -130,9 +131,12 @@ class CpuDecoder:
         )
 
     def _linear(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, *, gated: bool = False) -> NativeLinear:
-        linear = self._format.native_linear(stored, bias, gated=gated)
+        self._weight_bytes += bias.nbytes if bias is not None else 0
+        return self._keep(self._format.native_linear(stored, bias, gated=gated))
+
+    def _keep(self, linear: NativeLinear) -> NativeLinear:
         self._kept.append(linear)
-        self._weight_bytes += linear.nbytes + (bias.nbytes if bias is not None else 0)
+        self._weight_bytes += linear.nbytes
         return linear
 
     def _vector(self, weight: Tensor) -> int:

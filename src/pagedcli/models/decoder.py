@@ -102,10 +102,10 @@ class _Builder:
         stored = {"weight": table if tied else self._tensors.pop("lm_head")}
         embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
         if not self.uses_cpu_kernels:
-            linear = self.make_linear(stored, None)
+            linear = self._request.weight_format.lm_head.torch_linear(stored, None)
             head = VocabularyHead(linear, self._spec.vocab_size, parallel)
             return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
-        packed = self._request.weight_format.native_linear(stored, None)
+        packed = self._request.weight_format.lm_head.native_linear(stored, None)
         head = VocabularyHead(packed, self._spec.vocab_size, parallel)
         if tied and self._request.weight_format.keeps_rows and parallel.size == 1:
             return packed.weight_rows, head, packed.nbytes

@@ -4,7 +4,7 @@ and one entry of FORMATS.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class WeightFormat(Protocol):
     stored: tuple[StoredTensor, ...]
     keeps_rows: bool  # whether the rows of a packed weight can be read again, as a tied embedding needs them
 
+    @property
+    def lm_head(self) -> "WeightFormat":
+        """The format of the output layer, which is stored as a plain weight."""
+        ...
+
     def torch_refusal(self) -> str | None:
         """Why there is no torch layer of this format; None if there is one."""
         ...
@@ -67,6 +72,10 @@ class AsStored:
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     keeps_rows = True
 
+    @property
+    def lm_head(self) -> WeightFormat:
+        return self
+
     def torch_refusal(self) -> str | None:
         return None
 
@@ -77,24 +86,33 @@ class AsStored:
         return NativeLinear(load_library(), tensors["weight"], bias, gated=gated)
 
 
-class Int8:
-    """Floating-point weights, rounded to int8 with a scale per output feature while they are packed."""
+class Rounded:
+    """Floating-point weights, rounded while they are packed: to int8 with a scale per output feature, or to 4 bits with
+    a scale and a minimum per 32 inputs, with an int8 output layer."""
 
-    name = "int8"
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     keeps_rows = False  # too coarse to start a sequence from
 
+    def __init__(self, name: Literal["int8", "int4"]) -> None:
+        self.name: str = name
+        self._quantization = name
+
+    @property
+    def lm_head(self) -> WeightFormat:
+        return Rounded("int8")
+
     def torch_refusal(self) -> str | None:
-        return "int8 weights need the native CPU kernels"
+        return f"{self.name} weights need the native CPU kernels"
 
     def torch_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> LinearLayer:
         raise AssertionError("a format with a torch_refusal is not asked for a torch layer")
 
     def native_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, gated: bool = False) -> NativeLinear:
-        return NativeLinear(load_library(), tensors["weight"], bias, gated=gated, quantize=True)
+        return NativeLinear(load_library(), tensors["weight"], bias, gated=gated, quantization=self._quantization)
 
 
-FORMATS: Mapping[str | None, WeightFormat] = {None: AsStored(), "int8": Int8()}  # by EngineConfig.quantization
+# by EngineConfig.quantization
+FORMATS: Mapping[str | None, WeightFormat] = {None: AsStored(), "int8": Rounded("int8"), "int4": Rounded("int4")}
 
 
 def weight_format(quantization: str | None) -> WeightFormat:

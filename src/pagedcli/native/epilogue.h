@@ -28,7 +28,7 @@ static inline int64_t padded_rows(const Linear& l) {
 // threads are the first to touch is cleared twice by the system.
 template <class Work> static void for_panels(int threads, int64_t panels, int64_t panel_bytes, const Work& work) {
     const int64_t each = std::max<int64_t>(1, (2 << 20) / panel_bytes);
-    parallel_for(threads, (panels + each - 1) / each, [&](int64_t i) {
+    parallel_ranges(threads, (panels + each - 1) / each, [&](int64_t i) {
         for (int64_t p = i * each; p < std::min(panels, (i + 1) * each); p++) work(p);
     });
 }

@@ -17,21 +17,24 @@ enum Epilogue : int {
     GATE,   // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
 };
 
-enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8 };  // the first three are also the types of activations
+enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };  // the first three are also the types of activations
 
 // Mirrored by pagedcli.native.structs.
 struct Linear {
     int64_t kind, rows, columns, gated;  // rows: output features, of gate and up together; columns: input features
     const void* weight;                  // packed
     const float* bias;                   // [rows], or null
-    const float* scales;                 // int8: [padded rows] what a step of the weight is worth, in packed order
+    const float* scales;                 // int8, int4: [padded rows] what a step of the weight, of a scale is worth, in packed order
     const int32_t* sums;                 // int8: [padded rows] sum of the weights of a feature, in packed order
+    const float* mins;                   // int4: [padded rows] a step of the mins in steps of the scales, in packed order
 };
 
 // x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.
 void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads);
 void linear_forward_int8(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
+                         int threads);
+void linear_forward_int4(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                          int threads);
 
 // Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
@@ -52,11 +55,12 @@ struct Cut {
         int64_t unit = 1)
         : panels(num_panels), unit(unit) {
         constexpr int64_t L2_SHARE = 512 << 10;
-        constexpr double NS_PER_BYTE = 0.025, PIECE_NS = 20e3, WORTH_A_THREAD_NS = 8e3;
+        constexpr double NS_PER_BYTE = 0.025, PIECE_NS = 20e3, WORTH_A_THREAD_NS = 4e3;
         const int64_t most = std::max<int64_t>(64, L2_SHARE / row_bytes);
         blocks = (num_tokens + most - 1) / most;
         const double panel_ns = std::max(panel_bytes * NS_PER_BYTE, ns_per_row * num_tokens);
-        if (panel_ns * panels < WORTH_A_THREAD_NS) threads = 1;  // waking a thread would take longer
+        // for less, waking a thread and waiting for its last piece would take longer
+        threads = (int)std::clamp<int64_t>(panel_ns * panels / WORTH_A_THREAD_NS, 1, threads);
         const int64_t wanted = (int64_t)(PIECE_NS * blocks / panel_ns) + 1;
         panels_per_group = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, panels / (8 * threads)));
         groups = (panels + panels_per_group - 1) / panels_per_group;
@@ -70,22 +74,6 @@ struct Cut {
             work(units * block / blocks * unit, std::min(num_tokens, units * (block + 1) / blocks * unit),
                  group * panels_per_group, std::min(panels, (group + 1) * panels_per_group));
         };
-        const int64_t count = groups * blocks;
-        if (threads <= 1) {
-            for (int64_t i = 0; i < count; i++) piece(i);
-            return;
-        }
-        struct alignas(64) Range {
-            std::atomic<int64_t> next;
-            int64_t end;
-        };
-        std::vector<Range> ranges(threads);
-        for (int t = 0; t < threads; t++) ranges[t].next = count * t / threads, ranges[t].end = count * (t + 1) / threads;
-        parallel_for(threads, threads, [&](int64_t own) {
-            for (int t = 0; t < threads; t++) {
-                Range& range = ranges[(own + t) % threads];
-                for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) piece(i);
-            }
-        });
+        parallel_ranges(threads, groups * blocks, piece);
     }
 };

@@ -1,31 +1,17 @@
 // Linear layers on int8 weights: a scale per output feature, activations rounded to 8 bits with a scale per token.
 //
-// Packed as in linear.h with groups of four: [K / 4][PANEL][4]. Activations are stored with 128 added, as the
-// instruction multiplies unsigned by signed bytes; 128 times the sum of a feature's weights is taken off at the end.
+// Packed as in linear.h with groups of four: [K / 4][PANEL][4]. Where the instruction multiplies unsigned by signed bytes,
+// activations are stored with 128 added, and 128 times the sum of a feature's weights is taken off at the end.
 
 #include "epilogue.h"
+#include "int8_dot.h"
 #include "linear.h"
 #include "linear_tiles.h"
 #include "paths.h"
 
-#include <cmath>
 #include <type_traits>
 
 namespace {
-
-constexpr int GROUP = 4;
-
-#if defined(__AVX512VNNI__)
-inline void madd(vi& acc, const uint8_t* x, vi w) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    acc = (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)w);
-}
-#else
-inline void madd(vi& acc, const uint8_t* x, vi w) {
-    for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((vi)((vu)w << (24 - 8 * j)) >> 24);
-}
-#endif
 
 template <int R, bool PREFETCH>
 inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t steps, const char* next,
@@ -36,29 +22,10 @@ inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int6
         for (int v = 0; v < PANEL_VECTORS; v++) w[v] = load_any<vi>(panel + (i * PANEL_VECTORS + v) * VL * GROUP);
         if (PREFETCH) __builtin_prefetch(next + i * 64, 0, 2);
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < PANEL_VECTORS; v++) madd(acc[r][v], x + r * stride + i * GROUP, w[v]);
+            for (int v = 0; v < PANEL_VECTORS; v++) madd_int8(acc[r][v], x + r * stride + i * GROUP, w[v]);
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) store_any(sums + r * PANEL + v * VL, acc[r][v]);
-}
-
-// One token's activations as bytes; returns what a step of them is worth.
-template <class T> float quantize(const typename T::Elem* x, int64_t columns, uint8_t* to) {
-    float top = 0;
-    int64_t k = 0;
-    vf tops = {};
-    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x + k) & 0x7fffffff));
-    top = max_in(tops);
-    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x + k)));
-    const float step = top / 127, inverse = top > 0 ? 127 / top : 0;
-    const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
-    for (k = 0; k + VL <= columns; k += VL) {
-        vi q = (vi)(Rows<T>::load(x + k) * inverse + magic) - (vi)magic + 128;
-        typedef uint8_t vb __attribute__((vector_size(VL)));
-        store_any(to + k, __builtin_convertvector((vu)q, vb));
-    }
-    for (; k < columns; k++) to[k] = (uint8_t)(std::nearbyint(Rows<T>::load_one(x + k) * inverse) + 128);
-    return step;
 }
 
 // The PANEL sums of a token and panel as they follow from whole numbers.
@@ -66,7 +33,7 @@ template <class T>
 inline void put_whole(const Linear& l, const Output<T>& output, float step_of, int64_t token, int64_t panel, const int32_t* sums) {
     float y[PANEL];
     for (int64_t v = 0, at = panel * PANEL; v < PANEL; v += VL, at += VL) {
-        vi exact = load_any<vi>(sums + v) - 128 * load_any<vi>(l.sums + at);
+        vi exact = load_any<vi>(sums + v) - OFFSET * load_any<vi>(l.sums + at);
         storef(y + v, __builtin_convertvector(exact, vf) * (loadf(l.scales + at) * step_of));
     }
     output.put(token, panel, y);
@@ -115,7 +82,7 @@ void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t 
         using T = decltype(type);
         using E = typename T::Elem;
         parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
-            steps_of[t] = quantize<T>((const E*)x + t * l.columns, l.columns, quantized + t * stride);
+            steps_of[t] = quantize_row<T>((const E*)x + t * l.columns, l.columns, OFFSET, quantized + t * stride);
         });
 #if defined(HAS_TILES)
         if (int8_path() == INT8_TILES && stride % TILE_BYTES == 0) {

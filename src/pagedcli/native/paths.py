@@ -2,8 +2,10 @@
 
 import ctypes
 import enum
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 class Path(enum.IntEnum):
@@ -23,6 +25,10 @@ NAMES = {
     Path.INT8_VECTOR: "int8 dot products",
     Path.INT8_TILES: "int8 tiles",
 }
+
+
+BF16_PATHS = (Path.FMA, Path.BF16_DOT, Path.BF16_TILES)  # that can multiply bfloat16
+INT8_PATHS = (Path.INT8_VECTOR, Path.INT8_TILES)
 
 
 def bf16_path(library: ctypes.CDLL) -> Path:
@@ -55,3 +61,37 @@ def avoiding(library: ctypes.CDLL, *paths: Path) -> Iterator[None]:
     finally:
         for path in paths:
             library.native_avoid_path(ctypes.c_int64(path), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PathPeak:
+    """How fast a path multiplies numbers that are in registers already."""
+
+    path: Path
+    flop_per_s: float  # two operations per multiply-add, all threads
+
+
+def measure_peaks(library: ctypes.CDLL, paths: Iterable[Path], threads: int) -> list[PathPeak]:
+    """The peaks of those of `paths` that this processor has, fastest first. Takes about 10 ms per path and is the best
+    of many pieces: other work on the machine only ever takes away."""
+    run = library.native_path_rounds
+    run.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+    run.restype = ctypes.c_int64
+    out = (ctypes.c_float * threads)()
+    peaks = []
+    for path in paths:
+        operations = run(path, 1, threads, out)
+        if not operations:
+            continue
+        count = max(1, 40_000_000 // operations)  # some 0.1 ms
+        peaks.append(PathPeak(path, operations * count * threads / _best_seconds(run, (path, count, threads, out))))
+    return sorted(peaks, key=lambda peak: -peak.flop_per_s)
+
+
+def _best_seconds(run: Callable[..., object], arguments: tuple[object, ...]) -> float:
+    times = []
+    for _ in range(60):
+        before = time.perf_counter()
+        run(*arguments)
+        times.append(time.perf_counter() - before)
+    return min(times)

@@ -1,54 +1,96 @@
-// The rate of vector multiply-adds that live in registers: what no kernel of the same instructions can exceed.
+// The rate of multiply-adds that live in registers, by path: what no kernel of this processor can exceed.
 
+#include "int8_dot.h"
 #include "parallel.h"
-#include "simd.h"
+#include "paths.h"
 
 namespace {
 
-// Twelve independent sums hide the latency of the instruction.
-template <class T> float rounds(int64_t count) {
-    typename T::Elem data[VL * T::PAIR] = {};
-    typename T::Op op[T::OPS] = {};
-    const auto block = T::load(data);
-    vf acc[12] = {};
+// As in a kernel: a few rows times two blocks, and enough independent sums to hide the latency of the instruction.
+constexpr int ROWS_AT_ONCE = 6, BLOCKS = 2, SUMS = ROWS_AT_ONCE * BLOCKS;
+
+// The compiler must not see that the sums are equal, nor that the operands stay the same.
+template <class V> inline void hide(V& value) { __asm__ volatile("" : "+m"(value)); }
+inline void may_change(const void* operands) { __asm__ volatile("" ::"r"(operands) : "memory"); }
+
+// step(sum, row, block) for all sums, count times.
+template <class V, class Step> float rounds(int64_t count, const void* operands, const Step& step) {
+    V sums[ROWS_AT_ONCE][BLOCKS] = {}, total = {};
+    for (auto& row : sums)
+        for (V& sum : row) hide(sum);
     for (int64_t i = 0; i < count; i++) {
-#pragma GCC unroll 12
-        for (int j = 0; j < 12; j++) T::madd(acc[j], op, block);
-        __asm__ volatile("");
+        may_change(operands);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS_AT_ONCE; r++)
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; b++) step(sums[r][b], r, b);
     }
-    vf sum = {};
-    for (const vf& a : acc) sum += a;
-    return sum[0];
+    for (const auto& row : sums)
+        for (const V& sum : row) total += sum;
+    return (float)total[0];
+}
+
+template <class T> float vector_rounds(int64_t count) {
+    typename T::Elem data[BLOCKS][VL * T::PAIR] = {};
+    hide(data);
+    const typename T::Block blocks[BLOCKS] = {T::load(data[0]), T::load(data[1])};
+    typename T::Op ops[ROWS_AT_ONCE][T::OPS] = {};
+    return rounds<vf>(count, ops, [&](vf& sum, int r, int b) { T::madd(sum, ops[r], blocks[b]); });
 }
 
 float int8_rounds(int64_t count) {
-#if defined(__AVX512VNNI__)
-    __m512i acc[12] = {}, ones = _mm512_set1_epi8(1);
-    for (int64_t i = 0; i < count; i++) {
-#pragma GCC unroll 12
-        for (int j = 0; j < 12; j++) acc[j] = _mm512_dpbusd_epi32(acc[j], ones, ones);
-        __asm__ volatile("");
-    }
-    int32_t sum = 0;
-    for (const __m512i& a : acc) sum += _mm512_reduce_add_epi32(a);
-    return (float)sum;
-#else
-    return 0;
-#endif
+    vi blocks[BLOCKS] = {};
+    hide(blocks);
+    const vi first = blocks[0], second = blocks[1];
+    const uint8_t x[ROWS_AT_ONCE][GROUP] = {};
+    return rounds<vi>(count, x, [&](vi& sum, int r, int b) { madd_int8(sum, x[r], b ? second : first); });
 }
+
+#if defined(HAS_TILES)
+float tile_rounds(int64_t count, bool int8) {
+    TileRegisters t;
+    t.shape(TILE_ROWS, TILE_ROWS, TILE_BYTES, TILE_ROWS);
+    float sums[TILE_ROWS * TILE_ROWS];
+    t.zero<0>(), t.zero<1>(), t.zero<2>(), t.zero<3>(), t.zero<4>(), t.zero<5>(), t.zero<6>(), t.zero<7>();
+    for (int64_t i = 0; i < count && int8; i++)
+        t.multiply_int8<0, 4, 6>(), t.multiply_int8<1, 4, 7>(), t.multiply_int8<2, 5, 6>(), t.multiply_int8<3, 5, 7>();
+    for (int64_t i = 0; i < count && !int8; i++)
+        t.multiply_bf16<0, 4, 6>(), t.multiply_bf16<1, 4, 7>(), t.multiply_bf16<2, 5, 6>(), t.multiply_bf16<3, 5, 7>();
+    t.store<0>(sums, TILE_BYTES);
+    return sums[0];
+}
+#endif
 
 }  // namespace
 
-// Runs `count` rounds on each of `threads` threads; kind as WeightKind. Returns how many operations a round is, two per
-// multiply-add; 0 where the processor has no instruction for the kind.
-extern "C" int64_t native_multiply_adds(int64_t kind, int64_t count, int threads, float* out) {
-    static const bool has_int8 = int8_rounds(1) != 0;
+// Runs `count` rounds of a path on each of `threads` threads. Returns how many operations a round is, two per multiply-add;
+// 0 where the processor does not have the path.
+extern "C" int64_t native_path_rounds(int64_t path, int64_t count, int threads, float* out) {
+    if (!path_available((Path)path)) return 0;
+    const int64_t lanes = 2 * SUMS * VL;
+    int64_t operations = 0;
     parallel_for(threads, threads, [&](int64_t t) {
-        out[t] = kind == 0   ? rounds<F32>(count)
-                 : kind == 1 ? rounds<BF16>(count)
-                 : kind == 2 ? rounds<F16>(count)
-                             : int8_rounds(count);
+        switch (path) {
+            case FMA: out[t] = vector_rounds<F32>(count); break;
+#if defined(HAS_BF16_DOT)
+            case BF16_DOT: out[t] = vector_rounds<BF16Dot>(count); break;
+#endif
+#if defined(HAS_TILES)
+            case BF16_TILES: out[t] = tile_rounds(count, false); break;
+            case INT8_TILES: out[t] = tile_rounds(count, true); break;
+#endif
+            default: out[t] = int8_rounds(count);
+        }
     });
-    const int64_t lanes = 2 * 12 * VL;
-    return kind == 0 ? lanes * F32::PAIR : kind == 1 ? lanes * BF16::PAIR : kind == 2 ? lanes * F16::PAIR : has_int8 ? lanes * 4 : 0;
+    switch (path) {
+        case FMA: operations = lanes; break;
+        case BF16_DOT: operations = lanes * 2; break;
+        case INT8_VECTOR: operations = lanes * GROUP; break;
+#if defined(HAS_TILES)
+        case BF16_TILES: operations = 2 * 4 * TILE_ROWS * TILE_ROWS * TILE_BYTES / 2; break;
+        case INT8_TILES: operations = 2 * 4 * TILE_ROWS * TILE_ROWS * TILE_BYTES; break;
+#endif
+        default: break;
+    }
+    return operations;
 }

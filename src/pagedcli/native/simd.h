@@ -48,6 +48,34 @@ template <class V> static inline void store_any(void* p, V v) { memcpy(p, &v, si
 static inline vf loadf(const float* p) { return load_any<vf>(p); }
 static inline void storef(float* p, vf v) { store_any(p, v); }
 static inline vf splat(float x) { return x - vf{}; }
+// Bytes 0 to 255 as lanes, and back: gcc does both lane by lane.
+static inline vi load_bytes(const uint8_t* p) {
+#if defined(USE_AVX512)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(USE_AVX2)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(USE_NEON)
+    const uint16x8_t wide = vmovl_u8(vcreate_u8(load_any<uint32_t>(p)));
+    return (vi)vmovl_u16(vget_low_u16(wide));
+#else
+    typedef uint8_t vb __attribute__((vector_size(VL)));
+    return __builtin_convertvector(load_any<vb>(p), vi);
+#endif
+}
+static inline void store_bytes(uint8_t* p, vi x) {
+#if defined(USE_AVX512)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(USE_AVX2)
+    const __m256i low = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));  // lowest bytes, four times
+    store_any(p, _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1))[0]);
+#elif defined(USE_NEON)
+    const uint8x8_t low = vmovn_u16(vcombine_u16(vmovn_u32((uint32x4_t)x), vcreate_u16(0)));
+    store_any(p, vget_lane_u32(vreinterpret_u32_u8(low), 0));
+#else
+    typedef uint8_t vb __attribute__((vector_size(VL)));
+    store_any(p, __builtin_convertvector((vu)x, vb));
+#endif
+}
 static inline vf max_of(vf a, vf b) {
 #if defined(USE_AVX512)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);

@@ -1,0 +1,122 @@
+// Products of 8-bit numbers, four at a time: activations as bytes, and their dot products with int8 and 4-bit weights.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "rows.h"
+
+constexpr int GROUP = 4;  // elements of k that one 32-bit lane multiplies
+
+#if defined(__AVX512VNNI__) || (defined(USE_AVX2) && defined(__AVXVNNI__))
+#define HAS_UNSIGNED_DOT  // unsigned by signed bytes
+#endif
+
+// Added to activations before they meet int8 weights; this many times the sum of a feature's weights is taken off again.
+#if defined(HAS_UNSIGNED_DOT) || defined(EMULATE_TILES)
+constexpr int OFFSET = 128;
+#else
+constexpr int OFFSET = 0;
+#endif
+
+static inline vi bytes_of(int32_t four) { return vi{} + four; }
+
+#if defined(HAS_UNSIGNED_DOT)
+static inline vi dot_unsigned(vi acc, vi bytes, vi signed_bytes) {
+#if defined(USE_AVX512)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)bytes, (__m512i)signed_bytes);
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)bytes, (__m256i)signed_bytes);
+#endif
+}
+#endif
+
+#if defined(USE_AVX512) && defined(__AVX512BW__)
+static inline vi pair_sums(vi bytes, vi signed_bytes) { return (vi)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)signed_bytes); }
+static inline vi add_pairs(vi a, vi b) { return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+static inline vi lane_sums(vi pairs) { return (vi)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
+static inline vi magnitude(vi w) { return (vi)_mm512_abs_epi8((__m512i)w); }
+static inline vi with_sign(vi x, vi w) {
+    return (vi)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), __m512i{}, (__m512i)x);
+}
+#define HAS_PAIR_SUMS
+#elif defined(USE_AVX2)
+static inline vi pair_sums(vi bytes, vi signed_bytes) { return (vi)_mm256_maddubs_epi16((__m256i)bytes, (__m256i)signed_bytes); }
+static inline vi add_pairs(vi a, vi b) { return (vi)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+static inline vi lane_sums(vi pairs) { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+static inline vi magnitude(vi w) { return (vi)_mm256_abs_epi8((__m256i)w); }
+static inline vi with_sign(vi x, vi w) { return (vi)_mm256_sign_epi8((__m256i)x, (__m256i)w); }
+#define HAS_PAIR_SUMS
+#endif
+
+#if defined(USE_NEON)
+static inline vi dot_signed_bytes(vi acc, vi w, vi x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
+#else
+    const int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+    return acc + (vi)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
+#endif
+}
+#endif
+
+// acc += four int8 weights of each lane times four activations, which have OFFSET added.
+static inline void madd_int8(vi& acc, const uint8_t* x, vi w) {
+    const vi four = bytes_of(load_any<int32_t>(x));
+#if defined(HAS_UNSIGNED_DOT)
+    acc = dot_unsigned(acc, four, w);
+#elif defined(HAS_PAIR_SUMS)
+    acc += lane_sums(pair_sums(magnitude(w), with_sign(four, w)));  // at most 2 x 127 x 127: fits into 16 bits
+#elif defined(USE_NEON)
+    acc = dot_signed_bytes(acc, w, four);
+#else
+    (void)four;
+    for (int j = 0; j < GROUP; j++) {
+        const int32_t one = OFFSET ? (int32_t)x[j] : (int32_t)(int8_t)x[j];
+        acc += one * ((vi)((vu)w << (24 - 8 * j)) >> 24);
+    }
+#endif
+}
+
+// The sum of up to eight fours of k: weights 0 to 15, activations -127 to 127.
+struct NibbleSum {
+    vi acc = {};
+    inline void add(const int8_t* x, vi w) {
+        const vi four = bytes_of(load_any<int32_t>(x));
+#if defined(HAS_UNSIGNED_DOT)
+        acc = dot_unsigned(acc, w, four);
+#elif defined(HAS_PAIR_SUMS)
+        acc = add_pairs(acc, pair_sums(w, four));  // at most 8 x 2 x 15 x 127: fits into 16 bits
+#elif defined(USE_NEON)
+        acc = dot_signed_bytes(acc, w, four);
+#else
+        (void)four;
+        for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((w >> (8 * j)) & 15);
+#endif
+    }
+    inline vi get() const {
+#if !defined(HAS_UNSIGNED_DOT) && defined(HAS_PAIR_SUMS)
+        return lane_sums(acc);
+#else
+        return acc;
+#endif
+    }
+};
+
+// One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step.
+template <class T> float quantize_row(const typename T::Elem* x, int64_t columns, int offset, uint8_t* to) {
+    vf tops = {};
+    int64_t k = 0;
+    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x + k) & 0x7fffffff));
+    float top = max_in(tops);
+    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x + k)));
+    const float inverse = top > 0 ? 127 / top : 0;
+    const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
+    for (k = 0; k + VL <= columns; k += VL) {
+        const vi q = (vi)(Rows<T>::load(x + k) * inverse + magic) - (vi)magic + offset;
+        store_bytes(to + k, q);
+    }
+    for (; k < columns; k++) to[k] = (uint8_t)(std::nearbyint(Rows<T>::load_one(x + k) * inverse) + offset);
+    return top / 127;
+}

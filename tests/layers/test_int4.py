@@ -1,0 +1,81 @@
+"""4-bit linear layers: exactly the product of rounded numbers, which are the nearest of 16 steps per group."""
+
+import pytest
+import torch
+
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.sampling_params import SamplingParams
+
+
+def layer_and_weight(library, out=97, columns=352, seed=0):
+    """A 4-bit layer, its weight before rounding, and after: what rows with a single 1 give."""
+    weight = torch.randn(out, columns, generator=torch.Generator().manual_seed(seed))
+    linear = NativeLinear(library, weight, quantization="int4")
+    return linear, weight, linear(torch.eye(columns)).T
+
+
+def rms(x):
+    return x.pow(2).mean().sqrt().item()
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7, 70])
+@pytest.mark.parametrize(("out", "columns"), [(32, 64), (97, 50), (64, 1100)])
+def test_the_product_is_that_of_the_rounded_numbers(library, tokens, out, columns):
+    linear, _, rounded = layer_and_weight(library, out, columns)
+    x = torch.randint(-126, 127, (tokens, columns), generator=torch.Generator().manual_seed(tokens)).float()
+    x[:, 0] = 127  # activations in whole steps of their largest / 127
+    expected = x.double() @ rounded.T.double()
+    assert (linear(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_each_group_of_32_has_16_values(library):
+    _, _, rounded = layer_and_weight(library)
+    assert max(len(group.unique()) for row in rounded for group in row.split(32)) <= 16
+
+
+def test_error_is_less_than_that_of_ranges_from_least_to_most(library):
+    _, weight, rounded = layer_and_weight(library)
+    groups = weight.unflatten(1, (-1, 32))
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (most - least) / 15
+    plain = (groups - least).div(step).round() * step + least
+    assert rms(rounded - weight) < 0.95 * rms(plain - groups)
+    assert rms(rounded - weight) < 0.08 * rms(weight)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_groups_of_one_sign_and_of_zeros_keep_their_values(library, sign):
+    weight = sign * torch.arange(1, 33).repeat(40, 2).float()
+    weight[3] = 0
+    rounded = NativeLinear(library, weight, quantization="int4")(torch.eye(64)).T
+    assert (rounded - weight).abs().max() < 1.6
+    assert torch.equal(rounded[3], torch.zeros(64))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_does_not_depend_on_the_other_rows(library, threads):
+    linear, _, _ = layer_and_weight(library)
+    x = torch.randn(90, 352)
+    whole = linear(x)
+    torch.set_num_threads(threads)
+    try:
+        for tokens in (1, 5, 6, 40):
+            assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_int4_takes_less_memory_than_int8_and_picks_one_of_its_likeliest_tokens(library):
+    prompt = list(range(40, 70))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    results = []
+    for quantization in ("int8", "int4"):
+        engine = LLMEngine(EngineConfig(quantization=quantization, max_model_len=128, dtype="float32"))
+        engine.add_request("0", prompt, params)
+        [output] = engine.step()
+        results.append((engine.plan.weight_bytes, output.samples[0].logprobs[0]))
+    (wide, eight), (narrow, four) = results
+    assert narrow < wide
+    assert four.token_id in {token for token, _ in eight.top}

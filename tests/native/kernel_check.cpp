@@ -1,0 +1,151 @@
+// Runs the native kernels against plain loops in double precision, for processors on which Python does not run here: built
+// with the kernels' sources by test_other_processors.py. Prints what is wrong; the exit status is the number of faults.
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "linear.h"
+#include "paged_attention.h"
+#include "paths.h"
+#include "rows.h"
+
+extern "C" {
+int64_t linear_padded_rows(const Linear*);
+void linear_pack(const Linear*, const void* weight, void* packed, int threads);
+void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
+int64_t linear_int4_bytes(const Linear*);
+void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, float* mins, int threads);
+}
+
+namespace {
+
+int faults = 0;
+std::mt19937 generator(7);
+
+void expect(bool ok, const char* what, double value) {
+    if (ok) return;
+    faults++;
+    printf("wrong: %s (%g)\n", what, value);
+}
+
+// Random numbers of type T: as stored, and in double precision.
+template <class T> struct Values {
+    std::vector<typename T::Elem> stored;
+    std::vector<double> exact;
+    explicit Values(int64_t count) : stored(count), exact(count) {
+        std::normal_distribution<float> normal;
+        for (int64_t i = 0; i < count; i++) {
+            stored[i] = T::from_float(normal(generator));
+            exact[i] = Rows<T>::load_one(&stored[i]);
+        }
+    }
+};
+
+double relative_error(const std::vector<double>& ours, const std::vector<double>& exact) {
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < ours.size(); i++) {
+        difference += (ours[i] - exact[i]) * (ours[i] - exact[i]);
+        size += exact[i] * exact[i];
+    }
+    return std::sqrt(difference / size);
+}
+
+template <class E> std::vector<E> part(const std::vector<E>& x, int64_t begin, int64_t count) {
+    return std::vector<E>(x.begin() + begin, x.begin() + begin + count);
+}
+
+template <class T> void check_linear(int64_t dtype, int64_t kind, double tolerance, const char* name) {
+    using E = typename T::Elem;
+    const int64_t rows = 97, columns = 352, tokens = 23;
+    const Values<T> weight(rows * columns), x(tokens * columns);
+    Linear l = {};
+    l.kind = kind, l.rows = rows, l.columns = columns;
+    const int64_t padded = linear_padded_rows(&l);
+    std::vector<char> packed(padded * columns * 4);
+    std::vector<float> scales(padded), mins(padded);
+    std::vector<int32_t> sums(padded);
+    l.weight = packed.data(), l.scales = scales.data(), l.mins = mins.data(), l.sums = sums.data();
+    if (kind == INT8)
+        linear_pack_int8(&l, dtype, weight.stored.data(), (int8_t*)packed.data(), scales.data(), sums.data(), 1);
+    else if (kind == INT4)
+        linear_pack_int4(&l, dtype, weight.stored.data(), (uint8_t*)packed.data(), scales.data(), mins.data(), 1);
+    else
+        linear_pack(&l, weight.stored.data(), packed.data(), 1);
+    std::vector<E> out(tokens * rows), alone(rows);
+    linear_forward(l, dtype, x.stored.data(), tokens, out.data(), STORE, 2);
+    std::vector<double> ours(tokens * rows), exact(tokens * rows);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < rows; r++) {
+            ours[t * rows + r] = Rows<T>::load_one(&out[t * rows + r]);
+            for (int64_t k = 0; k < columns; k++) exact[t * rows + r] += x.exact[t * columns + k] * weight.exact[r * columns + k];
+        }
+    const double error = relative_error(ours, exact);
+    expect(error < tolerance, name, error);
+    for (int64_t t = 0; t < tokens; t++) {
+        linear_forward(l, dtype, x.stored.data() + t * columns, 1, alone.data(), STORE, 1);
+        expect(alone == part(out, t * rows, rows), "a row depends on the others", t);
+    }
+}
+
+// One sequence of `total` tokens, of which the last `num_new` attend.
+template <class T>
+void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_t total, int32_t num_new, bool int8_cache, double tolerance) {
+    using E = typename T::Elem;
+    const int64_t heads = 6, kv_heads = 2, blocks = (total + block_size - 1) / block_size, head_bytes = int8_cache ? head_dim + 4 : head_dim * sizeof(E);
+    const Geometry geometry{blocks, block_size, heads, kv_heads, head_dim, int8_cache};
+    const Values<T> q(num_new * heads * head_dim), k(total * kv_heads * head_dim), v(total * kv_heads * head_dim);
+    std::vector<char> k_cache(blocks * kv_heads * block_size * head_bytes), v_cache(k_cache.size());
+    std::vector<int32_t> slots(total), table(blocks);
+    for (int64_t b = 0; b < blocks; b++) table[b] = (int32_t)(blocks - 1 - b);
+    for (int32_t t = 0; t < total; t++) slots[t] = (int32_t)(table[t / block_size] * block_size + t % block_size);
+    const int64_t strides[4] = {kv_heads * head_dim, head_dim, kv_heads * head_dim, head_dim};
+    paged_write((int)dtype, &geometry, total, 1, k.stored.data(), v.stored.data(), strides, k_cache.data(), v_cache.data(), slots.data());
+    const int32_t cu_q[2] = {0, num_new};
+    Plan* plan = paged_plan_new(&geometry, 1, cu_q, &total, table.data(), blocks, 2);
+    std::vector<E> out(q.stored.size());
+    const float scale = 1 / std::sqrt((float)head_dim);
+    expect(paged_attend((int)dtype, &geometry, plan, q.stored.data(), heads * head_dim, head_dim, k_cache.data(), v_cache.data(), out.data(), scale, 0) == 0, "a block is missing", 0);
+    paged_plan_free(plan);
+    std::vector<double> ours, exact;
+    for (int64_t t = 0; t < num_new; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            const double* query = &q.exact[(t * heads + h) * head_dim];
+            const int64_t head = h / (heads / kv_heads), seen = total - num_new + t + 1;
+            std::vector<double> weights(seen), sum(head_dim);
+            double all = 0;
+            for (int64_t i = 0; i < seen; i++) {
+                for (int64_t d = 0; d < head_dim; d++) weights[i] += query[d] * k.exact[(i * kv_heads + head) * head_dim + d];
+                all += weights[i] = std::exp(weights[i] * scale);
+            }
+            for (int64_t i = 0; i < seen; i++)
+                for (int64_t d = 0; d < head_dim; d++) sum[d] += weights[i] / all * v.exact[(i * kv_heads + head) * head_dim + d];
+            exact.insert(exact.end(), sum.begin(), sum.end());
+        }
+    for (const E& each : out) ours.push_back(Rows<T>::load_one(&each));
+    const double error = relative_error(ours, exact);
+    expect(error < tolerance, int8_cache ? "attention over int8" : "attention", error);
+}
+
+template <class T> void check(int64_t dtype, double tolerance, const char* name) {
+    printf("%s\n", name);
+    check_linear<T>(dtype, dtype, tolerance, "linear");
+    check_linear<T>(dtype, INT8, 0.02, "int8 linear");
+    check_linear<T>(dtype, INT4, 0.09, "int4 linear");
+    for (const auto& [total, num_new] : {std::pair<int32_t, int32_t>{1, 1}, {300, 1}, {37, 37}, {290, 20}}) {
+        check_attention<T>(dtype, 16, 64, total, num_new, false, tolerance);
+        check_attention<T>(dtype, 3, 20, total, num_new, false, tolerance);
+        check_attention<T>(dtype, 16, 64, total, num_new, true, 0.03);
+    }
+}
+
+}  // namespace
+
+int main() {
+    printf("bf16 path %lld, int8 path %lld\n", (long long)bf16_path(), (long long)int8_path());
+    check<F32>(0, 1e-5, "float32");
+    check<BF16>(1, 0.01, "bfloat16");
+    check<F16>(2, 0.002, "float16");
+    return faults;
+}
