@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -205,3 +206,22 @@ def test_help_starts_fast_and_loads_no_torch():
 def test_the_engine_core_loads_no_torch():
     program = "import sys, pagedcli.engine.core; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_nobody_outside_select_asks_which_backend_runs():
+    """What differs between backends is data of their Capabilities."""
+    from pagedcli.attention.select import REGISTRY
+
+    names = "|".join(entry.name for entry in REGISTRY)
+    backend = r"\b(?:backend|kind|choice)(?:\.name)?"
+    asks = re.compile(
+        rf"""{backend} [!=]= ["'](?:{names})["']|getattr\((?:self\.)?_?backend\b|isinstance\([^)]*Attention"""
+    )
+    found = [
+        f"{path.relative_to(SRC)}: {line.strip()}"
+        for path in python_files()
+        if path.name != "select.py"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if asks.search(line)
+    ]
+    assert found == []
