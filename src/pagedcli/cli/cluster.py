@@ -199,8 +199,9 @@ def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
 
 def _pool(job: ClusterJob) -> "Pool":
     from pagedcli.distributed.ray_job import Pool
+    from pagedcli.native.threads import usable_cores
 
-    cores = len(os.sched_getaffinity(0)) if job.address is None else 1
+    cores = usable_cores() if job.address is None else 1
     return Pool(job.num_workers, max(1, cores // job.num_workers), _num_gpus(job.loaded.config.engine))
 
 
