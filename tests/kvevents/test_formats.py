@@ -10,6 +10,7 @@ from kv_event_harness import message, stored
 
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.redact import Redactor
 from pagedcli.kvevents.tree import History, Node
 from pagedcli.kvevents.wire import (
     MAX_PAYLOAD_BYTES,
@@ -252,12 +253,13 @@ def fuzzed(rng, seeds):
 def test_10_000_fuzzed_frames_never_raise_and_keep_little():
     rng = random.Random(16)
     seeds = [b"\x93" + TS + b"\x92" + MAP_STORED + ARRAY_STORED + b"\x00", TRT, b"\x92" + TS + b"\x90"]
-    state = KVState(["fuzz"], keep_tokens=True, max_blocks=100)
+    state, redactor = KVState(["fuzz"], keep_tokens=True, max_blocks=100), Redactor()
     for number in range(10_000):
         frames = [b"kv", number.to_bytes(8, "big"), fuzzed(rng, seeds)]
         if number % 3 == 0:
             frames[rng.randrange(3)] = rng.randbytes(rng.randrange(12))
         state.take(frames, float(number))
+        redactor.redacted(frames)
     assert state.num_messages == 10_000
     assert state.num_malformed > 1_000
     assert state.num_events > 500
