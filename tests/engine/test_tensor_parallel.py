@@ -177,5 +177,6 @@ def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
     worker = tensor_parallel._start_worker(EngineConfig(device="cuda:99"), 1, 2, str(tmp_path / "store"))
+    worker.process.wait(60)
     assert "cuda:99" in worker.obituary()
     assert not (tmp_path / "ran").exists()

@@ -380,7 +380,11 @@ class TraceLaws(View[PoolState]):
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
         self._lookups.clear()
+        self._just_sampled.clear()
         self._unreleased.clear()
+        for followers in self._followers.values():
+            for block_id in followers.keys() - set(event.cached_block_ids):
+                del followers[block_id]
 
 
 def num_equal(a: list[int], b: tuple[int, ...]) -> int:

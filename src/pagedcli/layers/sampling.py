@@ -117,7 +117,8 @@ def _kept_of_likeliest(
     # top-p is a share of what the earlier filters left
     mass = torch.where((top_k == 0) & (min_p == 0), 1.0, weights.sum(-1))
     before = weights.cumsum(-1) - weights
-    kept = inside & ((before < (top_p * mass)[:, None]) | (top_p == 1)[:, None])
+    # the likeliest always stays, also under a top-p that float32 rounds to 0
+    kept = inside & ((before < (top_p * mass)[:, None]) | (top_p == 1)[:, None] | (rank == 0))
     smallest = likeliest.masked_fill(~kept, float("inf")).amin(-1)
     reaches_on = torch.where(min_p > 0, inside[:, -1], kept[:, -1]) & (top_k == 0)
     smallest = torch.where((top_p == 1) & (top_k == 0), floor, smallest)
