@@ -13,20 +13,21 @@ constexpr int ROWS_AT_ONCE = 6, BLOCKS = 2, SUMS = ROWS_AT_ONCE * BLOCKS;
 template <class V> inline void hide(V& value) { __asm__ volatile("" : "+m"(value)); }
 inline void may_change(const void* operands) { __asm__ volatile("" ::"r"(operands) : "memory"); }
 
-// step(sum, row, block) for all sums, count times.
+// step(sum, row, block) for all sums, count times. All loops over sums are unrolled: gcc keeps sums in memory otherwise.
 template <class V, class Step> float rounds(int64_t count, const void* operands, const Step& step) {
-    V sums[ROWS_AT_ONCE][BLOCKS] = {}, total = {};
-    for (auto& row : sums)
-        for (V& sum : row) hide(sum);
-    for (int64_t i = 0; i < count; i++) {
-        may_change(operands);
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS_AT_ONCE; r++)
-#pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; b++) step(sums[r][b], r, b);
+    V start = {}, total = {}, sums[SUMS];
+#pragma GCC unroll 12
+    for (int i = 0; i < SUMS; i++) {
+        hide(start);  // not the sum itself, which has to stay in a register
+        sums[i] = start;
     }
-    for (const auto& row : sums)
-        for (const V& sum : row) total += sum;
+    for (int64_t n = 0; n < count; n++) {
+        may_change(operands);
+#pragma GCC unroll 12
+        for (int i = 0; i < SUMS; i++) step(sums[i], i / BLOCKS, i % BLOCKS);
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < SUMS; i++) total += sums[i];
     return (float)total[0];
 }
 
