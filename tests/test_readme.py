@@ -1,4 +1,4 @@
-"""What the README says is there: commands, folders, flags and files."""
+"""What the README and the architecture page say is there: commands, folders, flags and files."""
 
 import re
 import shlex
@@ -11,6 +11,7 @@ from pagedcli.cli.main import COMMANDS, app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_every_command_is_named_and_every_named_command_exists():
@@ -22,10 +23,12 @@ def test_every_command_is_named_and_every_named_command_exists():
 def test_every_folder_of_the_package_is_in_the_map():
     for folder in (ROOT / "src" / "pagedcli").iterdir():
         if (folder / "__init__.py").exists() and folder.name != "assets":
-            assert f"{folder.name}/`" in README, f"{folder.name} is missing from the README's map"
+            assert f"{folder.name}/ " in ARCHITECTURE, f"{folder.name} is missing from the map"
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:docs|configs|examples|scripts)/[\w./-]+\w", README))))
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"(?:docs|configs|examples|scripts)/[\w./-]+\w", README + ARCHITECTURE)))
+)
 def test_every_file_named_exists(path):
     assert (ROOT / path).exists()
 
@@ -36,3 +39,8 @@ def test_every_flag_of_an_example_exists(line):
     help_text = CliRunner().invoke(app, [words[0], "--help"]).output
     for flag in (word for word in words[1:] if word.startswith("-") and word != "-"):
         assert re.search(rf"(?<!\S){flag}\b", help_text), f"{flag} is not a flag of pagedcli {words[0]}"
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", ARCHITECTURE))))
+def test_every_module_of_the_architecture_page_exists(path):
+    assert (ROOT / "src" / "pagedcli" / path).exists() or (ROOT / path).exists()
