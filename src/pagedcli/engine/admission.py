@@ -11,12 +11,12 @@ from pagedcli.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What a request must fit into."""
+    """The limits that a request must fit into."""
 
     max_model_len: int  # tokens, prompt and output
     block_size: int  # tokens
-    num_blocks: int | None  # of the pool; None: not known
-    vocab_size: int | None  # None: not known
+    num_blocks: int | None  # of the pool; None: unknown
+    vocab_size: int | None  # None: unknown
 
     @classmethod
     def of(cls, plan: Plan) -> "AdmissionLimits":
@@ -24,7 +24,7 @@ class AdmissionLimits:
 
 
 def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionLimits) -> int:
-    """The number of tokens that a request may generate.
+    """Return how many tokens a request may generate.
 
     Raises: RequestError if it can never be served.
     """

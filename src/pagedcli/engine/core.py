@@ -1,6 +1,6 @@
-"""The engine core: requests of token ids in, tokens out, one step at a time. It decides, and computes nothing.
+"""The engine core: token ids in, token ids out, one step at a time. It schedules; an Executor computes.
 
-Steps are run by an Executor (see executor.py). Used by LLMEngine, by simulations and by tests; needs no torch.
+Used by LLMEngine, by simulations and by tests; needs no torch. See executor.py for the Executor protocol.
 """
 
 import time
@@ -35,8 +35,8 @@ from pagedcli.sampling_params import SamplingParams, seed_for
 class EngineCore:
     """Continuous batching over one paged KV cache.
 
-    `emit` receives every change as an event (see pagedcli.events); None costs nothing. With `trace_tokens` the events
-    hold token ids, which are private by default. `clock_ns` gives all times; a simulation brings its own.
+    `emit` receives every change as an event (see pagedcli.events); with None no event is built. With `trace_tokens`
+    the events include token ids, which are private by default. `clock_ns` is the clock; a simulation passes its own.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class EngineCore:
         make_stop_checker: Callable[[], StopChecker] | None = None,
         make_guide: Callable[[], Guide] | None = None,
     ) -> None:
-        """Queue a request, at any time between two steps.
+        """Queue a request. May be called between any two steps.
 
-        `cache_salt`: the request shares cached blocks only with others of the same salt. `make_stop_checker` is
-        called once per sample for a function that gets each new token and finds stop strings; `make_guide` for
-        what decides which tokens may come next.
-        Raises: RequestError if it can never be served; nothing has changed then.
+        `cache_salt`: the request shares cached blocks only with requests of the same salt. `make_stop_checker` is
+        called once per sample and returns a function that receives each new token and detects stop strings;
+        `make_guide` returns the guide that restricts the next token.
+        Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
             if request_id in self._requests:
@@ -143,16 +143,16 @@ class EngineCore:
     # ------------------------------------------------------------------ the step
 
     def step(self) -> list[RequestOutput]:
-        """Launch one step and read one. Returns the requests that finished with the tokens that were read.
+        """Launch one step and read one. Returns the requests that finished in the step that was read.
 
-        In order, both are the same step. One step ahead (`runs_ahead`), the step that is read is the one before,
-        so that the device never waits for the host; where the next tokens depend on the last ones by more than their
-        number, that one is read first.
+        Normally both are the same step. When running one step ahead (`runs_ahead`), the previous step is read after
+        the next is launched, and the device never waits for the host. If scheduling needs the values of the pending
+        tokens, not just their number, the previous step is read first.
 
         Raises: whatever the executor, an observer, a stop checker or a guide raises. The engine stays usable: all
-        running sequences wait again as if preempted, no block that may not have been written can be found, and the
-        next step starts them again and draws the same tokens. The request whose stop checker or guide raised ends
-        with an error, as their state is unknown. What finished is returned by the next step.
+        running sequences are preempted, blocks that may be unwritten are dropped from the prefix cache, and the
+        next step restarts the sequences, which draw the same tokens. A request whose stop checker or guide raised
+        ends with an error, as its state is unknown. Finished requests are returned by the next step.
         """
         step = self.stats.num_steps
         try:
@@ -196,22 +196,22 @@ class EngineCore:
             self._emit(StepFinished(step, self._clock_ns(), *times))
 
     def _may_run_ahead(self, work: ScheduledStep) -> bool:
-        """Whether the step can be launched before the tokens of the step in flight are known."""
+        """Whether the step can be launched before the pending tokens are read."""
         for seq in work.seqs:
             if seq.num_pending_tokens and seq.depends_on_tokens:
                 return False
             if seq.params.n > 1 and self._will_fork(seq):
-                return False  # so that observers learn of the step before they learn of its forks
+                return False  # observers must see the step before its forks
         return True
 
     def _settle(self, work: ScheduledStep) -> None:
-        """Bring work that was scheduled before the last tokens were known up to date with them."""
+        """Update work that was scheduled before the last tokens were known."""
         work.drop_ended()
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             self.block_manager.fill_known(seq, seq.num_computed_tokens + num_new)
 
     def _launch(self, work: ScheduledStep, earlier: StepInFlight | None) -> StepInFlight:
-        """Start the step on the device. `earlier` is the step in flight, whose tokens are not known yet."""
+        """Start the step on the device. `earlier` is the step in flight, whose tokens have not been read."""
         now_s = self._now_s()
         step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
@@ -246,10 +246,10 @@ class EngineCore:
             self._end(ended)
 
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
-        """Give the sequences their tokens; adds to `sampled` and `ended`."""
+        """Append the tokens to their sequences; adds to `sampled` and `ended`."""
         now_s = self._now_s()
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
-            if seq.finish_reason is not None:  # it had ended when this step was launched, or was aborted since
+            if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.stats.num_discarded_tokens += 1
                 continue
             if seq.first_token_s is None:
@@ -260,7 +260,7 @@ class EngineCore:
             seq.num_pending_tokens -= 1
             if token_id is None:
                 seq.finished_s = now_s
-                ended += self._fail(seq, RequestError("invalid_logits", "the model gave logits that are not numbers"))
+                ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
             if row in tokens.logprobs:
                 seq.logprobs.append(tokens.logprobs[row])
@@ -285,7 +285,7 @@ class EngineCore:
         return unfinished
 
     def _end(self, ended: list[Sequence]) -> None:
-        """Release what ended sequences hold, and keep the output of requests whose last sample this was."""
+        """Release the blocks of ended sequences, and keep the output of requests that are now complete."""
         self.scheduler.finish(ended)
         for seq in ended:
             request = self._requests[seq.request_id]
@@ -300,13 +300,13 @@ class EngineCore:
     # ------------------------------------------------------------------ samples
 
     def _will_fork(self, seq: Sequence) -> bool:
-        """Whether further samples of the sequence's request are still to be started, after its prompt."""
+        """Whether more samples of the sequence's request start once its prompt is computed."""
         return seq.params.n > 1 and seq.sample_index == 0 and len(self._requests[seq.request_id].seqs) < seq.params.n
 
     def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
-        """Start the other samples of requests whose prompt this step computes; they share its logits.
+        """Fork the other samples of requests whose prompt this step computes; they share its logits.
 
-        Returns all sequences that get a token and the row of the logits of each, None if each has its own.
+        Returns all sequences that get a token, and the logits row of each (None: one row per sequence).
         """
         parents = [(row, seq) for row, seq in enumerate(sampled) if self._will_fork(seq)]
         if not parents:
@@ -338,7 +338,7 @@ class EngineCore:
     # ------------------------------------------------------------------ parts
 
     def _recover(self, step: int) -> None:
-        """After a step that raised, perhaps in the middle of a change: the state is made anew from what is certain."""
+        """Rebuild a consistent state after a step that raised, perhaps in the middle of a change."""
         self._in_flight = None
         seqs = [seq for request in self._requests.values() for seq in request.seqs]
         unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]

@@ -24,9 +24,9 @@ from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
 from pagedcli.models.spec import ModelSpec
 
-LARGEST_BUCKET = 512  # sequences; a larger step takes so long that its launches no longer count
-GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds the memory that attention needs for partial results
-_WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries pick their workspaces
+LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
+GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds attention's memory for partial results
+_WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate workspaces
 
 
 def bucket_sizes(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
@@ -39,7 +39,7 @@ def bucket_sizes(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
 def why_no_graphs(
     config: EngineConfig, spec: ModelSpec, device: torch.device, backend: type[AttentionBackend]
 ) -> str | None:
-    """The reason why steps run without graphs, None if graphs are used."""
+    """Why steps run without graphs; None if graphs are used."""
     if device.type != "cuda":
         return f"{device} has none"
     if config.enforce_eager:
@@ -49,7 +49,7 @@ def why_no_graphs(
     if spec.experts is not None:
         return "the host counts the tokens of each expert"
     if not backend.capabilities.graph_safe:
-        return f"backend {backend.name} asks the host for lengths"
+        return f"backend {backend.name} needs lengths on the host"
     return None
 
 
@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
 
 @dataclass(slots=True)
 class Bucket:
-    """One batch size: the fixed places of its inputs and outputs."""
+    """One batch size: the fixed buffers of its inputs and outputs."""
 
     num_seqs: int
     max_total: int  # tokens of its longest sequence
@@ -76,13 +76,13 @@ class Bucket:
     inputs: Inputs  # views of it
     cu_q: Tensor  # [b+1] int32, one new token each
     graph: "torch.cuda.CUDAGraph | None" = None
-    hidden: Tensor | None = None  # [b, E], where the captured graph leaves it: logits would take far more memory
+    hidden: Tensor | None = None  # [b, E], output of the captured graph: logits would take far more memory
 
 
 class DecodeGraphs:
     """Runs steps of one new token per sequence.
 
-    `capture` False runs the same body without a graph: that is for devices without graphs, and for tests.
+    With `capture` False the same body runs eagerly, for devices without graphs and for tests.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class DecodeGraphs:
         return [bucket.num_seqs for bucket in self._buckets]
 
     def serves(self, step: StepInput) -> bool:
-        """Whether the step is of one new token per sequence and within a bucket's limits."""
+        """Whether every sequence of the step has one new token and a bucket is large enough."""
         if not step.pure_decode or step.num_seqs > self._buckets[-1].num_seqs:
             return False
         return step.max_total <= self.bucket_for(step.num_seqs).max_total
 
     def bucket_for(self, num_seqs: int) -> Bucket:
-        """The smallest bucket that holds so many sequences."""
+        """The smallest bucket with room for that many sequences."""
         return next(bucket for bucket in self._buckets if bucket.num_seqs >= num_seqs)
 
     def run(self, step: StepInput, sampling: SamplingInput | None) -> Tensor:
-        """Hidden states [B, E] of a step, which lie where the next run writes.
+        """Hidden states [B, E] of a step, in a buffer that the next run overwrites.
 
-        Changes: the KV cache, the block tables, and last_tokens, which are right if the choice needs no more
+        Changes: the KV cache, the block tables, and last_tokens, which are valid only if sampling needs no more
         than temperature and a random number (sampling.is_plain).
         """
         bucket, num_seqs = self.bucket_for(step.num_seqs), step.num_seqs
@@ -144,7 +144,7 @@ class DecodeGraphs:
         return bucket
 
     def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
-        """What a graph holds. Returns hidden states [b, E]; the tokens go to last_tokens."""
+        """The body of a graph. Returns hidden states [b, E]; the tokens go to last_tokens."""
         state, inputs = self._state, bucket.inputs
         max_total = max(num_tokens_host)
         batch = PagedBatch(
@@ -166,7 +166,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_all(self) -> None:
-        """Record every bucket, the largest first, so that the smaller ones live in its memory."""
+        """Capture every bucket, largest first: the smaller ones reuse its memory."""
         pool = None
         for bucket in reversed(self._buckets):
             longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
@@ -181,13 +181,13 @@ class DecodeGraphs:
 
 
 def _padding(num_seqs: int) -> Inputs:
-    """Rows that stand for nobody: one token at position 0, not written, its result not read."""
+    """Padding rows: one token at position 0, not written to the cache, its result never read."""
     return Inputs(
         input_ids=np.zeros(num_seqs, dtype=np.int64),
         source_rows=np.full(num_seqs, -1, dtype=np.int64),
         positions=np.zeros(num_seqs, dtype=np.int64),
         slots=np.full(num_seqs, -1, dtype=np.int32),
-        table_rows=np.zeros(num_seqs, dtype=np.int64),  # any: the block ids of every row are valid
+        table_rows=np.zeros(num_seqs, dtype=np.int64),  # any row: all of them have valid block ids
         num_tokens=np.ones(num_seqs, dtype=np.int32),
         temperature=np.zeros(num_seqs, dtype=np.float32),  # greedy
         uniform=np.zeros(num_seqs, dtype=np.float32),

@@ -1,4 +1,4 @@
-"""Decides, from a configuration, a model and a machine, how an engine will run: before anything is loaded or allocated.
+"""Decides how an engine will run, from a configuration, a model and a machine, before anything is loaded or allocated.
 
 The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Decisions;
 engine_plan.Plan adds what is measured after loading.
@@ -25,9 +25,9 @@ from pagedcli.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
-STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a CPU gains nothing by more, and holds the prompts of fewer at a time
-LONGEST_DEFAULT = 2**20  # tokens of a request unless told otherwise: tables are built for every position
-CPU_KV_BYTES = 4 * 2**30  # as vLLM's CPU backend; never more than half of what is available
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a larger budget does not help a CPU
+LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
+CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Decisions:
     device: torch.device
     dtype: torch.dtype  # of weights and activations
     kv_dtype: torch.dtype
-    attention: AttentionSpec  # what is asked of the backend
+    attention: AttentionSpec  # requirements on the backend
     backend: str
     refused: tuple[str, ...]  # why faster backends were not chosen, one line each
     in_one_call: bool  # the native CPU decoder runs a whole step
@@ -49,7 +49,7 @@ class Decisions:
     runs_ahead: bool  # each step is launched before the tokens of the last one are read
     graph_sizes: tuple[int, ...]  # batch sizes with a CUDA graph
     no_graphs: str | None  # why there are none
-    notes: tuple[str, ...]  # what else a person should know
+    notes: tuple[str, ...]  # further notes for the user
 
     @property
     def largest_step(self) -> StepShape:
@@ -105,7 +105,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         max_model_len=resolve_max_model_len(config, spec),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
-        # where host and device are the same processor nothing is gained by it
+        # no gain where host and device are the same processor
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
         no_graphs=no_graphs,
@@ -114,7 +114,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
 
 
 def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
-    """The folder of the model; a hub model is downloaded into one, its weights only if they are wanted."""
+    """The model's folder. A hub model is downloaded first, its weights only if they are wanted."""
     return resolve_model(config.model, revision=config.revision, weights=weights)
 
 
@@ -122,7 +122,7 @@ def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
 
 
 def resolve_device(name: str, machine: Machine) -> torch.device:
-    """The device of a --device value, of a GPU with its number. Raises: ConfigError if it is not there."""
+    """The device of a --device value, a GPU with its index. Raises: ConfigError if it does not exist."""
     if name == "auto":
         name = "cuda" if machine.gpus else "cpu"
     try:
@@ -143,7 +143,7 @@ def resolve_device(name: str, machine: Machine) -> torch.device:
 
 
 def rank_device(config: EngineConfig, machine: Machine, rank: int = 0) -> torch.device:
-    """The device of a rank: GPUs side by side, from the one that --device names.
+    """The device of a rank: consecutive GPUs from the one that --device names.
 
     Raises:  ConfigError if there are fewer GPUs than ranks.
     """
@@ -160,7 +160,7 @@ def rank_device(config: EngineConfig, machine: Machine, rank: int = 0) -> torch.
 
 
 def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """The dtype of a --dtype value; auto is what the checkpoint says, float32 if it says nothing."""
+    """The dtype of a --dtype value; auto is the checkpoint's, or float32 if it names none."""
     chosen = (spec.dtype or "float32") if name == "auto" else name
     if chosen not in DTYPES:
         raise ConfigError(f"dtype {chosen!r} of the model is not supported", hint=f"use --dtype {'|'.join(DTYPES)}")
@@ -177,8 +177,8 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, gpu: Gpu | None) -> torch.dt
     if name == "int8":
         if gpu is not None:
             raise ConfigError(
-                "kv_cache_dtype int8 is for a CPU, not a CUDA GPU",
-                hint="use --kv-cache-dtype fp8 where the GPU has it, or auto",
+                "kv_cache_dtype int8 needs a CPU, not a CUDA GPU",
+                hint="use --kv-cache-dtype fp8 if the GPU supports it, or auto",
             )
         return torch.int8
     if name != "fp8":
@@ -204,7 +204,7 @@ def resolve_max_num_batched_tokens(config: EngineConfig, device_type: str) -> in
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    """Tokens of prompt and output together. Raises: ConfigError if the model's positions end earlier."""
+    """Most tokens of prompt and output together. Raises: ConfigError if the model has fewer positions."""
     limit = spec.max_position_embeddings
     if config.max_model_len is None:
         return min(limit, LONGEST_DEFAULT)
@@ -222,10 +222,10 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def choose_num_blocks(
     config: EngineConfig, decided: Decisions, *, available: int, budget: MemoryBudget | None
 ) -> tuple[int, str]:
-    """Blocks in the pool, and what set the number.
+    """Number of blocks in the pool, and the reason for it.
 
-    `budget` is the memory of a GPU, None on a CPU, where `available` bytes of the host are left.
-    Raises: ConfigError if no block fits, or if more are asked for than there is memory.
+    `budget` is a GPU's memory; on a CPU it is None, and `available` is the free host memory in bytes.
+    Raises: ConfigError if no block fits, or if the requested pool exceeds the memory.
     """
     block_bytes = decided.block_bytes
     if budget is not None:

@@ -1,4 +1,4 @@
-"""What stays on a device between two steps: the KV cache, the block tables and the tokens of the last step.
+"""State that stays on a device between steps: the KV cache, the block tables and the tokens of the last step.
 
 Owned by one ModelRunner; its eager steps and its CUDA graphs work on the same memory.
 """
@@ -17,7 +17,7 @@ from pagedcli.native.memory import ask_for_huge_pages
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Tensors whose contents change and whose places never do, as captured graphs name them."""
+    """Tensors that are updated in place and never reallocated: captured graphs hold their addresses."""
 
     device: torch.device
     block_size: int  # tokens
@@ -54,13 +54,13 @@ class DeviceState:
         )
 
     def update_tables(self, step: StepInput) -> None:
-        """Bring the block tables up to date."""
+        """Update the block tables."""
         if step.table_index.shape[0]:
             index, values = self.upload([step.table_index, step.table_values])
             self.tables.view(-1).index_copy_(0, index, values)
 
     def block_table(self, table_rows: Tensor, max_total: int) -> Tensor:
-        """[B, W] the block tables of a step's sequences, as wide as its longest one needs."""
+        """[B, W] block tables of a step's sequences, as wide as the longest needs."""
         return self.tables[:, : table_width(max_total, self.block_size)].index_select(0, table_rows)
 
     def resolve_ids(self, input_ids: Tensor, source_rows: Tensor) -> Tensor:
@@ -68,6 +68,6 @@ class DeviceState:
 
         Shapes:  input_ids, source_rows [T]; source_rows -1 keeps the id of input_ids.
         """
-        # INVALID is computed on as if it were 0, and dropped when it is read
+        # INVALID is computed as if it were 0; the result is dropped when the host reads it
         taken = self.last_tokens[source_rows.clamp(min=0)].clamp(min=0)
         return torch.where(source_rows >= 0, taken, input_ids)

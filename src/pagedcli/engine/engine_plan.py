@@ -1,6 +1,6 @@
 """The plan of an engine: everything that was decided before its first step. Read by EngineCore and by all reports.
 
-Needs no torch, so that a plan can be made up where there is no model.
+Needs no torch: simulations make plans without a model.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Plan:
     block_size: int  # tokens
     block_bytes: int  # over all layers, K and V
     num_blocks: int
-    num_blocks_reason: str  # what set num_blocks, in words
+    num_blocks_reason: str  # why num_blocks is what it is
     max_model_len: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -34,14 +34,14 @@ class Plan:
     graph_sizes: tuple[int, ...] = ()  # batch sizes with a CUDA graph
     no_graphs: str | None = None  # why there are none
     kv_dtype: str = "auto"  # of the KV cache
-    kv_scales: tuple[float, float] | None = None  # what one unit of K and of V in an fp8 cache stands for
+    kv_scales: tuple[float, float] | None = None  # scales of K and of V in an fp8 cache
     chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: the whole budget
     enable_prefix_caching: bool = True
     preemption_policy: PreemptionPolicy = "last"
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
-    seed: int = 0  # of requests that bring none
+    seed: int = 0  # for requests without one
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
+        """Capacity of the pool in tokens."""
         return self.num_blocks * self.block_size

@@ -1,4 +1,4 @@
-"""What runs the steps of an engine core, as the core sees it: arrays go in, token ids come out.
+"""The protocol of what runs the engine core's steps: arrays go in, token ids come out.
 
 ModelRunner runs a model on one device, WorkerGroup on several; a simulation computes nothing. Needs no torch.
 """
@@ -17,15 +17,15 @@ from pagedcli.engine.step_input import StepInput
 class StepTokens:
     """The tokens of one step, on the host."""
 
-    token_ids: Items[int | None]  # [R]; None: the logits of the row are not numbers
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> where they are asked for
+    token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities, where requested
 
 
 class LaunchedStep(Protocol):
-    """A step on its way."""
+    """A step that may still be running."""
 
     def read(self) -> StepTokens:
-        """The tokens, waited for."""
+        """Wait for the tokens."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Memory that an engine will need, predicted from its decisions and the model's sizes: nothing is loaded.
+"""Predicts the memory of an engine from its decisions and the model's sizes, without loading anything.
 
-Used by `pagedcli plan` and `pagedcli profile-memory`, which holds it against what it measures.
+Used by `pagedcli plan`, and by `pagedcli profile-memory`, which compares it with its measurements.
 """
 
 from dataclasses import dataclass, fields
@@ -16,9 +16,9 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 
-CUDA_CONTEXT = 512 * 2**20  # bytes; what an idle CUDA process takes on recent cards, good to a factor of two
+CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
 HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, measured with torch 2.13 on Linux
-GRAPH_BYTES = 8 * 2**20  # of one CUDA graph without its tensors, good to a factor of two
+GRAPH_BYTES = 8 * 2**20  # bytes of one CUDA graph without its tensors, within a factor of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Forecast:
 
     terms: MemoryTerms
     num_blocks: int  # 0: none fits
-    reason: str  # what sets num_blocks, or why it is 0
-    hint: str | None  # what to do about it if it is 0
+    reason: str  # why num_blocks is what it is
+    hint: str | None  # what to do if it is 0
 
 
 def model_sizes(config: EngineConfig, spec: ModelSpec) -> ModelSizes:
@@ -40,14 +40,14 @@ def model_sizes(config: EngineConfig, spec: ModelSpec) -> ModelSizes:
 
 
 def forecast(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> Forecast | None:
-    """What the model would get on the machine. None for a model whose code is not ours, which is not predicted."""
+    """What the model would get on the machine; None for a model that runs through transformers."""
     if spec.is_fallback:
         return None
     return forecast_pool(config, decided, predict_terms(config, spec, decided, machine))
 
 
 def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> MemoryTerms:
-    """Every term of the device's memory, from arithmetic and what is free on the machine."""
+    """Every term of the device's memory, computed from sizes and the machine's free memory."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
     weights = sizes.weight_bytes(itemsize, quantization=config.quantization)
     activations = sizes.activation_bytes(decided.largest_step, itemsize, native=decided.in_one_call)
@@ -72,7 +72,7 @@ def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, mac
 
 
 def predict_graphs(sizes: ModelSizes, decided: Decisions) -> int:
-    """Bytes of all CUDA graphs: they share one pool for the tensors of a step, and each has its nodes."""
+    """Bytes of all CUDA graphs: their nodes, and one shared memory pool for a step's tensors."""
     if not decided.graph_sizes:
         return 0
     largest = decided.graph_sizes[-1]
@@ -81,7 +81,7 @@ def predict_graphs(sizes: ModelSizes, decided: Decisions) -> int:
 
 
 def forecast_pool(config: EngineConfig, decided: Decisions, terms: MemoryTerms) -> Forecast:
-    """The pool that these terms leave, as the engine would size it."""
+    """The pool that the engine would create within these terms."""
     budget = None if decided.device.type == "cpu" else budget_of(terms, config.gpu_memory_utilization)
     available = terms.total - terms.others - terms.runtime - terms.weights
     try:
@@ -104,8 +104,8 @@ def budget_of(terms: MemoryTerms, utilization: float) -> MemoryBudget:
 
 
 def loading_peak(config: EngineConfig, spec: ModelSpec, decided: Decisions, folder: Path) -> int:
-    """Bytes of the host that this process holds at most while it loads a model on a CPU: the weights, and what they
-    are made from. Pages of a mapped checkpoint count; the system drops them when memory is short."""
+    """Peak host bytes of this process while it loads a model on a CPU: the weights and their sources. Includes pages
+    of a mapped checkpoint, which the system drops when memory is short."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
     weights = sizes.weight_bytes(itemsize, quantization=config.quantization)
     if config.load_format == "dummy":
@@ -115,8 +115,8 @@ def loading_peak(config: EngineConfig, spec: ModelSpec, decided: Decisions, fold
 
 
 def mapped_weights(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> int:
-    """Bytes of weights that stay in the mapped checkpoint and are read from there: an embedding table that is not read
-    from the packed output layer."""
+    """Bytes of weights that are read from the mapped checkpoint: an embedding table not shared with the packed output
+    layer."""
     keeps_embedding = config.quantization is not None or not spec.tie_word_embeddings
     if config.load_format == "dummy" or spec.dtype != dtype_name(decided.dtype) or not keeps_embedding:
         return 0

@@ -1,4 +1,4 @@
-"""A step between its launch and the reading of its tokens: what is kept of it, and where its time goes.
+"""A step between its launch and the reading of its tokens: its record, and its timing.
 
 Used by EngineCore; needs no torch.
 """
@@ -25,7 +25,7 @@ class StepInFlight:
 
 
 class TimedEmit:
-    """An emit that adds up the time spent in observers. An observer that raises gets no more events: it has missed one.
+    """An emit that sums the time spent in observers. An observer that raised gets no more events, as it missed one.
 
     Does not refer to the engine: a cycle would keep its KV cache until the garbage collector runs.
     """

@@ -1,7 +1,7 @@
-"""The two scales of an fp8 KV cache, found once at the start so that they do not depend on any request.
+"""The two scales of an fp8 KV cache, set once at startup: they must not depend on any request.
 
-e4m3 holds 2^-9 ... 448 with 4 significant bits from 2^-6 on. It is a floating-point format, so one scale for all of K
-and one for all of V are nearly as accurate as one per head, and cost the kernels nothing.
+e4m3 covers 2^-9 ... 448, with 4 significant bits from 2^-6 up. It is a floating-point format, so one scale for all of
+K and one for all of V are nearly as accurate as one per head, and free in the kernels.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from pagedcli.models.base import CausalLM
 from pagedcli.sampling_params import SamplingParams
 
 LARGEST = 448.0  # of e4m3
-MARGIN = 2.0  # larger values than those of the probe keep their sign and become the largest number
+MARGIN = 2.0  # values larger than the probe's saturate
 NUM_TOKENS = 256  # of the probe
 
 
@@ -34,7 +34,7 @@ def kv_scales(
     parallel: ParallelContext,
 ) -> tuple[float, float]:
     """Scales of K and V from a run over fixed random tokens, the same on all ranks. Changes: model.attention_layers."""
-    num_tokens = min(NUM_TOKENS, max_model_len)  # the model has positions for no more
+    num_tokens = min(NUM_TOKENS, max_model_len)  # the model has no more positions
     num_blocks = blocks_for(num_tokens, block_size)
     runner = ModelRunner(
         model,

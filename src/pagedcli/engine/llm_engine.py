@@ -1,4 +1,4 @@
-"""The engine core over a model: loads what a configuration asks for, and makes the executor that runs it."""
+"""The engine core over a model: loads the model of a configuration, and creates its executor."""
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.core import EngineCore
@@ -22,6 +22,6 @@ class LLMEngine(EngineCore):
         super().__init__(loaded.plan, self._group or self.runner, emit=emit, trace_tokens=trace_tokens)
 
     def close(self) -> None:
-        """End the processes of a tensor-parallel group; the engine cannot be used any more. Also done at its end."""
+        """Stop the processes of a tensor-parallel group; the engine is unusable afterwards. Also runs at collection."""
         if self._group is not None:
             self._group.close()

@@ -1,6 +1,6 @@
 """From a configuration to a runner that is ready: device, backend, weights, measured memory, KV cache, CUDA graphs.
 
-Used by LLMEngine and by every worker of a tensor-parallel group, which all do the same in step.
+Used by LLMEngine and by every worker of a tensor-parallel group, in lockstep.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from pagedcli.native.threads import limit_threads
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What runs, and why so."""
+    """A loaded model and the decisions behind it."""
 
     model_path: Path
     spec: ModelSpec  # of the whole model
@@ -45,10 +45,10 @@ def load_engine(
     on_weights: Callable[[], None] = lambda: None,
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> LoadedEngine:
-    """Load everything that a configuration asks for, or one rank's part of it.
+    """Load what a configuration asks for, or one rank's part of it.
 
-    `on_weights` is called when the weights are there, before anything runs; `agree` gets the number of blocks that
-    fit here and returns how many all ranks take.
+    `on_weights` is called once the weights are loaded, before anything runs; `agree` receives the number of blocks
+    that fit here and returns the number that all ranks use.
     Raises:  ConfigError, ModelError, BackendError.
     """
     path = model_folder(config)
@@ -74,7 +74,7 @@ def load_engine(
     )
     on_weights()
     scales = None
-    if decided.kv_dtype == torch.float8_e4m3fn:  # other caches hold numbers as they are, or a scale per token and head
+    if decided.kv_dtype == torch.float8_e4m3fn:  # other caches are not quantized, or have a scale per token and head
         scales = kv_scales(
             model,
             backend,

@@ -1,4 +1,4 @@
-"""The machine as decisions see it: its GPUs, its memory and the software that attention backends miss.
+"""The machine as decisions see it: its GPUs, its memory, and software that attention backends lack.
 
 Frozen values, read from this machine or made up (a GPU by name, tests). Used by engine.decide.
 """
@@ -24,13 +24,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is there. Bytes are those of the host, or of the cgroup that this process may not outgrow."""
+    """The hardware and software. Bytes are those of the host, or of this process's cgroup limit."""
 
     total_bytes: int
-    available_bytes: int  # that a process can still take
+    available_bytes: int  # free for a process
     gpus: tuple[Gpu, ...] = ()
-    current_gpu: int = 0  # what "cuda" without a number means
-    is_here: bool = True  # False: described; its software is complete but for what `missing` says
+    current_gpu: int = 0  # the GPU that plain "cuda" means
+    is_here: bool = True  # False: described by flags; all software is installed except what `missing` names
     missing: Mapping[str, str] = field(default_factory=dict)  # attention backend -> why it cannot run there
 
 
@@ -53,14 +53,14 @@ def this_machine() -> Machine:
 def described_gpu(
     total_bytes: int, *, name: str = "GPU", capability: tuple[int, int] = (9, 0), num_gpus: int = 1
 ) -> Machine:
-    """A machine with GPUs that need not exist, free and with all software installed."""
+    """A machine with described GPUs, idle and with all software installed."""
     gpu = Gpu(name=name, total_bytes=total_bytes, free_bytes=total_bytes, capability=capability)
     total, available = host_memory()
     return Machine(total_bytes=total, available_bytes=available, gpus=(gpu,) * num_gpus, is_here=False)
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of the host, or of the cgroup that this process may not outgrow."""
+    """(total, available) bytes of the host, or of this process's cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -68,11 +68,11 @@ def host_memory() -> tuple[int, int]:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that a process can still take, cgroup limits included where they are readable."""
+    """Available bytes of host memory, within the cgroup limit where it is readable."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: half of what is built in is a guess on the safe side
+    except (OSError, KeyError):  # not Linux: half of the installed memory is a safe guess
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))

@@ -1,4 +1,4 @@
-"""Measures memory: what the largest step takes, what a GPU leaves for the KV cache, what a host has and who holds it.
+"""Measures memory: the peak of the largest step, what a GPU leaves for the KV cache, and which processes use it.
 
 Used by LLMEngine before it sizes its KV cache, and by `pagedcli profile-memory`.
 """
@@ -40,8 +40,8 @@ def measure_budget(
     max_model_len: int,
     parallel: ParallelContext,
 ) -> MemoryBudget | None:
-    """The terms of total x utilization - used - peak + current on a CUDA device; None on a CPU, where the pool is a
-    given size. Runs the largest step that the limits allow, and frees all it took.
+    """The terms of total x utilization - used - peak + current on a CUDA device; None on a CPU, where the pool has a
+    fixed size. Runs the largest step that the limits allow, then frees its memory.
     """
     if device.type != "cuda":
         return None
@@ -64,7 +64,7 @@ def measure_budget(
         parallel=parallel,
     )
     taken = measure_step(runner, step)
-    assert taken is not None, "a CUDA device counts its memory"
+    assert taken is not None, "a CUDA device reports its memory"
     peak = current + taken
     del runner
     torch.cuda.empty_cache()
@@ -87,7 +87,7 @@ def graph_bytes(
     max_model_len: int,
     parallel: ParallelContext,
 ) -> int:
-    """Device memory that the graphs take: all are captured once on a cache of one block, and dropped again."""
+    """Device memory of the graphs: all are captured once on a cache of one block, then dropped."""
     runner = ModelRunner(
         model,
         backend,
@@ -103,7 +103,7 @@ def graph_bytes(
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
     runner.make_graphs(capture=True)
-    torch.cuda.empty_cache()  # what the warm-ups took; the graphs' pool stays
+    torch.cuda.empty_cache()  # frees the warm-up's memory; the graphs' pool stays
     free_after, _ = torch.cuda.mem_get_info(device)
     del runner
     torch.cuda.empty_cache()
@@ -115,15 +115,15 @@ def measure_terms(
 ) -> MemoryTerms:
     """Where the memory of the runner's device goes, with the model loaded.
 
-    On a GPU the terms are those of plan.budget. On a CPU the step is run for the first time and the growth of this
-    process counted; the total is that of the host or of its cgroup. The KV cache is not among the terms, nor are pages
-    of a mapped checkpoint, which the system drops when memory is short; `mapped_weights` of the weights are read there.
-    `expected_activations` stand in where the system does not report memory (see process_memory).
+    On a GPU the terms are those of plan.budget. On a CPU the first step is run and the growth of this process
+    measured; the total is that of the host or its cgroup. The terms exclude the KV cache and pages of a mapped
+    checkpoint, which the system drops when memory is short; `mapped_weights` is the share of the weights read there.
+    `expected_activations` is used where the system does not report memory (see process_memory).
     """
     if plan.budget is not None:
         budget = plan.budget
         others = sum(holder.num_bytes for holder in other_holders(runner.device, limit=None))
-        # in a container this process may be listed under a number that it does not know
+        # in a container this process may be listed under another pid
         others = min(others, budget.used - budget.current)
         return MemoryTerms(
             total=budget.total,
@@ -153,8 +153,8 @@ def step_blocks(step: StepShape, block_size: int) -> int:
 
 
 def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
-    """Bytes that a step of new prompts takes besides weights and cache; None where the system does not say (a CPU
-    outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
+    """Bytes that a step of new prompts takes on top of weights and cache; None where the system does not report it (a
+    CPU outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
     """
     work = _prompts(runner, step)
     runner.kv_cache[:, :, : step_blocks(step, runner.block_size)].zero_()  # every slot is owned in this step
@@ -172,7 +172,7 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
 
 @torch.inference_mode()
 def _sample_with_most_memory(logits: Tensor) -> None:
-    """top-p over equal logits: none can be left out of the sort."""
+    """top-p over equal logits: the worst case of the sort."""
     rows, device = logits.shape[0], logits.device
     temperature, top_p = torch.ones(rows, device=device), torch.full((rows,), 0.95, device=device)
     top_k, min_p = torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, device=device)
@@ -203,9 +203,9 @@ def _reset_cuda_peak(device: torch.device) -> int:
 
 
 def reset_host_peak() -> int | None:
-    """Start a new high-water mark of this process's resident memory; returns what it holds now. None where Linux's
-    /proc does not let it."""
-    with suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide what is taken next
+    """Reset the high-water mark of this process's resident memory; returns the current bytes, None where Linux's
+    /proc is missing."""
+    with suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide later allocations
         ctypes.CDLL(None).malloc_trim(0)
     try:
         (_PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM
@@ -215,24 +215,24 @@ def reset_host_peak() -> int | None:
 
 
 def process_memory() -> int | None:
-    """Resident bytes of this process; None where it is not readable."""
+    """Resident bytes of this process; None where not readable."""
     return _process_bytes("VmRSS")
 
 
 def host_peak() -> int | None:
-    """Most resident bytes of this process since reset_host_peak; None where it is not readable."""
+    """Peak resident bytes of this process since reset_host_peak; None where not readable."""
     return _process_bytes("VmHWM")
 
 
 def mapped_checkpoint() -> int:
-    """Resident bytes of this process that are pages of *.safetensors files; 0 where it is not readable."""
+    """Resident bytes of this process that are pages of *.safetensors files; 0 where not readable."""
     try:
         lines = (_PROC / "self/smaps").read_text().splitlines()
     except OSError:
         return 0
     num_bytes, in_checkpoint = 0, False
     for line in lines:
-        if "-" in line.split(" ", 1)[0]:  # the line of a mapping: its addresses first, its file last
+        if "-" in line.split(" ", 1)[0]:  # header line of a mapping: addresses first, file last
             in_checkpoint = line.endswith(".safetensors")
         elif in_checkpoint and line.startswith("Rss:"):
             num_bytes += int(line.split()[1]) * 1024
@@ -253,7 +253,7 @@ def _process_bytes(key: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Another process and the memory it holds."""
+    """Another process and the memory it uses."""
 
     pid: int
     name: str
@@ -264,7 +264,7 @@ class Holder:
 
 
 def other_holders(device: torch.device, limit: int | None = 3) -> list[Holder]:
-    """Other processes with memory on the device, largest first; empty where the system does not tell."""
+    """Other processes with memory on the device, largest first; empty where the system does not report them."""
     found = _gpu_processes(device) if device.type == "cuda" else _host_processes()
     others = (holder for holder in found if holder.pid != os.getpid())
     return sorted(others, key=lambda holder: -holder.num_bytes)[:limit]
@@ -292,7 +292,7 @@ def _host_processes() -> list[Holder]:
     page = os.sysconf("SC_PAGE_SIZE")
     holders = []
     for folder in _PROC.glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):  # it ended meanwhile, or is not ours to read
+        with suppress(OSError, ValueError, IndexError):  # it has ended, or we may not read it
             resident = int((folder / "statm").read_text().split()[1]) * page
             holders.append(Holder(int(folder.name), (folder / "comm").read_text().strip(), resident))
     return holders
