@@ -148,6 +148,7 @@ def environment(scale: Scale) -> Result:
     """What this machine is and which backends run on it."""
     import triton
 
+    from pagedcli.attention.base import AttentionSpec
     from pagedcli.attention.select import available_backends
 
     name = torch.cuda.get_device_name() if scale.on_gpu else platform.processor() or "CPU"
@@ -166,7 +167,7 @@ def environment(scale: Scale) -> Result:
         rows.append({"fact": "CUDA of torch", "value": torch.version.cuda})
     shape = {"block_size": 16, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
     device = torch.device(scale.device)
-    for backend, reason in available_backends(device=device, dtype=scale.dtypes[0], **shape):
+    for backend, reason in available_backends(AttentionSpec(device, scale.dtypes[0], **shape)):
         rows.append({"fact": f"backend {backend}", "value": "runs" if reason is None else reason})
     return True, f"{name}, torch {torch.__version__}, triton {triton.__version__}", rows
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagedcli.attention import cpu, select
-from pagedcli.attention.base import Capabilities
+from pagedcli.attention.base import AttentionSpec, Capabilities
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import BACKEND_NAMES, REGISTRY, available_backends, select_backend
 from pagedcli.errors import BackendError
@@ -48,7 +48,7 @@ def test_unknown_name_lists_the_known_ones():
 
 
 def test_every_backend_is_tried_and_reported():
-    found = dict(available_backends(**SPEC))
+    found = dict(available_backends(AttentionSpec(**SPEC)))
     assert list(found) == [entry.name for entry in REGISTRY]
     assert found["reference"] is None
     assert found["sdpa"] is None

@@ -6,6 +6,7 @@ from engine_harness import ragged_prompts, run
 from interpreter import INTERPRETED, interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 
+from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import available_backends
 from pagedcli.config import EngineConfig
 from pagedcli.engine.cuda_graphs import GRAPH_TOKENS, bucket_sizes
@@ -134,7 +135,7 @@ def test_without_a_c_compiler_triton_is_refused_for_attention_and_layers(monkeyp
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    found = dict(available_backends(device=torch.device("cuda", 0), dtype=torch.float32, **shape))
+    found = dict(available_backends(AttentionSpec(torch.device("cuda", 0), torch.float32, **shape)))
     assert "C compiler" in found["triton"]
     assert found["sdpa"] is None
     fused_layers.cache_clear()

@@ -111,6 +111,8 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
         ({"kv_cache_dtype": "int8"}, gpu_machine(), "int8 is for a CPU"),
         ({"attention_backend": "cpu", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no C.. compiler"),
         ({"attention_backend": "triton"}, gpu_machine((7, 5)), "compute capability 8.0"),
+        ({"quantization": "int8"}, gpu_machine(), "no decoder runs Qwen3ForCausalLM with weights int8"),
+        ({"quantization": "int8", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no decoder runs"),
     ],
 )
 def test_what_a_machine_cannot_run_is_refused_before_anything_is_loaded(config, there, words, spec):
@@ -122,3 +124,35 @@ def test_the_number_that_cuda_means_is_the_current_gpu(spec):
     gpu = Gpu(name="a", total_bytes=GIB, free_bytes=GIB, capability=(8, 0))
     there = Machine(total_bytes=GIB, available_bytes=GIB, gpus=(gpu, gpu), current_gpu=1, is_here=False)
     assert decide(EngineConfig(device="cuda"), spec, there).device.index == 1
+
+
+def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
+    path = tiny_model("qwen3", tmp_path / "m")
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    flags = ["-m", path, "--quantization", "int8", "--attention-backend", "sdpa", "--device", "cpu"]
+    said = {name: pagedcli(name, tmp_path / "in.jsonl", *flags, expect=2).stderr for name in ("generate", "plan")}
+    assert "no decoder runs Qwen3ForCausalLM with weights int8" in said["plan"]
+    assert said["plan"] in said["generate"]
+
+
+def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
+    here = replace(machine.this_machine(), missing=NO_COMPILER)
+    for module in (machine, loading):
+        monkeypatch.setattr(module, "this_machine", lambda: here)
+    plan = LLMEngine(EngineConfig(device="cpu", num_gpu_blocks_override=8)).plan
+    examined = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
+    shown = {row["what"]: row["value"] for row in reversed(examined["engine"])}
+    assert (shown["attention"], shown["dtype"], shown["not used"]) == (plan.backend, plan.dtype, plan.refused[0])
+    path = tiny_model("qwen3", tmp_path / "m")
+    flags = ["-m", path, "--dtype", "float32", "--attention-backend", "sdpa", "--quantization", "int8"]
+    for command in (["throughput", "--num-prompts", "1"], ["kernels", "--tokens", "1"]):
+        refused = pagedcli("bench", *command, *flags, expect=2).stderr
+        assert "no decoder runs Qwen3ForCausalLM with weights int8" in refused
+
+
+@pytest.mark.parametrize("there", [gpu_machine(gib=1), replace(gpu_machine(), gpus=(), available_bytes=GIB)])
+def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
+    endless = replace(spec, max_position_embeddings=2**40)
+    assert decide(EngineConfig(), endless, there).max_model_len == 2**20
+    with pytest.raises(ConfigError, match="max_model_len is 1099511627776: its tables"):
+        decide(EngineConfig(max_model_len=2**40), endless, there)

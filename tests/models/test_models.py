@@ -9,9 +9,9 @@ from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ConfigError, ModelError
-from pagedcli.layers.parallel import SINGLE, ParallelContext
+from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models import cpu_decoder, decoder
-from pagedcli.models.base import DecoderRequest
+from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import Decoder
 from pagedcli.models.formats import StoredTensor, weight_format
 from pagedcli.models.loading import load_model
@@ -117,9 +117,7 @@ def test_compute_logits_takes_any_rows_of_hidden(case):
 def test_the_first_decoder_that_can_run_a_model_does_and_each_that_cannot_says_why(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     spec = read_spec(path)
-    request = {"path": path, "dtype": torch.float32, "device": CPU, "load_format": "dummy", "seed": 0}
-    request |= {"trust_remote_code": False, "max_model_len": 8, "parallel": SINGLE, "backend": ReferenceAttention()}
-    plain = DecoderRequest(spec=spec, weight_format=weight_format(None), **request)
+    plain = DecoderNeeds(spec, ReferenceAttention, weight_format(None))
     assert type(load_model(path, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU)) is Decoder
     assert cpu_decoder.refusal(plain) == "needs the native attention kernels, and attention is 'reference'"
     assert decoder.refusal(plain) is None

@@ -112,23 +112,14 @@ def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     return _load(next(entry for entry in REGISTRY if entry.name == name), spec)
 
 
-def available_backends(
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> list[tuple[str, str | None]]:
+def available_backends(spec: AttentionSpec, missing: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
     """Every backend in order of preference, each with None if it can run here or the reason why not."""
-    spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim)
-    return [(entry.name, _why_not(entry, spec)) for entry in REGISTRY]
+    return [(entry.name, _why_not(entry, spec, missing or {})) for entry in REGISTRY]
 
 
-def _why_not(entry: Entry, spec: AttentionSpec) -> str | None:
+def _why_not(entry: Entry, spec: AttentionSpec, missing: Mapping[str, str]) -> str | None:
     try:
-        _load(entry, spec)
+        _probe(entry, spec, is_here=True, missing=missing)
     except BackendError as error:
         return error.message
     return None

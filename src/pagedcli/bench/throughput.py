@@ -2,18 +2,21 @@
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from pagedcli.bench.floor import workload_floor
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.engine.decide import DTYPES
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.outputs import EngineStats, RequestOutput
+from pagedcli.kvcache.budget import INT4_BYTES, head_bytes
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
@@ -130,6 +133,37 @@ def generate(engine: LLMEngine, prompts: list[list[int]], output_lens: list[int]
         for output in engine.step():
             outputs[int(output.request_id)] = output
     return [outputs[i] for i in range(len(prompts))]
+
+
+def throughput_row(result: Throughput, workload: Workload) -> dict[str, Any]:
+    """The figures of a workload's passes, and of its floor where the machine was measured."""
+    run, seconds, machine = result.median, result.median_s, result.median_machine
+    row: dict[str, Any] = {
+        "workload": workload.name,
+        "wall_s": seconds,
+        "all_wall_s": [each.wall_s for each in result.runs],
+        "output_tokens_per_s": workload.num_output_tokens / seconds,
+        "total_tokens_per_s": (workload.num_prompt_tokens + workload.num_output_tokens) / seconds,
+        "ttft_ms": run.ttft_s * 1e3,
+        "tpot_ms": run.tpot_s * 1e3 if run.tpot_s is not None else None,
+        "steps": run.num_steps,
+        "overhead_ms": (run.schedule_ms + run.sample_ms) / run.num_steps,
+        "cached_tokens": run.num_cached_tokens,
+        "load_s": result.load_s,
+        "warm_up_s": result.warm_up_s,
+    }
+    if machine is not None:
+        itemsize = DTYPES[result.engine.plan.dtype].itemsize
+        quantization = result.engine.config.quantization
+        weight_size = {"int8": 1.0, "int4": INT4_BYTES}.get(quantization or "", itemsize)
+        head_size = itemsize if quantization is None else 1.0
+        spec, plan = result.engine.spec, result.engine.plan
+        kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
+        floor = workload_floor(
+            spec, workload, machine.limits, itemsize=weight_size, head_itemsize=head_size, kv_itemsize=kv_size
+        )
+        row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds, "machine": asdict(machine)}
+    return row
 
 
 def _copy(stats: EngineStats) -> EngineStats:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from pagedcli.bench.workloads import PRESETS, RandomSpec, Workload, preset_workload, random_workload
@@ -12,7 +13,6 @@ from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, deci
 from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.kvcache.budget import INT4_BYTES, head_bytes
 
 if TYPE_CHECKING:
     from pagedcli.bench.rates import MachineRates
@@ -70,13 +70,15 @@ def throughput(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    from pagedcli.bench.throughput import throughput_row
+
     engine_config = load_config(config, flags).config.engine
     spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
     rows: list[dict[str, Any]] = []
     for name in preset or (None,):
         passes = [preset_workload(name, salt) if name else random_workload(spec, salt) for salt in range(repeat)]
         result = _run(engine_config, passes)
-        rows.append(_throughput_row(result, passes[0]))
+        rows.append(throughput_row(result, passes[0]))
     table = Table("throughput", "Throughput: median of the passes", _THROUGHPUT_COLUMNS, rows, _notes(result, rows))
     print_tables([table], format_)
 
@@ -104,13 +106,15 @@ def latency(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    from pagedcli.bench.throughput import throughput_row
+
     engine_config = load_config(config, flags).config.engine
     rows: list[dict[str, Any]] = []
     for size in batch_size or [1, 8, 32]:
         spec = RandomSpec(size, input_len, output_len, seed=engine_config.seed)
         passes = [random_workload(spec, salt) for salt in range(repeat)]
         result = _run(engine_config, passes)
-        rows.append({"batch_size": size, **_throughput_row(result, passes[0])})
+        rows.append({"batch_size": size, **throughput_row(result, passes[0])})
     columns = [Column("batch_size", "at once", count), *(c for c in _THROUGHPUT_COLUMNS if c.key in _LATENCY_KEYS)]
     print_tables([Table("latency", "Latency: median of the passes", columns, rows, _notes(result, rows))], format_)
 
@@ -140,18 +144,23 @@ def kernels(
     from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.rates import measure_rates
     from pagedcli.bench.throughput import workload_config
-    from pagedcli.engine.decide import model_folder, resolve_dtype, resolve_kv_dtype
+    from pagedcli.engine.decide import decide, model_folder
+    from pagedcli.engine.machine import this_machine
     from pagedcli.models.reading import read_spec
 
     engine_config = load_config(config, flags).config.engine
     if engine_config.device not in ("auto", "cpu"):
         raise UsageError(f"bench kernels measures the CPU, not {engine_config.device}")
-    engine_config = workload_config(engine_config, preset_workload("W1"))
+    if engine_config.quantization not in (None, "int8"):
+        raise UsageError(f"bench kernels measures int8 weights, not {engine_config.quantization}")
+    model = workload_config(engine_config, preset_workload("W1")).model
+    engine_config = msgspec.structs.replace(engine_config, model=model, device="cpu")
     spec = read_spec(model_folder(engine_config))
-    dtype = resolve_dtype(engine_config.dtype, spec)
-    machine = measure_rates(dtype)
-    kv_dtype = resolve_kv_dtype(engine_config.kv_cache_dtype, dtype, None)
-    rows = kernel_rows(spec, machine.limits, tokens or [1, 8, 32, 512], dtype=dtype, kv_dtype=kv_dtype)
+    decided = decide(engine_config, spec, this_machine())
+    dtype, int8 = decided.dtype, engine_config.quantization == "int8"
+    machine = measure_rates(dtype, int8=int8)
+    sizes = tokens or [1, 8, 32, 512]
+    rows = kernel_rows(spec, machine.limits, sizes, dtype=dtype, kv_dtype=decided.kv_dtype, quantize=int8)
     columns = [
         Column("kernel", "kernel"),
         Column("size", "size"),
@@ -184,8 +193,6 @@ def cache(
 
     Exit codes: 0 measured, 1 the tokens differ (rounding can do that below float32), 2 wrong usage.
     """
-    import msgspec
-
     from pagedcli.bench.cache import compare_cache
     from pagedcli.bench.throughput import generate, workload_config
     from pagedcli.engine.llm_engine import LLMEngine
@@ -245,39 +252,6 @@ def _run(config: EngineConfig, passes: Sequence[Workload]) -> "Throughput":
     result = run_workload(workload_config(config, passes[0]), list(passes))
     gc.collect()
     return result
-
-
-def _throughput_row(result: "Throughput", workload: Workload) -> dict[str, Any]:
-    from pagedcli.bench.floor import workload_floor
-    from pagedcli.engine.decide import DTYPES
-
-    run, seconds, machine = result.median, result.median_s, result.median_machine
-    row: dict[str, Any] = {
-        "workload": workload.name,
-        "wall_s": seconds,
-        "all_wall_s": [each.wall_s for each in result.runs],
-        "output_tokens_per_s": workload.num_output_tokens / seconds,
-        "total_tokens_per_s": (workload.num_prompt_tokens + workload.num_output_tokens) / seconds,
-        "ttft_ms": run.ttft_s * 1e3,
-        "tpot_ms": run.tpot_s * 1e3 if run.tpot_s is not None else None,
-        "steps": run.num_steps,
-        "overhead_ms": (run.schedule_ms + run.sample_ms) / run.num_steps,
-        "cached_tokens": run.num_cached_tokens,
-        "load_s": result.load_s,
-        "warm_up_s": result.warm_up_s,
-    }
-    if machine is not None:
-        itemsize = DTYPES[result.engine.plan.dtype].itemsize
-        quantization = result.engine.config.quantization
-        weight_size = {"int8": 1.0, "int4": INT4_BYTES}.get(quantization or "", itemsize)
-        head_size = itemsize if quantization is None else 1.0
-        spec, plan = result.engine.spec, result.engine.plan
-        kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
-        floor = workload_floor(
-            spec, workload, machine.limits, itemsize=weight_size, head_itemsize=head_size, kv_itemsize=kv_size
-        )
-        row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds, "machine": asdict(machine)}
-    return row
 
 
 def _limits(machine: "MachineRates") -> str:

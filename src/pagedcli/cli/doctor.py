@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,7 @@ from pagedcli.cli.terminal import say
 from pagedcli.errors import BackendError
 
 if TYPE_CHECKING:
-    import torch
-
+    from pagedcli.attention.base import AttentionSpec
     from pagedcli.engine.self_test import CheckResult, LookUp
 
 _PACKAGES = (
@@ -53,11 +53,16 @@ def doctor(
 
     Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage.
     """  # fmt: skip
-    from pagedcli.engine.decide import resolve_device
+    from pagedcli.config import EngineConfig
+    from pagedcli.engine.decide import decide, model_folder
     from pagedcli.engine.machine import this_machine
+    from pagedcli.models.reading import read_spec
 
-    chosen = resolve_device(device, this_machine())
-    backends = _backend_rows(chosen)
+    config = EngineConfig(device=device)
+    machine = this_machine()
+    decided = decide(config, read_spec(model_folder(config)), machine)
+    chosen = decided.device
+    backends = _backend_rows(decided.attention, machine.missing)
     results = _self_test(str(chosen), [row["backend"] for row in backends if row["available"]])
     backend_tables = [_backends_table(backends, str(chosen)), _engine_table(str(chosen))]
     tables = [_versions_table(), _devices_table(), _paths_table(), *backend_tables]
@@ -203,23 +208,13 @@ def _why_no_gpu() -> str:
     return "torch finds no driver or no device (is nvidia-smi working?)"
 
 
-def _backend_rows(device: "torch.device") -> list[dict[str, Any]]:
+def _backend_rows(spec: "AttentionSpec", missing: Mapping[str, str]) -> list[dict[str, Any]]:
     from pagedcli.attention.select import available_backends
-    from pagedcli.config import EngineConfig
-    from pagedcli.engine.decide import model_folder, resolve_dtype
-    from pagedcli.models.reading import read_spec
 
-    config = EngineConfig()
-    spec = read_spec(model_folder(config))
-    found = available_backends(
-        device=device,
-        dtype=resolve_dtype("auto", spec),
-        block_size=config.block_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-    )
-    return [{"backend": name, "available": reason is None, "reason": reason} for name, reason in found]
+    return [
+        {"backend": name, "available": reason is None, "reason": reason}
+        for name, reason in available_backends(spec, missing)
+    ]
 
 
 def _backends_table(rows: list[dict[str, Any]], device: str) -> Table:

@@ -18,8 +18,11 @@ from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, StepShape, block_bytes, blocks_for
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.base import DecoderNeeds
+from pagedcli.models.decoder import has_cpu_kernels
+from pagedcli.models.formats import weight_format
 from pagedcli.models.hub import resolve_model
-from pagedcli.models.loading import runs_in_one_call
+from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 
@@ -40,7 +43,7 @@ class Decisions:
     attention: AttentionSpec  # requirements on the backend
     backend: str
     refused: tuple[str, ...]  # why faster backends were not chosen, one line each
-    in_one_call: bool  # the native CPU decoder runs a whole step
+    decoder: str  # see models.loading
     block_size: int  # tokens
     block_bytes: int  # over all layers, K and V
     max_model_len: int  # tokens
@@ -52,6 +55,11 @@ class Decisions:
     notes: tuple[str, ...]  # further notes for the user
 
     @property
+    def in_one_call(self) -> bool:
+        """Whether the native library runs a whole step."""
+        return self.decoder == IN_ONE_CALL
+
+    @property
     def largest_step(self) -> StepShape:
         """The step that sets the activation peak."""
         return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
@@ -60,7 +68,7 @@ class Decisions:
 def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decisions:
     """How a rank of the engine will run. `spec` is that of the whole model.
 
-    Raises: ConfigError or BackendError for what cannot run there, with the reason.
+    Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
     own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
     device = rank_device(config, machine, rank)
@@ -84,7 +92,13 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         capability=gpu.capability if gpu is not None else None,
     )
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
-    on_native_kernels = runs_in_one_call(choice.kind, spec)
+    needs = DecoderNeeds(spec, choice.kind, weight_format(config.quantization), config.tensor_parallel_size)
+    decoder = choose_decoder(needs)
+    max_model_len = resolve_max_model_len(config, spec)
+    check_length(spec, max_model_len)
+    available = machine.available_bytes if gpu is None else gpu.free_bytes
+    _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
+    packs_weights = has_cpu_kernels(spec, choice.kind) or spec.is_fallback
     no_graphs = why_no_graphs(config, spec, device, choice.kind)
     return Decisions(
         device=device,
@@ -93,7 +107,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         attention=attention,
         backend=choice.name,
         refused=choice.refused,
-        in_one_call=on_native_kernels and config.tensor_parallel_size == 1,
+        decoder=decoder,
         block_size=config.block_size,
         block_bytes=block_bytes(
             num_layers=own.num_layers,
@@ -102,14 +116,14 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
             head_dim=own.head_dim,
             kv_dtype=dtype_name(kv_dtype),
         ),
-        max_model_len=resolve_max_model_len(config, spec),
+        max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
         # no gain where host and device are the same processor
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
         no_graphs=no_graphs,
-        notes=() if on_native_kernels or spec.is_fallback else unpacked_note(device, dtype),
+        notes=() if packs_weights else unpacked_note(device, dtype),
     )
 
 
@@ -214,6 +228,21 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
             hint=f"use --max-model-len {limit} or less",
         )
     return config.max_model_len
+
+
+def _check_tables(config: EngineConfig, spec: ModelSpec, max_model_len: int, *, itemsize: int, available: int) -> None:
+    """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
+    the rotary embedding of every position, and a block table per sequence."""
+    num_ropes = len(set(spec.layer_ropes)) or 1
+    rope_bytes = max_model_len * spec.head_dim * itemsize * num_ropes
+    block_table_bytes = config.max_num_seqs * blocks_for(max_model_len, config.block_size) * 4
+    if rope_bytes + block_table_bytes > available:
+        needed = (rope_bytes + block_table_bytes) / 2**30
+        raise ConfigError(
+            f"max_model_len is {max_model_len}: its tables of positions and blocks take {needed:,.2f} GiB, but only"
+            f" {available / 2**30:,.2f} GiB are available",
+            hint="lower --max-model-len or --max-num-seqs",
+        )
 
 
 # ---------------------------------------------------------------------- the pool

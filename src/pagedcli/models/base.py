@@ -1,4 +1,5 @@
-"""The contract between the engine and a model: CausalLM; and between models.loading and a decoder: DecoderRequest."""
+"""The contract between the engine and a model: CausalLM; and between models.loading and a decoder: DecoderNeeds,
+DecoderRequest."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +55,20 @@ class CausalLM(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderNeeds:
+    """What the choice of a decoder depends on. Each decoder module has `refusal(needs) -> str | None`: why it cannot
+    run the model, before anything is loaded."""
+
+    spec: ModelSpec  # of the whole model
+    backend: type[AttentionBackend]
+    weight_format: WeightFormat
+    num_ranks: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderRequest:
-    """A model to load. Each decoder module has `refusal(request) -> str | None`, which loads nothing, and
-    `load(request) -> CausalLM`."""
+    """A model to load. Each decoder module has `load(request) -> CausalLM`."""
 
     path: Path
     spec: ModelSpec  # of the whole model

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import PagedBatch
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.models.base import DecoderRequest
+from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.rope_table import rope_table
-from pagedcli.models.spec import ModelSpec
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepStruct, bind
@@ -146,15 +145,11 @@ class CpuDecoder:
         return weight.data_ptr()
 
 
-def refusal(request: DecoderRequest) -> str | None:
+def refusal(needs: DecoderNeeds) -> str | None:
     """Why the native library cannot run a whole step of the model in one call; None if it can."""
-    if request.parallel.size > 1:
+    spec, backend = needs.spec, needs.backend
+    if needs.num_ranks > 1:
         return "runs on one rank only"
-    return spec_refusal(request.spec, request.backend)
-
-
-def spec_refusal(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> str | None:
-    """The part of `refusal` that is known before a model is asked for."""
     if spec.is_fallback:
         return f"has no {spec.architecture}"
     if others := [name for name, plain in _PLAIN.items() if getattr(spec, name) != plain]:

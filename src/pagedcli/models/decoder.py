@@ -13,7 +13,7 @@ from pagedcli.layers.fused import stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
-from pagedcli.models.base import DecoderRequest
+from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
 from pagedcli.models.formats import weight_format
 from pagedcli.models.parameters import decoder_parameters
@@ -202,7 +202,7 @@ class _Builder:
         return linear if parallel.size == 1 else SummedLinear(linear, parallel)
 
 
-def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend) -> bool:
+def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the native library serves attention and can pack every weight of the model."""
     sizes = [spec.hidden_size, spec.intermediate_size]
     if spec.experts is not None:
@@ -210,13 +210,13 @@ def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend) -> bool:
     return backend.capabilities.native_step and not any(size % 2 for size in sizes)
 
 
-def refusal(request: DecoderRequest) -> str | None:
+def refusal(needs: DecoderNeeds) -> str | None:
     """Why this decoder cannot run a model; None if it can."""
-    if request.spec.is_fallback:
-        return f"has no {request.spec.architecture}"
-    reason = request.weight_format.torch_refusal()
-    if reason is not None and not has_cpu_kernels(request.spec, request.backend):
-        return f"{reason}, but attention is '{request.backend.name}'"
+    if needs.spec.is_fallback:
+        return f"has no {needs.spec.architecture}"
+    reason = needs.weight_format.torch_refusal()
+    if reason is not None and not has_cpu_kernels(needs.spec, needs.backend):
+        return f"{reason}, but attention is '{needs.backend.name}'"
     return None
 
 

@@ -1,24 +1,24 @@
-"""Which decoder runs a model: load_model. The only place that knows decoders by name; a new one is one module and one
-line in REGISTRY.
+"""Which decoder runs a model: choose_decoder, load_model. The only place that names decoders; a new one is one module
+and one line in REGISTRY.
 """
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
-from pagedcli.models.base import CausalLM, DecoderRequest, LoadFormat
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, LoadFormat
 from pagedcli.models.formats import weight_format
 from pagedcli.models.refusals import length_refusal, window_refusal
 from pagedcli.models.spec import ModelSpec
 
-# In order of preference: modules with refusal(request) and load(request). Imported when they are asked.
+IN_ONE_CALL = "native in one call"
+# In order of preference: modules with refusal(needs) and load(request). Imported when they are asked.
 REGISTRY = {
-    "native in one call": "pagedcli.models.cpu_decoder",
+    IN_ONE_CALL: "pagedcli.models.cpu_decoder",
     "native": "pagedcli.models.decoder",
     "transformers": "pagedcli.models.transformers_fallback",
 }
@@ -45,11 +45,7 @@ def load_model(
              ConfigError if no decoder runs the model as it is asked for.
     """
     max_model_len = max_model_len or spec.max_position_embeddings
-    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
-        raise window_refusal(spec.architecture, spec.sliding_window, max_model_len)
-    limit = spec.rope.exact_length if spec.rope is not None else None
-    if limit is not None and max_model_len > limit:
-        raise length_refusal(spec.architecture, limit, "longrope", max_model_len)
+    check_length(spec, max_model_len)
     request = DecoderRequest(
         path=path,
         spec=spec,
@@ -63,26 +59,29 @@ def load_model(
         max_model_len=max_model_len,
         parallel=parallel,
     )
-    model: CausalLM = _choose(request).load(request)
+    name = choose_decoder(DecoderNeeds(spec, type(backend), request.weight_format, parallel.size))
+    model: CausalLM = import_module(REGISTRY[name]).load(request)
     return model
 
 
-def runs_in_one_call(backend: type[AttentionBackend], spec: ModelSpec) -> bool:
-    """Whether the native library that serves attention can run the whole decoder."""
-    reason: str | None = import_module(REGISTRY["native in one call"]).spec_refusal(spec, backend)
-    return reason is None
-
-
-def _choose(request: DecoderRequest) -> Any:
-    """The first module of the registry that runs the model. Raises: ConfigError with every decoder's reason."""
+def choose_decoder(needs: DecoderNeeds) -> str:
+    """The first name of the registry whose decoder runs the model. Raises: ConfigError with every decoder's reason."""
     refused = []
     for name, module_name in REGISTRY.items():
-        module = import_module(module_name)
-        reason = module.refusal(request)
+        reason = import_module(module_name).refusal(needs)
         if reason is None:
-            return module
+            return name
         refused.append(f"{name}: {reason}")
     raise ConfigError(
-        f"no decoder runs {request.spec.architecture} with weights {request.weight_format.name}: {'; '.join(refused)}",
+        f"no decoder runs {needs.spec.architecture} with weights {needs.weight_format.name}: {'; '.join(refused)}",
         hint="use --device cpu on a machine with a C++ compiler, or no --quantization",
     )
+
+
+def check_length(spec: ModelSpec, max_model_len: int) -> None:
+    """Raises: ModelError if the model cannot serve requests of so many tokens."""
+    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
+        raise window_refusal(spec.architecture, spec.sliding_window, max_model_len)
+    limit = spec.rope.exact_length if spec.rope is not None else None
+    if limit is not None and max_model_len > limit:
+        raise length_refusal(spec.architecture, limit, "longrope", max_model_len)

@@ -22,7 +22,7 @@ from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
 from pagedcli.models import fallback_probe
-from pagedcli.models.base import DecoderRequest
+from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.fallback_refusals import AttentionTrace, refuse_length
 from pagedcli.models.fallback_refusals import refusal as refused
 from pagedcli.models.fallback_spec import first_sentence, read_config
@@ -144,14 +144,14 @@ def _run_body(body: Any, input_ids: Tensor, positions: Tensor, step: PagedStep |
     return hidden
 
 
-def refusal(request: DecoderRequest) -> str | None:
+def refusal(needs: DecoderNeeds) -> str | None:
     """Why transformers is not asked to run a model; None if it is."""
-    if request.parallel.size > 1:
+    if needs.num_ranks > 1:
         return "runs on one rank only"
-    if not request.spec.is_fallback:
-        return f"leaves {request.spec.architecture} to the native decoders"
-    if request.weight_format.stored != (WEIGHT,) or not request.weight_format.keeps_rows:
-        return f"has no {request.weight_format.name} weights"
+    if not needs.spec.is_fallback:
+        return f"leaves {needs.spec.architecture} to the native decoders"
+    if needs.weight_format.stored != (WEIGHT,) or not needs.weight_format.keeps_rows:
+        return f"has no {needs.weight_format.name} weights"
     return None
 
 
