@@ -107,6 +107,28 @@ def test_imports_only_go_downwards(path):
             assert not any(name.split(".")[0] == module for name in imports(path)), f"{module} belongs to {packages}"
 
 
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 70
+# A third of it is its parameters, and Triton compiles a kernel from one function: parts would only pass them on.
+LONGER_FUNCTIONS = {"attention/triton_kernels.py: decode_kernel"}
+
+
+@pytest.mark.parametrize("pattern", ["*.py", "*.cpp", "*.h"])
+def test_no_file_is_longer_than_one_reads_in_one_go(pattern):
+    lengths = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in SRC.rglob(pattern)}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_longer_than_a_screen():
+    longer = {
+        f"{path.relative_to(SRC)}: {node.name}"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    }
+    assert longer == LONGER_FUNCTIONS
+
+
 def modules():
     """Dotted name -> file of every module of the package."""
     found = {}
@@ -193,7 +215,7 @@ def test_help_starts_fast_and_loads_no_torch():
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    times = []  # of the processor, as other tests run beside this one
+    times = []  # of the processor, as other tests run at the same time
     for _ in range(3):
         start = processor_seconds_of_children()
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

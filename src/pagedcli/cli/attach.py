@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,44 +29,42 @@ _WAIT_S = 0.1
 _LINE_S = 10.0
 
 
+def _option(*names: str, help: str, metavar: str | None = None, **limits: Any) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, **limits)
+
+
+Endpoints = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or one recording.", show_default=False
+    ),
+]
+Replays = Annotated[
+    list[str] | None, _option(metavar="ENDPOINT", help="Where to ask for missed messages; one per publisher.")
+]
+MetricsUrl = Annotated[str | None, _option(metavar="URL", help="Add the server's own figures, from its /metrics page.")]
+Tokenized = Annotated[str | None, _option("-m", "--model", help="Show prefixes as text, with this model's tokenizer.")]
+Recording = Annotated[Path | None, _option(metavar="FILE.jsonl[.zst]", help="Keep all messages in a file.")]
+Seconds = Annotated[float | None, _option(metavar="SECONDS", min=0, help="End after so long.")]
+IdleSeconds = Annotated[
+    float | None, _option(metavar="SECONDS", min=0, help="End when no message has come for so long.")
+]
+
+
 def attach(
-    endpoints: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or one recording.", show_default=False
-        ),
-    ],
+    endpoints: Endpoints,
     *,
-    replay: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENDPOINT", help="Where to ask for missed messages; one per publisher.", show_default=False
-        ),
-    ] = None,
-    topic: Annotated[str, typer.Option(help="Only messages whose topic begins like this.", show_default=False)] = "",
-    metrics: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Add the server's own figures, from its /metrics page.", show_default=False),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("-m", "--model", help="Show prefixes as text, with this model's tokenizer.", show_default=False),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl[.zst]", help="Keep all messages in a file.", show_default=False),
-    ] = None,
+    replay: Replays = None,
+    topic: Annotated[str, _option(help="Only messages whose topic begins like this.")] = "",
+    metrics: MetricsUrl = None,
+    model: Tokenized = None,
+    record: Recording = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Keep token ids in it. Without: digests that show what is equal.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recording.")] = False,
-    duration: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="End after so long.", show_default=False)
-    ] = None,
-    idle: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, help="End when nothing came for so long.", show_default=False),
-    ] = None,
+    duration: Seconds = None,
+    idle: IdleSeconds = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Only a summary at the end.")] = False,
     format_: FormatOption = Format.TABLE,
 ) -> None:
