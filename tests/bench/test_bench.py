@@ -111,10 +111,10 @@ def test_kernels_state_their_share_of_the_limit():
 
 
 def test_the_better_of_two_measurements_of_a_machine_counts():
-    first, second = MachineRates(2, 50e9, 900e9, 800e9, "FMA"), MachineRates(2, 70e9, 880e9, 950e9, "FMA")
-    assert first.best(second) == second.best(first) == MachineRates(2, 70e9, 900e9, 950e9, "FMA")
+    first, second = MachineRates(2, 50e9, 900e9, 800e9, "FMA", "FMA"), MachineRates(2, 70e9, 880e9, 950e9, "FMA", "FMA")
+    assert first.best(second) == second.best(first) == MachineRates(2, 70e9, 900e9, 950e9, "FMA", "FMA")
 
 
 def test_a_product_that_beats_the_registers_is_the_limit():
     """Vector multiply-adds are measured in registers; tiles can exceed them, and then they are the floor."""
-    assert MachineRates(2, 50e9, 344e9, 1096e9, "float32 multiply-adds").limits.flop_per_s == 1096e9
+    assert MachineRates(2, 50e9, 344e9, 1096e9, "float32 multiply-adds", "AMX").limits.flop_per_s == 1096e9
