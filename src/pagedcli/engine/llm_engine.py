@@ -22,6 +22,6 @@ class LLMEngine(EngineCore):
         super().__init__(loaded.plan, self._group or self.runner, emit=emit, trace_tokens=trace_tokens)
 
     def close(self) -> None:
-        """Stop the processes of a tensor-parallel group; the engine is unusable afterwards. Also runs at collection."""
+        """Stop the processes of a tensor-parallel group; the engine is unusable afterwards."""
         if self._group is not None:
             self._group.close()

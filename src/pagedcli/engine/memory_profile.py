@@ -30,13 +30,13 @@ class Profile:
     sizes: ModelSizes
     device: str
     measured: MemoryTerms | None
-    predicted: MemoryTerms | None  # None: a model whose code is not ours
+    predicted: MemoryTerms | None  # None: a model that runs through transformers
     num_blocks: int
-    reason: str  # what set num_blocks
-    hint: str | None = None  # what to do where no block fits
-    notes: Mapping[str, str]  # term -> what a person should know about it
-    holders: str = ""  # other processes with most memory
-    measured_loading: int | None = None  # bytes that this process held at most while loading; None: not on a CPU
+    reason: str  # why num_blocks is what it is
+    hint: str | None = None  # what to do if no block fits
+    notes: Mapping[str, str]  # term -> a note for the user
+    holders: str = ""  # the other processes that use most memory
+    measured_loading: int | None = None  # peak bytes of this process while loading; None: not on a CPU
     predicted_loading: int | None = None
 
     @property
@@ -52,7 +52,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class DescribedGpu:
-    """Bytes as given; None where not."""
+    """Parsed bytes; None where not given."""
 
     name: str
     total: int
@@ -77,7 +77,7 @@ def read_described(gpu: str | None, gpu_memory: str | None, **parts: str | None)
     if gpu is not None:
         card = find_card(gpu)
         described = DescribedGpu(gpu, card.total_bytes, card.capability, **numbers)
-    else:  # all that is known is its memory: taken as a recent one
+    else:  # only its memory is known: assume a recent GPU
         described = DescribedGpu("the described GPU", parse_bytes(gpu_memory or ""), (9, 0), **numbers)
     if described.peak is not None and described.current is not None and described.peak < described.current:
         raise UsageError("--peak is below --current")
@@ -85,7 +85,7 @@ def read_described(gpu: str | None, gpu_memory: str | None, **parts: str | None)
 
 
 def profile_described(config: EngineConfig, given: DescribedGpu) -> Profile:
-    """What the model would get on a GPU that need not exist. Raises: PagedcliError."""
+    """What the model would get on a described GPU. Raises: PagedcliError."""
     spec = read_spec(model_folder(config, weights=False), trust_remote_code=config.trust_remote_code)
     machine = described_gpu(
         given.total, name=given.name, capability=given.capability, num_gpus=config.tensor_parallel_size
@@ -100,7 +100,7 @@ def profile_described(config: EngineConfig, given: DescribedGpu) -> Profile:
     weights, activations = predicted.weights, predicted.activations
     if given.peak is not None and given.current is not None:
         weights, activations = given.current, given.peak - given.current
-        notes |= {"activations": "--peak minus --current", "weights": "--current: all that this process holds"}
+        notes |= {"activations": "--peak minus --current", "weights": "--current: all memory of this process"}
     notes["others"] = "none given (--used)" if given.used is None else "--used minus the model"
     notes["runtime"] = "CUDA context, assumed" if given.used is None else "counted in --used"
     terms = MemoryTerms(
@@ -110,7 +110,7 @@ def profile_described(config: EngineConfig, given: DescribedGpu) -> Profile:
         runtime=predicted.runtime if given.used is None else 0,
         weights=weights,
         activations=activations,
-        graphs=predicted.graphs if given.peak is None else 0,  # numbers of a machine are taken as all there is
+        graphs=predicted.graphs if given.peak is None else 0,  # the given numbers describe the whole machine
     )
     pool = forecast_pool(config, decided, terms)
     return Profile(
@@ -173,7 +173,7 @@ def profile_here(config: EngineConfig) -> Profile:
 
 
 def _pool(config: EngineConfig, decided: Decisions, measured: MemoryTerms, loaded: LLMEngine) -> Forecast:
-    """The pool that the engine would get: on a CPU from what is left, on a GPU from its budget."""
+    """The pool that the engine would get: on a CPU from free memory, on a GPU from its budget."""
     try:
         num_blocks, reason = choose_num_blocks(config, decided, available=available_memory(), budget=loaded.plan.budget)
     except ConfigError as error:

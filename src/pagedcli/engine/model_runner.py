@@ -1,4 +1,4 @@
-"""Runs steps on one device: inputs to it, the model, the sampler, tokens back. Nothing here waits for the device.
+"""Runs steps on one device: copies inputs, runs model and sampler, copies tokens back. Never waits for the device.
 
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
@@ -61,16 +61,16 @@ class ModelRunner:
         return self.state.kv_cache
 
     def make_graphs(self, *, capture: bool) -> None:
-        """Serve decode steps by CUDA graphs from now on; see DecodeGraphs."""
+        """Serve decode steps with CUDA graphs from now on; see DecodeGraphs."""
         self.graphs = DecodeGraphs(
             self.model, self.state, self.parallel, max_model_len=self.max_model_len, capture=capture
         )
 
     @torch.inference_mode()
     def launch(self, step: StepInput, sampling: SamplingInput) -> SampledTokens:
-        """Start one step. Returns its tokens, which are on their way: the host has not waited for anything.
+        """Start one step without waiting. Returns its tokens, which are still on their way to the host.
 
-        Changes: the KV cache; last_tokens, from which the next step may take ids that the host has not read.
+        Changes: the KV cache; last_tokens, from which the next step takes ids that the host has not read.
         """
         logits = self._logits(step, sampling, plain=sampling.is_plain)
         if logits is None:
@@ -82,15 +82,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
-        """What another rank does when rank 0 launches a step: its part of the model, and the tokens from there."""
+        """The same step on another rank: runs its part of the model and receives the tokens from rank 0."""
         if self._logits(step, None, plain=plain) is not None:
             self.parallel.broadcast(self.state.last_tokens[:num_sampled])
 
     def _logits(self, step: StepInput, sampling: SamplingInput | None, *, plain: bool) -> Tensor | None:
-        """Logits [R, V], or None if a graph has chosen the tokens already."""
+        """Logits [R, V], or None if a graph has already sampled the tokens."""
         if self.graphs is None or not self.graphs.serves(step):
             return self.forward(step)
-        # other choices, as of several samples from one row, are made outside
+        # anything else, such as several samples from one row, is sampled outside the graph
         hidden = self.graphs.run(step, sampling if plain else None)
         return None if plain else self.model.compute_logits(hidden)
 
@@ -123,7 +123,7 @@ class ModelRunner:
 
     def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
-        measurements on a runner that serves nobody: block tables are sent whole."""
+        measurements on an idle runner: block tables are sent whole."""
         for seq in work.seqs:
             seq.synced_blocks = 0
         builder = StepBuilder(

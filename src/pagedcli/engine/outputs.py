@@ -15,16 +15,16 @@ class SampleOutput:
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None  # the stop token or string that ended it
-    logprobs: list[TokenLogprobs] | None  # one per token, if asked for
+    logprobs: list[TokenLogprobs] | None  # one per token, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds, of the request's first sample."""
+    """Times of the request's first sample, in seconds."""
 
     queued_s: float  # from arrival to the first step that computed it
     ttft_s: float  # from arrival to its first token
-    tpot_s: float | None  # mean time per later token; None with one token
+    tpot_s: float | None  # mean time per later token; None if there is only one
     total_s: float
     num_preemptions: int  # of all samples
     num_recomputed_tokens: int
@@ -39,7 +39,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     samples: list[SampleOutput]
     metrics: RequestMetrics
-    error: RequestError | None = None  # what ended it early: its samples then have the finish reason "error"
+    error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
 
 
 @dataclass(slots=True)
@@ -48,14 +48,14 @@ class EngineStats:
 
     num_steps: int = 0
     num_requests_finished: int = 0
-    num_prompt_tokens: int = 0  # of requests whose prompt is computed
-    num_cached_tokens: int = 0  # of these, found in the prefix cache
+    num_prompt_tokens: int = 0  # of requests whose prompt has been computed
+    num_cached_tokens: int = 0  # of these, those found in the prefix cache
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
     peak_used_blocks: int = 0  # blocks
     num_steps_ahead: int = 0  # steps launched before the tokens of the one before were read
-    num_discarded_tokens: int = 0  # sampled for sequences that had ended meanwhile
+    num_discarded_tokens: int = 0  # sampled for sequences that had already ended
     schedule_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
@@ -63,7 +63,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Request:
-    """A request in work: its samples so far."""
+    """An unfinished request: its samples so far."""
 
     seqs: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0

@@ -1,8 +1,7 @@
-"""From logits to tokens. One uniform number per token, drawn from (seed, sample index, position), picks from the
-cumulative distribution, so a request's tokens depend neither on its neighbours nor on a resume.
+"""From logits to tokens. Each token is picked from the cumulative distribution by one uniform number, drawn from (seed,
+sample index, position): neither the rest of the batch nor a resume changes a request's tokens.
 
-Used by ModelRunner. The device never waits for the host here, nor the host for the device: the tokens are read when
-they are needed.
+Used by ModelRunner. Host and device never wait for each other here: tokens are read when they are needed.
 """
 
 import numpy as np
@@ -18,10 +17,10 @@ from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept
 
 
 class SampledTokens:
-    """Tokens of a launched step, on the device and on their way to the host. A LaunchedStep."""
+    """Tokens of a launched step, on the device and being copied to the host. A LaunchedStep."""
 
     def __init__(self, token_ids: Tensor, sampling: SamplingInput, logprobs: "list[Tensor] | None" = None) -> None:
-        self.token_ids = token_ids  # [R] int64, on the device; INVALID where the logits are not numbers
+        self.token_ids = token_ids  # [R] int64, on the device; INVALID where logits are NaN
         self._sampling = sampling
         self._download = Download([token_ids, *(logprobs or ())])
 
@@ -35,7 +34,7 @@ class SampledTokens:
         return self._download.is_ready
 
     def read(self) -> StepTokens:
-        """The tokens, once they are there."""
+        """Wait for the tokens."""
         token_ids, *logprobs = self._download.wait()
         tokens: list[int | None] = token_ids.tolist()
         found: dict[int, TokenLogprobs] = {}
@@ -45,7 +44,7 @@ class SampledTokens:
             for place, (row, count) in enumerate(zip(sampling.with_logprobs, sampling.num_logprobs, strict=True)):
                 top = list(zip(ids[place][:count], values[place][:count], strict=True))
                 found[row] = TokenLogprobs(int(token_ids[row]), chosen[place], top)
-                if chosen[place] != chosen[place]:  # NaN among logits that a grammar has hidden
+                if chosen[place] != chosen[place]:  # NaN among logits that a grammar masks
                     tokens[row] = None
         if INVALID in tokens:
             tokens = [None if token_id == INVALID else token_id for token_id in tokens]
@@ -55,7 +54,7 @@ class SampledTokens:
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> SampledTokens:
     """The next tokens, on the device.
 
-    Shapes:  logits [R, V], or any rows that sampling.logits_rows selects from. Not changed.
+    Shapes:  logits [R, V], or any rows that sampling.logits_rows selects from; not modified.
     """
     if sampling.logits_rows is not None:
         logits = logits.index_select(0, upload([sampling.logits_rows])[0])
@@ -102,7 +101,7 @@ def change_logits(scores: Tensor, change: LogitChange, upload: Upload) -> None:
     if change.bias:
         [bias] = upload([np.array(list(change.bias.values()), dtype=np.float32)])
         scores[integers(list(change.bias))] += bias.to(scores.dtype)
-    # users may name stop tokens that the vocabulary does not have
+    # users may name stop tokens outside the vocabulary
     ends = [token_id for token_id in change.end_token_ids if 0 <= token_id < vocab_size]
     if change.allowed is not None:
         [allowed] = upload([_allowed_tokens(change.allowed, ends, vocab_size)])
@@ -112,7 +111,7 @@ def change_logits(scores: Tensor, change: LogitChange, upload: Upload) -> None:
 
 
 def _allowed_tokens(bits: bytes, end_token_ids: list[int], vocab_size: int) -> Bools:
-    """[V] whether the grammar allows a token; where it allows only an end, the minimum length has to give way."""
+    """[V] whether the grammar allows a token. Where it allows only end tokens, it overrides the minimum length."""
     allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab_size, bitorder="little").astype(np.bool_)
     if end_token_ids:
         longer = allowed.copy()
@@ -122,7 +121,7 @@ def _allowed_tokens(bits: bytes, end_token_ids: list[int], vocab_size: int) -> B
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload) -> list[Tensor]:
-    """Of the unchanged logits, for rows that ask: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
+    """Log-probabilities for rows that request them: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
     [rows] = upload([np.array(sampling.with_logprobs, dtype=np.int64)])
     logprobs = logits.index_select(0, rows).float().log_softmax(-1)
     top = logprobs.topk(min(max(sampling.num_logprobs), logprobs.shape[1]))

@@ -1,6 +1,6 @@
-"""How a step's logits become tokens, as plain arrays: all that the sampler needs to know of the sequences.
+"""Sampling parameters of a step as plain arrays: everything that the sampler needs from the sequences.
 
-Built by EngineCore at each launch, read by the sampler, which turns it into tensors. Needs no torch.
+Built by EngineCore at each launch; the sampler turns it into tensors. Needs no torch.
 """
 
 import struct
@@ -14,14 +14,14 @@ from pagedcli.engine.step_input import Floats, Ints
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on its arguments alone."""
+    """A number in [0, 1) with 53 random bits, a function of the arguments alone."""
     key = struct.pack("<qqq", seed, sample_index, position)
     return float(xxhash.xxh64_intdigest(key) >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class LogitChange:
-    """What changes one row of logits before the choice, in the order of the fields."""
+    """Adjustments of one row of logits before sampling, applied in the order of the fields."""
 
     row: int
     seen_token_ids: list[int]  # of prompt and output, for the repetition penalty
@@ -31,7 +31,7 @@ class LogitChange:
     presence_penalty: float  # subtracted once
     bias: dict[int, float]  # token id -> added
     allowed: bytes | None  # a bit per token id, lowest bit first: what the grammar allows; None: no grammar
-    end_token_ids: list[int]  # not yet allowed, as the minimum length is not reached; a grammar may leave only these
+    end_token_ids: list[int]  # forbidden until the minimum length, unless a grammar allows nothing else
 
     @classmethod
     def of(cls, row: int, seq: Sequence) -> "LogitChange":
@@ -67,7 +67,7 @@ class SamplingInput:
 
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
-        """The next token of each sequence, pending tokens counted."""
+        """For the next token of each sequence, after its pending ones."""
         temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
         limited, changes, with_logprobs = [], [], []
         for row, seq in enumerate(seqs):
@@ -98,15 +98,15 @@ class SamplingInput:
 
     @property
     def num_rows(self) -> int:
-        """Tokens to choose."""
+        """Number of tokens to sample."""
         return self.temperature.shape[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature and the uniform number are all that the choice needs."""
+        """Whether sampling needs only temperature and the uniform number."""
         return not (self.limited or self.changes or self.with_logprobs) and self.logits_rows is None
 
 
 def _below_min_tokens(seq: Sequence) -> bool:
-    num_output = seq.num_tokens - seq.num_prompt_tokens  # also those not read yet
+    num_output = seq.num_tokens - seq.num_prompt_tokens  # including pending ones
     return num_output < seq.params.min_tokens and bool(seq.eos_token_ids or seq.stop_token_ids)

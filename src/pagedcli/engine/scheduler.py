@@ -1,5 +1,5 @@
 """Decides what each step computes: {sequence: number of tokens}, within the token budget, the sequence limit and the
-free blocks. No prefill phase and no decode phase. Used by EngineCore; needs no torch.
+free blocks. There are no separate prefill and decode phases. Used by EngineCore; needs no torch.
 """
 
 from collections import deque
@@ -31,15 +31,15 @@ class ScheduledStep:
     num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
     num_preempted: int = 0
-    waits_for_tokens: bool = False  # cut short: to preempt, the tokens of the step in flight must be read first
+    waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
 
     def drop_ended(self) -> None:
-        """Leave out sequences that have ended since they were scheduled. Copies stay: their targets are free blocks
-        by now, which nobody else writes in this step."""
+        """Drop sequences that have ended since they were scheduled. Their copies stay: the targets are free blocks by
+        now, which nothing else writes in this step."""
         kept = [seq.finish_reason is None for seq in self.seqs]
         if not all(kept):
             self.num_new_tokens = [count for count, keep in zip(self.num_new_tokens, kept, strict=True) if keep]
@@ -81,16 +81,15 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Put a new sequence at the end of the waiting queue."""
+        """Append a new sequence to the waiting queue."""
         self.waiting.append(seq)
         self._report_added(seq)
 
     def schedule(self, step: int, *, report: bool = True) -> ScheduledStep:
-        """Choose the work of this step, give it blocks, and preempt where there are too few.
+        """Choose the work of this step, allocate its blocks, and preempt where there are too few.
 
-        The tokens of the step before may still be on the device (num_pending_tokens): their number is all that is
-        needed here, but for preempting, which waits. With `report` False the caller reports the work, once it knows
-        which sequences have ended.
+        The previous step's tokens may still be on the device (num_pending_tokens): only preemption needs their values,
+        and waits for them. With `report` False the caller reports the work, once it knows which sequences have ended.
         """
         work = ScheduledStep()
         budget = self._schedule_running(work)
@@ -102,7 +101,7 @@ class Scheduler:
         return work
 
     def report_scheduled(self, step: int, work: ScheduledStep) -> None:
-        """Tell observers what the step computes, sequences left out that ended while it was being launched."""
+        """Report what the step computes, without sequences that ended while it was being launched."""
         if self._emit is not None:
             pairs = zip(work.seqs, work.num_new_tokens, strict=True)
             live = [(seq.seq_id, num_new) for seq, num_new in pairs if seq.finish_reason is None]
@@ -110,7 +109,7 @@ class Scheduler:
             self._emit(StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
 
     def _schedule_running(self, work: ScheduledStep) -> int:
-        """Give every running sequence its next tokens, oldest first. Returns the budget left."""
+        """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget."""
         budget = self.max_num_batched_tokens
         manager = self.block_manager
         index = 0
@@ -133,14 +132,14 @@ class Scheduler:
                 if num_fitting > 0:
                     num_new = num_fitting
                 elif index < len(self.running):
-                    # only sequences not yet scheduled in this step: the blocks of the others are promised to it
+                    # only sequences not yet scheduled in this step: the others need their blocks for it
                     victim = self._victim(index)
                     if victim.num_pending_tokens:
                         work.waits_for_tokens = True
-                        return 0  # this one and the younger ones sit out one step, and have no pending token then
+                        return 0  # this one and the younger ones skip a step: none has a pending token then
                     self._preempt(victim, seq, work)
                 else:
-                    num_new = 0  # it keeps its blocks and waits for the older ones, which all were scheduled
+                    num_new = 0  # it keeps its blocks and waits: all older ones were scheduled
                     break
             if num_new == 0:
                 continue
@@ -154,7 +153,7 @@ class Scheduler:
         return budget
 
     def _reuse_more(self, seq: Sequence) -> int:
-        """Tokens of an unfinished prompt that others have computed since its last chunk."""
+        """Tokens of an unfinished prompt that other sequences have computed since its last chunk."""
         num_synced = seq.num_computed_tokens // self.block_manager.block_size
         num_reused = self.block_manager.reuse_more(seq)
         if num_reused:
@@ -164,7 +163,7 @@ class Scheduler:
         return num_reused
 
     def _num_fitting_tokens(self, seq: Sequence) -> int:
-        """Tokens for which the sequence's own and the free blocks suffice."""
+        """Tokens that fit into the sequence's own blocks and the free ones."""
         manager = self.block_manager
         if manager.num_append_blocks(seq, 0) > manager.num_free_blocks:  # needs a copy first
             return 0
@@ -178,7 +177,7 @@ class Scheduler:
         return max(reversed(candidates), key=lambda seq: len(seq.block_table))
 
     def _preempt(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
-        """Send a running sequence back to the front of the queue; its tokens are computed again later."""
+        """Preempt a running sequence: it returns to the front of the queue, and its tokens are recomputed later."""
         manager = self.block_manager
         num_needed = manager.num_append_blocks(for_seq, 1)
         num_dropped = victim.num_computed_tokens
@@ -196,7 +195,7 @@ class Scheduler:
         manager = self.block_manager
         while self.waiting:
             if work.num_preempted or work.waits_for_tokens:
-                return "preemption"  # it would take the blocks that were just made free
+                return "preemption"  # it would take the blocks that were just freed
             if len(self.running) >= self.max_num_seqs:
                 return "max_num_seqs"
             if budget == 0:
@@ -204,7 +203,7 @@ class Scheduler:
             seq = self.waiting[0]
             hit = manager.lookup(seq)
             num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
-            # room for the whole prompt, not only for its first chunk, so that it rarely stalls half-way
+            # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
             if not manager.can_allocate(seq, hit, num_left):
                 return "free_blocks"
             num_new = min(num_left, budget, self.chunk_size)
@@ -225,8 +224,8 @@ class Scheduler:
         self.running.append(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Run a new sample next to its parent, sharing all blocks; False if the sequence limit forbids: then it
-        waits its turn and finds the prompt in the prefix cache."""
+        """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
+        waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
         if len(self.running) >= self.max_num_seqs:
             self.waiting.appendleft(child)
@@ -252,9 +251,9 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def requeue(self, seqs: list[Sequence]) -> list[Sequence]:
-        """After a step that raised, perhaps in the middle of a change: every sequence waits. Those of `seqs`, all that
-        have not ended, which were not waiting come first, oldest first, and are returned. BlockManager.recover has
-        taken their blocks."""
+        """Make every sequence wait, after a step that raised, perhaps in the middle of a change. `seqs` are all
+        unfinished sequences; those that were running come first, oldest first, and are returned. Their blocks were
+        released by BlockManager.recover."""
         waiting = {seq.seq_id for seq in self.waiting}
         requeued = sorted(
             (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.arrived_s, seq.seq_id)
@@ -268,7 +267,7 @@ class Scheduler:
         return requeued
 
     def report_sampled(self, seqs: list[Sequence]) -> None:
-        """Tell observers which sequences got a token."""
+        """Report which sequences got a token."""
         if self._emit is not None and seqs:
             token_ids = tuple(seq.token_ids[-1] for seq in seqs) if self._trace_tokens else None
             self._emit(TokensSampled(tuple(seq.seq_id for seq in seqs), token_ids))

@@ -1,8 +1,8 @@
-"""Does the engine give right answers on this machine? Look-ups through prefix hits, preemption and chunks, and each
-attention backend against the reference.
+"""Checks that the engine gives right answers on this machine: look-ups through prefix hits, preemption and chunks, and
+each attention backend against the reference.
 
 Used by `pagedcli doctor`. The built-in model was trained to look codes up in its prompt, so a wrong or misplaced KV
-block shows as a wrong code. Knows no text: the caller brings token ids.
+block shows as a wrong code. Works on token ids only.
 """
 
 import random
@@ -23,8 +23,8 @@ from pagedcli.kvcache.budget import blocks_for
 from pagedcli.sampling_params import SamplingParams
 
 CHUNK = 7  # tokens; divides no block size, so that chunks end inside blocks
-_EXTRA_TOKENS = 32  # generated after an answer where sequences have to grow into new blocks
-# of values that are averages of standard normal ones; each dtype's own rounding is below a third of it
+_EXTRA_TOKENS = 32  # generated after an answer, to make sequences grow into new blocks
+# for averages of standard normal values; the rounding error of each dtype is below a third of it
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -42,12 +42,12 @@ class CheckResult:
 
     check: str
     passed: bool
-    detail: str  # what was seen
+    detail: str  # what was observed
     seconds: float
 
 
 class _Failure(Exception):
-    """A check saw something wrong."""
+    """A check failed."""
 
 
 def look_up_texts(num_lookups: int = 12, *, seed: int = 0) -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def look_up_texts(num_lookups: int = 12, *, seed: int = 0) -> list[tuple[str, st
 
 
 def run_self_test(lookups: list[LookUp], *, device: str, backends: list[str]) -> Iterator[CheckResult]:
-    """The checks, one after the other. `backends` are those that can run on the device."""
+    """Run the checks one by one. `backends` are those that can run on the device."""
     yield _timed("look-ups through prefix hits", lambda: _check_prefix_hits(lookups, device))
     yield _timed("look-ups through preemption", lambda: _check_preemption(lookups, device))
     yield _timed("look-ups through chunks", lambda: _check_chunks(lookups, device))
@@ -76,7 +76,7 @@ def _timed(check: str, run: Callable[[], str]) -> CheckResult:
         passed, detail = True, run()
     except (_Failure, PagedcliError) as error:
         passed, detail = False, str(error)
-    except Exception as error:  # a diagnosis continues, and says what broke: a driver raises anything
+    except Exception as error:  # a diagnosis must continue and report what broke: drivers raise anything
         passed, detail = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return CheckResult(check, passed, detail, time.perf_counter() - start)
 
@@ -100,7 +100,7 @@ def _answer(engine: LLMEngine, lookups: list[LookUp], *, num_extra: int = 0) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The built-in model is too small for more: threads would mostly wait. The attention checks use all of them."""
+    """Run on one thread: with the tiny built-in model others would mostly wait. The attention checks use all."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -131,7 +131,7 @@ def _check_prefix_hits(lookups: list[LookUp], device: str) -> str:
 
 def _check_preemption(lookups: list[LookUp], device: str) -> str:
     longest = max(len(lookup.prompt_token_ids) for lookup in lookups)
-    # room for the prompts of two, but not for what they generate
+    # room for two prompts, but not for their outputs
     num_blocks = max(2 * blocks_for(longest, 16), blocks_for(longest + 2 * _EXTRA_TOKENS, 16))
     config = EngineConfig(device=device, num_gpu_blocks_override=num_blocks, enable_prefix_caching=False)
     engine = LLMEngine(config)

@@ -9,12 +9,12 @@ from pagedcli.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 StopChecker = Callable[[int], str | None]
-"""Gets each new token id of one sample; returns the stop string that now occurs in its text, or None."""
+"""Receives each new token id of one sample; returns the stop string that its text now contains, or None."""
 
 
 class Guide(Protocol):
-    """Follows a grammar along the tokens of one sample. What it allows depends on these tokens alone, so a preempted
-    sequence keeps it as it is."""
+    """Follows a grammar along the tokens of one sample. Its state depends on these tokens alone, so preemption does not
+    affect it."""
 
     @property
     def allowed_tokens(self) -> bytes:
@@ -22,7 +22,7 @@ class Guide(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Take the next token. Returns whether the text is complete, so that nothing but its end could follow."""
+        """Accept the next token. Returns whether the text is complete: only an end token could follow."""
         ...
 
 
@@ -98,25 +98,25 @@ class Sequence:
         self.cache_salt = cache_salt
         self.stop_checker = stop_checker
         self.guide = guide
-        self.eos_token_ids = eos_token_ids  # those that end this sequence: empty with ignore_eos
+        self.eos_token_ids = eos_token_ids  # tokens that end this sequence; empty with ignore_eos
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        # asked for at each step, so worked out once
+        # needed at each step, so computed once
         self.penalized = params.penalized
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
         self.is_greedy = params.greedy and params.logprobs is None and not changed  # and nothing else is asked
 
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.logprobs: list[TokenLogprobs] = []  # one per output token, if asked for
-        self.output_counts: dict[int, int] = {}  # generated token id -> times, kept if a penalty needs it
+        self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
+        self.output_counts: dict[int, int] = {}  # generated token id -> count, kept if a penalty needs it
 
         self.block_table: list[int] = []
         self.prefixes: list[Prefix] = []
-        self.num_pending_tokens = 0  # sampled by launched steps, and not read back from the device yet
-        self.num_computed_tokens = 0  # K and V are in the cache, or the token's logits are not needed
+        self.num_pending_tokens = 0  # sampled by launched steps, not yet read from the device
+        self.num_computed_tokens = 0  # leading tokens that need no more computing
         self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
-        self.num_cached_prompt_tokens = 0  # of the prompt, not computed at the first admission
-        self.row: int | None = None  # of the runner's persistent block table, while running
+        self.num_cached_prompt_tokens = 0  # of the prompt, cached at the first admission
+        self.row: int | None = None  # in the runner's persistent block tables, while running
         self.synced_blocks = 0  # leading entries of block_table that are in that row
 
         self.status = SequenceStatus.WAITING
@@ -132,17 +132,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, those included that only the device knows."""
+        """Prompt and output, including pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated and known."""
+        """Generated tokens whose ids the host has read."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def ends_when_read(self) -> bool:
-        """Whether a pending token is the last that this sequence may have."""
+        """Whether a pending token reaches the sequence's length limit."""
         return self.num_pending_tokens > 0 and self.num_tokens - self.num_prompt_tokens >= self.max_new_tokens
 
     @property
@@ -151,25 +151,25 @@ class Sequence:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether the next token cannot be sampled before all earlier ones are known on the host."""
+        """Whether sampling the next token needs the ids of all earlier ones on the host."""
         return self.penalized or self.guide is not None
 
     def drop_computed(self) -> None:
-        """Forget what was computed, as its blocks are given up: it is computed again after a new start."""
+        """Reset to not computed, as the blocks are released: everything is recomputed on the next admission."""
         self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
         self.num_preemptions += 1
         self.num_computed_tokens = self.num_cached_tokens = self.num_pending_tokens = 0
         self.status = SequenceStatus.WAITING
 
     def count_recomputed(self, num_new_tokens: int) -> int:
-        """How many of the next tokens had been computed before a preemption; adds them up."""
+        """How many of the next tokens had been computed before a preemption; adds them to the count."""
         end = min(self.num_computed_tokens + num_new_tokens, self.most_computed_tokens)
         count = max(0, end - self.num_computed_tokens)
         self.num_recomputed_tokens += count
         return count
 
     def append_token(self, token_id: int) -> None:
-        """Add a sampled token and decide whether the sequence ends with it (finish_reason)."""
+        """Append a sampled token; sets finish_reason if it ends the sequence."""
         self.token_ids.append(token_id)
         if self.penalized:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1

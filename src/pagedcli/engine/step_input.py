@@ -1,6 +1,6 @@
-"""A scheduled step as plain arrays: all that a rank needs to run it, small enough to be sent to other processes.
+"""A scheduled step as plain arrays: everything a rank needs to run it, small enough to send to other processes.
 
-Built by StepBuilder on the rank that schedules, read by every ModelRunner. Knows no torch and no device.
+Built by StepBuilder on the rank that schedules, read by every ModelRunner. Needs no torch and no device.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ class StepInput:
     """One step: T new tokens of B sequences, of which R rows get logits."""
 
     input_ids: Ints  # [T] int64, 0 where the id is still on the device
-    source_rows: Ints | None  # [T] int64, row of the last launched step whose token goes here, -1: input_ids has it
+    source_rows: Ints | None  # [T] int64, row of the last launched step that sampled this token; -1: it is in input_ids
     positions: Ints  # [T] int64
     slots: Ints  # [T] int32, -1: K and V are in the cache already
     cu_q: Ints  # [B+1] int32
     num_tokens: Ints  # [B] int32, tokens in the cache after this step
     table_rows: Ints  # [B] int64, each sequence's row of the persistent block tables
-    table_index: Ints  # [K] int64, flat places of those tables that changed since the last step
-    table_values: Ints  # [K] int32, the block ids that are there now
-    logits_rows: Ints | None  # [R] int64, rows of the T that get logits; None: all
-    copies: tuple[tuple[int, int], ...]  # blocks (source, copy), to be copied first and in this order
+    table_index: Ints  # [K] int64, flat indices into those tables that changed since the last step
+    table_values: Ints  # [K] int32, the block ids there now
+    logits_rows: Ints | None  # [R] int64, which of the T rows get logits; None: all
+    copies: tuple[tuple[int, int], ...]  # (source, copy) blocks, copied first and in this order
     max_new: int
     max_total: int
 
@@ -40,12 +40,12 @@ class StepInput:
 
     @property
     def pure_decode(self) -> bool:
-        """Whether every sequence has one new token and every row gets logits: what a CUDA graph can serve."""
+        """Whether every sequence has one new token and every row gets logits, as CUDA graphs require."""
         return self.max_new == 1 and self.logits_rows is None and not self.copies
 
 
 class StepBuilder:
-    """Builds step inputs from persistent block tables, of which only changed entries are written and sent."""
+    """Builds step inputs from persistent block tables; only changed entries are written and sent."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -78,7 +78,7 @@ class StepBuilder:
             input_ids=_input_ids(work, num_tokens),
             source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows or {}),
             positions=positions,
-            slots=np.where(positions < cached, -1, slots).astype(np.int32),  # shared blocks hold it already
+            slots=np.where(positions < cached, -1, slots).astype(np.int32),  # already in shared blocks
             cu_q=cu_q,
             num_tokens=total.astype(np.int32),
             table_rows=rows,
@@ -92,7 +92,7 @@ class StepBuilder:
         return step, [seqs[row] for row in sampled]
 
     def _sync_tables(self, seqs: list[Sequence]) -> tuple[Ints, Ints]:
-        """Bring the persistent rows up to date; returns the places and values that were added or replaced."""
+        """Update the persistent rows; returns the indices and values of changed entries."""
         width = self._tables.shape[1]
         index: list[int] = []
         values: list[int] = []
@@ -114,14 +114,14 @@ def table_width(max_model_len: int, block_size: int) -> int:
 
 
 def _input_ids(work: ScheduledStep, num_tokens: int) -> Ints:
-    """[T] int64, 0 for tokens not read yet."""
+    """[T] int64, 0 for pending tokens."""
     if num_tokens == len(work.seqs):
         decodes = ((seq.token_ids, seq.num_computed_tokens) for seq in work.seqs)
         return np.array([ids[at] if at < len(ids) else 0 for ids, at in decodes], dtype=np.int64)
     ids: list[int] = []
     for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
         chunk = seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
-        ids += chunk or [0]  # only the one token of a decode can be unknown
+        ids += chunk or [0]  # only the single token of a decode can be pending
     return np.array(ids, dtype=np.int64)
 
 

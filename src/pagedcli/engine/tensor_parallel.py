@@ -1,7 +1,7 @@
-"""One engine over several processes: each runs its part of the model, rank 0 schedules and samples.
+"""Tensor parallelism: each process runs its part of the model, rank 0 schedules and samples.
 
-Used by LLMEngine. Rank 0 is the process of the engine; it starts the others as workers, sends them each step over a
-pipe and takes part in the collective operations itself. A worker that dies ends the run with its reason.
+Used by LLMEngine. Rank 0 is the engine's process; it starts the others as workers, sends them each step over a pipe
+and takes part in the collective operations itself. If a worker dies, the run ends with its error.
 """
 
 import os
@@ -38,20 +38,20 @@ from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
 
 MAX_RANKS = 8
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # no collective operation of a step takes longer
-_REAP_S = 5.0  # how long a process that caused an error may take to end
-_STUCK_S = 30.0  # after a worker's death: the main thread must be stuck in a collective by then
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # upper bound for one collective operation of a step
+_REAP_S = 5.0  # how long to wait for a process that caused an error to exit
+_STUCK_S = 30.0  # after a worker's death: by then the main thread must be stuck in a collective
 _POLL_S = 20e-6
 
 
 class WorkerFailure(PagedcliError):
-    """A process of a tensor-parallel group died; what was generated before is kept."""
+    """A process of a tensor-parallel group died; rows written before are kept."""
 
 
 class WorkerGroup:
     """The workers of one engine, and rank 0's part. An Executor.
 
-    Raises:  ConfigError for an impossible number of ranks; WorkerFailure from then on if a worker dies.
+    Raises:  ConfigError for an impossible number of ranks; WorkerFailure, in later calls too, if a worker dies.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -66,19 +66,19 @@ class WorkerGroup:
         # every process counts its GPUs from the same one, whichever is current there
         machine = this_machine()
         config = msgspec.structs.replace(config, device=str(resolve_device(config.device, machine)))
-        rank_device(config, machine)  # refuses too few GPUs before anything starts
+        rank_device(config, machine)  # raises if there are too few GPUs, before anything starts
         self._config = config
         self._parallel = ParallelContext(0, size)
         self._folder = tempfile.TemporaryDirectory(prefix="pagedcli-")
         self._store = str(Path(self._folder.name) / "store")
         self._runner: ModelRunner | None = None
         self._workers = [_start_worker(config, rank, size, self._store) for rank in range(1, size)]
-        self._reported = threading.Event()  # the failure reached the main thread, or there is none to report
+        self._reported = threading.Event()  # the main thread has seen the failure, or there is none
         self._finalizer = weakref.finalize(self, _end_workers, self._workers, self._reported, self._folder)
         threading.Thread(target=_watch, args=(self._workers, self._reported), daemon=True).start()
 
     def load(self) -> LoadedEngine:
-        """Rank 0's part of everything, while the workers load theirs."""
+        """Load rank 0's part, while the workers load theirs."""
         try:
             join_group(self._config, self._parallel, self._store)
             loaded = load_engine(self._config, parallel=self._parallel, on_weights=self._all_loaded, agree=self._agree)
@@ -100,12 +100,12 @@ class WorkerGroup:
         except RuntimeError as error:  # how gloo and NCCL report a lost peer, among other things
             self.close_after(error)
             raise
-        except BaseException:  # the workers are in the middle of this step, and would never leave it
+        except BaseException:  # the workers are stuck in this step
             self.close()
             raise
 
     def wait(self, tokens: SampledTokens) -> None:
-        """Return when the tokens can be read, and raise if a worker dies before: NCCL would wait for ever."""
+        """Wait until the tokens can be read; raise if a worker dies first, as NCCL would wait forever."""
         while not tokens.is_ready:
             self._raise_if_dead()
             time.sleep(_POLL_S)
@@ -115,7 +115,7 @@ class WorkerGroup:
         self._finalizer()
         if not dist.is_initialized():
             return
-        # NCCL would wait for dead peers; its communicators then end with this process
+        # destroying NCCL's communicators would wait for dead peers; they end with this process
         if dist.get_backend() == "gloo" or all(worker.process.returncode == 0 for worker in self._workers):
             _leave_group(self._runner)
 
@@ -175,7 +175,7 @@ class _GroupStep:
     tokens: SampledTokens
 
     def read(self) -> StepTokens:
-        """The tokens; raises WorkerFailure if a worker dies before they are there."""
+        """Wait for the tokens. Raises: WorkerFailure if a worker dies first."""
         self.group.wait(self.tokens)
         return self.tokens.read()
 
@@ -191,7 +191,7 @@ class _Worker:
         self.last_words: str | None = None
 
     def obituary(self) -> str:
-        """What is known of its end."""
+        """How it ended, as far as known."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAP_S)
         with suppress(EOFError, OSError, ValueError):
@@ -209,8 +209,8 @@ class _Worker:
 
 def _start_worker(config: EngineConfig, rank: int, size: int, store: str) -> _Worker:
     ours, theirs = socket.socketpair()
-    # a program of its own, not multiprocessing: that would run the caller's main module a second time;
-    # -P: nor may a torch.py in the current folder run
+    # a subprocess, not multiprocessing, which would run the caller's main module a second time;
+    # -P: a torch.py in the current folder must not be imported
     command = [sys.executable, "-P", "-m", "pagedcli.engine.tensor_parallel", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
@@ -220,7 +220,7 @@ def _start_worker(config: EngineConfig, rank: int, size: int, store: str) -> _Wo
 
 
 def _end_workers(workers: list[_Worker], reported: threading.Event, folder: "tempfile.TemporaryDirectory[str]") -> None:
-    """A closed pipe is the sign to end."""
+    """Close the pipe, which tells the worker to exit."""
     reported.set()
     for worker in workers:
         worker.pipe.close()
@@ -234,7 +234,7 @@ def _end_workers(workers: list[_Worker], reported: threading.Event, folder: "tem
 
 
 def _watch(workers: list[_Worker], reported: threading.Event) -> None:
-    """The last resort against waiting for ever: end this process if a dead worker has not been noticed in time."""
+    """The last resort against a hang: end this process if a dead worker has not been noticed in time."""
     while not reported.wait(0.5):
         if any(worker.process.poll() is not None for worker in workers):
             if not reported.wait(_STUCK_S):
@@ -251,7 +251,7 @@ def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> N
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host name need not resolve
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.FileStore(store, parallel.size),  # type: ignore[attr-defined,unused-ignore]
@@ -262,16 +262,16 @@ def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> N
 
 
 def _leave_group(runner: ModelRunner | None) -> None:
-    """End the process group; graphs first, as NCCL asks: they hold its communicators."""
+    """Destroy the process group, after the graphs: NCCL requires it, as they reference its communicators."""
     if runner is not None:
         runner.graphs = None
     dist.destroy_process_group()
 
 
 def run_worker(pipe: "Connection[Any, Any]") -> None:
-    """A worker's life: join, load its part, follow rank 0 step by step until the pipe closes."""
+    """A worker's main function: join the group, load its part, run rank 0's steps until the pipe closes."""
     config, rank, size, store, parent_pid = pipe.recv()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
     parallel = ParallelContext(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
@@ -290,7 +290,7 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
             runner.follow(step, num_sampled=num_sampled, plain=plain)
     except EOFError:
         _leave_group(runner)
-    except Exception as error:  # whatever it is, rank 0 is to tell the user
+    except Exception as error:  # whatever it is, rank 0 reports it to the user
         reason = error.message if isinstance(error, PagedcliError) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
             pipe.send(("error", reason))
@@ -298,7 +298,7 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """A rank 0 that was killed closes the pipe, but a worker in a collective operation would not see it."""
+    """End the worker if rank 0 is killed: the pipe closes, but a worker in a collective would not notice."""
     while os.getppid() == parent_pid:
         time.sleep(1)
     os._exit(1)

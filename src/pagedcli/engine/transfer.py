@@ -1,4 +1,4 @@
-"""Small arrays between host and device without anybody waiting: one copy per step each way.
+"""Asynchronous copies of small arrays between host and device: one per step each way.
 
 Used by the model runner and the sampler. On a CPU nothing is copied.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 _ALIGNMENT = 16  # bytes, of every array in a packed buffer
-_NUM_BUFFERS = 16  # a step takes a few, and two steps may be on their way
+_NUM_BUFFERS = 16  # a step takes a few, and two steps may be in flight
 
 
 class Upload:
     """Sends a step's arrays in one pinned buffer, by one copy that the host does not wait for.
 
-    Pinned memory must not change while a copy reads it, so buffers take turns and each is filled again only when its
-    last copy is through.
+    Pinned memory must not change while a copy reads it, so buffers rotate, and each is refilled only after its last
+    copy has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,8 +31,8 @@ class Upload:
     def __call__(self, arrays: Items[Array], *, into: Tensor | None = None) -> list[Tensor]:
         """The arrays on the device, each with its dtype and shape.
 
-        `into` is a uint8 tensor on the device that takes them, at places which depend on their sizes alone; by
-        default memory is fresh.
+        `into` is a uint8 tensor on the device to copy into, at offsets that depend on the sizes alone; by default
+        new memory is allocated.
         """
         if self.device.type == "cpu" and into is None:
             return [torch.from_numpy(array) for array in arrays]
@@ -62,13 +62,13 @@ class Upload:
 
 
 class Download:
-    """Tensors on their way to the host."""
+    """Tensors being copied to the host."""
 
     def __init__(self, tensors: Items[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
         if tensors and tensors[0].is_cuda:
-            # pinned memory comes from torch's caching host allocator, which waits for the copy before it is reused
+            # torch's caching host allocator reuses pinned memory only after the copy has finished
             self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
             self._event = _event()
             self._event.record()
@@ -78,7 +78,7 @@ class Download:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
-        """The tensors on the host, once they are there."""
+        """Wait for the copies; returns the tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

@@ -1,4 +1,4 @@
-"""Gives blocks to sequences: prefix hits and fresh ones at admission, more as they grow, copies where a fork writes.
+"""Allocates blocks to sequences: prefix hits and fresh ones at admission, more as they grow, copies on fork writes.
 
 Used by the scheduler; needs neither torch nor the engine. The blocks themselves are in block_pool.py.
 """
@@ -22,18 +22,18 @@ from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, HashFunction, Prefix, hash
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What the cache holds of a sequence: leading full blocks, proven equal."""
+    """The cached part of a sequence: leading full blocks, verified to be equal."""
 
     block_ids: tuple[int, ...]
-    num_free: int  # how many of them are on the free list and would leave it
+    num_free: int  # of these, blocks on the free list, which would leave it
     num_asked: int  # full blocks of the sequence
 
 
 class BlockManager(BlockPool):
-    """A pool of blocks, and the changes that sequences make to it.
+    """A pool of blocks, and the operations of sequences on it.
 
-    Every operation is O(1) per block. `emit` receives an event after each change; None costs nothing.
-    `hash_function` exists so that tests can force collisions.
+    Every operation is O(1) per block. `emit` receives an event after each change; with None no event is built.
+    `hash_function` lets tests force collisions.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BlockManager(BlockPool):
     # ------------------------------------------------------------------ questions
 
     def lookup(self, seq: CacheUser) -> PrefixHit:
-        """The leading full blocks of the sequence that are cached. Hashes it further if need be, no other change."""
+        """The leading full blocks of the sequence that are cached. May hash more of it; changes nothing else."""
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, len(seq.token_ids) // self.block_size)
         self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
@@ -66,7 +66,7 @@ class BlockManager(BlockPool):
         return max(0, -(-num_tokens // self.block_size) - len(hit.block_ids))
 
     def num_computed_after(self, seq: CacheUser, hit: PrefixHit) -> int:
-        """Tokens that need no computing after the hit. The last token always does: its logits are the next token."""
+        """Tokens that the hit saves. The last token is always computed: its logits give the next token."""
         return min(len(hit.block_ids) * self.block_size, len(seq.token_ids) - 1)
 
     def can_allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> bool:
@@ -74,8 +74,8 @@ class BlockManager(BlockPool):
         return self.num_new_blocks(seq, hit, num_new_tokens) <= len(self.free_block_ids) - hit.num_free
 
     def can_append_in_place(self, seq: CacheUser) -> bool:
-        """Whether the next token goes into a partial block of the sequence's own and does not fill it: then may_append
-        of one token would change nothing."""
+        """Whether the next token goes into an unshared partial block and does not fill it: may_append of one token
+        would then change nothing."""
         index = seq.num_computed_tokens // self.block_size
         num_filled = seq.num_computed_tokens - index * self.block_size
         return 0 < num_filled < self.block_size - 1 and self.blocks[seq.block_table[index]].ref_count == 1
@@ -93,10 +93,10 @@ class BlockManager(BlockPool):
     # ------------------------------------------------------------------ changes
 
     def allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> None:
-        """Give a sequence without blocks its hits, then fresh blocks for num_new_tokens more, and mark those full
-        that this step fills. Sets its num_cached_tokens and num_computed_tokens.
+        """Give a sequence without blocks its hits and fresh blocks for num_new_tokens more, and mark the blocks that
+        this step fills as full. Sets its num_cached_tokens and num_computed_tokens.
 
-        The hit must be of this very moment, and can_allocate true.
+        The hit must be current, and can_allocate true.
         """
         assert not seq.block_table, "allocate is called once, at prefill"
         assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
@@ -108,8 +108,8 @@ class BlockManager(BlockPool):
         self._grow(seq, num_new_tokens)
 
     def reuse_more(self, seq: CacheUser) -> int:
-        """Take over blocks that others have filled since this sequence's prefill began, in place of its partial one.
-        Returns how many tokens need no computing any more."""
+        """Share blocks that others have filled since this sequence's prefill began, replacing its partial one.
+        Returns how many tokens no longer need computing."""
         first = seq.num_computed_tokens // self.block_size
         num_full_blocks = len(seq.token_ids) // self.block_size
         if not self.enable_prefix_caching or first >= num_full_blocks or self._must_copy(seq):
@@ -131,10 +131,10 @@ class BlockManager(BlockPool):
         return num_after - num_before
 
     def may_append(self, seq: CacheUser, num_new_tokens: int = 1) -> list[tuple[int, int]]:
-        """Make room for the next tokens of a sequence that has blocks and mark the blocks full that they fill.
+        """Make room for the next tokens of a sequence that has blocks, and mark the blocks that they fill as full.
 
-        Returns the block copies (source, copy) to be made before the step writes: at most one, of a partial block
-        shared by fork. can_append must be true.
+        Returns the (source, copy) block pairs to copy before the step writes: at most one, of a partial block shared
+        by a fork. can_append must be true.
         """
         assert self.can_append(seq, num_new_tokens), "ask can_append first"
         copies = [self._copy_partial_block(seq)] if self._must_copy(seq) else []
@@ -142,13 +142,13 @@ class BlockManager(BlockPool):
         return copies
 
     def fill_known(self, seq: CacheUser, num_computed_tokens: int) -> None:
-        """Mark the last block full if its last token, one of the num_computed_tokens, was not known to may_append."""
+        """Mark the last block full if its last token, already computed, was still pending at may_append."""
         end = len(seq.token_ids) // self.block_size
         if self.enable_prefix_caching and len(seq.token_ids) == end * self.block_size <= num_computed_tokens:
             self._mark_full(seq, end - 1, end)
 
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
-        """Let a new sequence with the parent's tokens share all its blocks; a partial one is copied on first write."""
+        """Share all the parent's blocks with a new sequence of equal tokens; a partial one is copied on first write."""
         assert not child.block_table, "a forked sequence has no blocks yet"
         for block_id in parent.block_table:
             self.blocks[block_id].ref_count += 1
@@ -161,8 +161,8 @@ class BlockManager(BlockPool):
             self._emit(SequenceForked(parent.seq_id, child.seq_id, table, child.num_computed_tokens))
 
     def deallocate(self, seq: CacheUser) -> int:
-        """Take all blocks from a sequence, tail first, so that the head of a prefix is evicted last.
-        Returns how many became free."""
+        """Release all blocks of a sequence, tail first: the head of a prefix is evicted last. Returns how many became
+        free."""
         released = tuple(reversed(seq.block_table))
         num_freed = sum(self._release(block_id) for block_id in released)
         seq.block_table = []
@@ -189,7 +189,7 @@ class BlockManager(BlockPool):
             prefixes.append(parent)
 
     def _leading_blocks(self, seq: CacheUser, first: int) -> list[int]:
-        """The cached blocks that hold the sequence's full blocks from index `first` on, up to the first miss."""
+        """The cached blocks equal to the sequence's full blocks from index `first` on, up to the first miss."""
         prefixes, block_ids = seq.prefixes, []
         for index in range(first, len(prefixes)):
             block = self._find(prefixes[index])
@@ -202,7 +202,7 @@ class BlockManager(BlockPool):
 
     @staticmethod
     def _share_prefix(seq: CacheUser, index: int, prefix: Prefix) -> None:
-        """Keep one node per content, so that the next comparison is an identity check."""
+        """Share one node per content: the next comparison is an identity check."""
         seq.prefixes[index] = prefix
         if index + 1 < len(seq.prefixes):
             seq.prefixes[index + 1].parent = prefix
@@ -219,7 +219,7 @@ class BlockManager(BlockPool):
             self._emit(BlocksReused(seq.seq_id, block_ids))
 
     def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
-        """Fresh blocks for num_new_tokens after the computed ones; mark the blocks full which these fill."""
+        """Add fresh blocks for num_new_tokens after the computed ones; mark the blocks that they fill as full."""
         num_tokens = seq.num_computed_tokens + num_new_tokens
         num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
         if num_missing > 0:
@@ -228,18 +228,18 @@ class BlockManager(BlockPool):
             if self._emit is not None:
                 self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
         if self.enable_prefix_caching:
-            num_known = min(num_tokens, len(seq.token_ids))  # a token may still be on its way: see fill_known
+            num_known = min(num_tokens, len(seq.token_ids))  # a token may still be pending: see fill_known
             self._mark_full(seq, seq.num_computed_tokens // self.block_size, num_known // self.block_size)
 
     def _mark_full(self, seq: CacheUser, first: int, end: int) -> None:
-        """Hash and register the blocks first ... end-1 of the table, which this step makes full."""
+        """Hash and register the blocks first ... end-1 of the table, which this step fills."""
         if first >= end:
             return
         self._extend_prefixes(seq, end)
         filled: list[int] = []
         for index in range(first, end):
             block = self.blocks[seq.block_table[index]]
-            if block.prefix is not None:  # a hit whose last token is computed again, not written
+            if block.prefix is not None:  # a hit whose last token is recomputed but not written
                 continue
             prefix = seq.prefixes[index]
             twin = self._find(prefix)

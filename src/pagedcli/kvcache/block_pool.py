@@ -1,4 +1,4 @@
-"""The blocks of a pool and their ledgers: who holds them, what is cached in them, which free one is taken next.
+"""The blocks of a pool: their ref counts, the prefix index, and the free list in eviction order.
 
 The part of BlockManager below sequences; needs no torch. A block is *partial* (being filled, no hash) or *full*
 (hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
@@ -15,14 +15,14 @@ from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, Prefix, token_bytes
 
 class CacheUser(Protocol):
     """What the block manager needs of a sequence. It changes block_table, prefixes, num_cached_tokens and
-    num_computed_tokens (at allocate) and reads the rest."""
+    num_computed_tokens (in allocate), and only reads the rest."""
 
     seq_id: int
     token_ids: list[int]
     block_table: list[int]
     prefixes: list[Prefix]  # of the full blocks hashed so far
     cache_salt: str | None
-    num_computed_tokens: int  # tokens whose K and V are in the cache or need not be computed
+    num_computed_tokens: int  # leading tokens that need no more computing
     num_cached_tokens: int  # leading tokens whose K and V were found in the cache
     num_preemptions: int
 
@@ -51,7 +51,7 @@ class Block:
 class BlockPool:
     """Owns all blocks, the map from hash to block, the free list in eviction order and the used set.
 
-    Every operation is O(1) per block. `emit` receives an event after each eviction; None costs nothing.
+    Every operation is O(1) per block. `emit` receives an event after each eviction; with None no event is built.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, emit: Emit | None) -> None:
@@ -63,9 +63,9 @@ class BlockPool:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self._emit = emit
-        # full blocks by the hash of the chain before them; kept only for the partial_tokens of events
+        # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
         self._followers: dict[int | None, dict[int, None]] = {}
-        # blocks marked full in this step and in those before whose tokens were not read: perhaps not written yet
+        # blocks marked full in this step and in unread steps before it: perhaps not written yet
         self._filled_now: list[int] = []
         self._filled_before: list[int] = []
 
@@ -80,22 +80,22 @@ class BlockPool:
     # ------------------------------------------------------------------ steps
 
     def begin_step(self) -> None:
-        """From now on, blocks are filled for the next step."""
+        """Blocks marked full from now on belong to the next step."""
         self._filled_before += self._filled_now
         self._filled_now = []
 
     def confirm_filled(self, *, this_step: bool) -> None:
-        """The device has run the steps before this one, or also this one: the blocks that they filled are written."""
+        """The device has run the earlier steps, or also this one: the blocks that they filled are written."""
         self._filled_before.clear()
         if this_step:
             self._filled_now.clear()
 
     def recover(self, seqs: Iterable[CacheUser]) -> tuple[int, ...]:
-        """After a step that raised: nobody holds a block, and what may not have been written is in no index.
+        """Free all blocks after a step that raised, and drop those that may be unwritten from the prefix index.
 
-        Returns the blocks that are still cached, in eviction order; the empty ones come before them, in order of their
-        ids. The ledgers are made anew from the blocks, as the step may have raised in the middle of a change. `seqs`
-        held blocks, and keep their block tables.
+        Returns the blocks that are still cached, in eviction order; the empty ones precede them on the free list, by
+        id. Everything is rebuilt from the blocks, as the step may have raised in the middle of a change. The sequences
+        of `seqs` had blocks, and keep their block tables.
         """
         for block_id in (*self._filled_before, *self._filled_now):
             self.blocks[block_id].prefix = None
@@ -126,7 +126,7 @@ class BlockPool:
         return block if block.prefix.same_as(prefix) else None
 
     def _index(self, block: Block) -> None:
-        """Let a full block be found by its hash, unless a twin is found by it already."""
+        """Add a full block to the index, unless a block of equal content is there already."""
         prefix = block.prefix
         assert prefix is not None
         self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
@@ -149,7 +149,7 @@ class BlockPool:
     def _evict(self, block: Block) -> None:
         prefix = block.prefix
         assert prefix is not None
-        # a twin with the same content keeps its own entry
+        # the entry may belong to another block of equal content
         if self.hash_to_block_id.get(prefix.hash) == block.block_id:
             del self.hash_to_block_id[prefix.hash]
         block.prefix = None
@@ -162,7 +162,7 @@ class BlockPool:
             self._emit(BlockEvicted(block.block_id, prefix.hash))
 
     def _release(self, block_id: int) -> bool:
-        """One owner fewer. True if the block became free."""
+        """Decrement the ref count. True if the block became free."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count:
@@ -170,11 +170,11 @@ class BlockPool:
         self.used_block_ids.remove(block_id)
         self.free_block_ids[block_id] = None
         if block.prefix is None:
-            self.free_block_ids.move_to_end(block_id, last=False)  # empty ones never push out cached ones
+            self.free_block_ids.move_to_end(block_id, last=False)  # empty blocks are reused before cached ones
         return True
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
-        """How far the tokens after the last hit agree with some cached block after the same prefix."""
+        """How many tokens after the last hit match some cached block after the same prefix."""
         if num_hit:
             parent: int | None = seq.prefixes[num_hit - 1].hash
         else:
@@ -185,7 +185,7 @@ class BlockPool:
         for block_id in self._followers.get(parent, ()):
             prefix = self.blocks[block_id].prefix
             assert prefix is not None
-            # a longer match needs the next token to agree: most candidates end here
+            # a longer match needs an equal next token: most candidates fail here
             while longest < len(wanted) and prefix.tokens.startswith(wanted[: longest + TOKEN_BYTES]):
                 longest += TOKEN_BYTES
         return longest // TOKEN_BYTES
@@ -193,7 +193,7 @@ class BlockPool:
     # ------------------------------------------------------------------ invariants
 
     def check(self, seqs: list[CacheUser] | None = None) -> None:
-        """Verify every invariant; with the sequences given, also that their tables explain every ref_count."""
+        """Verify every invariant; given the sequences, also that their tables explain every ref_count."""
         free, used = set(self.free_block_ids), self.used_block_ids
         assert not free & used, f"blocks both free and used: {sorted(free & used)}"
         assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"

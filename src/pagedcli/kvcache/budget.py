@@ -1,4 +1,4 @@
-"""How many blocks fit: arithmetic only, the same for a measured machine and for one described by numbers.
+"""How many blocks fit: arithmetic only, the same for measured and for described machines.
 
 Used by the engine's plan, `pagedcli profile-memory` and `pagedcli plan`; needs no torch.
 """
@@ -13,7 +13,7 @@ SCALE_BYTES = {"int8": 4}  # of K and of V, per token and head: a float32 scale
 
 
 def head_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Bytes of one token's K, or V, of one head: its elements and, where the dtype has one, its scale."""
+    """Bytes of one token's K (or V) of one head: its elements and, if the dtype has one, its scale."""
     return head_dim * ITEMSIZE[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
 
 
@@ -23,12 +23,12 @@ def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold num_tokens tokens."""
+    """Blocks needed for num_tokens tokens."""
     return -(-num_tokens // block_size)
 
 
 def concurrency(num_blocks: int, block_size: int, num_tokens: int, *, shared_tokens: int = 0) -> float:
-    """Requests of num_tokens tokens each that a pool holds at once, if all share their first shared_tokens tokens.
+    """Requests of num_tokens tokens each that fit into a pool at once, if all share their first shared_tokens tokens.
 
     Only whole blocks are shared, so shared_tokens counts rounded down to blocks. Not rounded: 4.61 is four requests
     and 61 % of the blocks of a fifth. Without sharing it is vLLM's "maximum concurrency".
@@ -65,7 +65,7 @@ class MemoryBudget:
 
     @property
     def available(self) -> int:
-        """Bytes that nobody uses while the largest step runs."""
+        """Unused bytes while the largest step runs."""
         return self.total - self.used - self.activations - self.graphs
 
     @property
@@ -83,7 +83,7 @@ class MemoryTerms:
     """Where the memory of a device goes, in bytes. The field names are the keys of the report."""
 
     total: int
-    reserve: int = 0  # what the utilization leaves to others
+    reserve: int = 0  # not used because of the utilization limit
     others: int  # other processes
     runtime: int = 0  # this process without the model: CUDA context, interpreter, libraries
     weights: int
@@ -92,7 +92,7 @@ class MemoryTerms:
 
     @property
     def kv_cache(self) -> int:
-        """What is left for the KV cache; negative if something is missing."""
+        """Bytes left for the KV cache; negative if the rest does not fit."""
         spent = (self.reserve, self.others, self.runtime, self.weights, self.activations, self.graphs)
         return self.total - sum(spent)
 
@@ -106,7 +106,7 @@ class StepShape:
 
     @classmethod
     def largest(cls, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> "StepShape":
-        """As many tokens and, among them, as many sequences as allowed: each sequence gives a row of logits."""
+        """The maximum of tokens and of sequences: each sequence adds a row of logits."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         return cls(min(max_num_batched_tokens, num_seqs * max_model_len), num_seqs)
 
@@ -118,7 +118,7 @@ class StepShape:
 
 
 class ExpertSizes(Protocol):
-    """The sizes of a mixture of experts, under the names of models.spec.ExpertsSpec."""
+    """The sizes of a mixture of experts, named as in models.spec.ExpertsSpec."""
 
     @property
     def num_experts(self) -> int: ...
@@ -134,7 +134,7 @@ class ExpertSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of our decoder that its memory depends on, under the names of models.spec.ModelSpec."""
+    """The sizes that our decoder's memory depends on, named as in models.spec.ModelSpec."""
 
     vocab_size: int
     hidden_size: int
@@ -192,8 +192,8 @@ class ModelSizes:
         return self.vocab_size * self.hidden_size * itemsize
 
     def weight_bytes(self, itemsize: int, *, quantization: str | None = None) -> int:
-        """Bytes of all weights as they are kept. Quantized, linear layers and the output layer are int8 with two floats
-        per row, or the former 4 bits and two bytes per 32 inputs; the embedding table is kept as well."""
+        """Bytes of all weights in memory. Quantized: linear layers are int8 with two floats per row, or 4 bits with two
+        bytes per 32 inputs; the output layer is int8; the embedding table is kept unquantized."""
         if quantization is None:
             return self.num_parameters * itemsize
         width, inner = self.hidden_size, self.intermediate_size
@@ -231,15 +231,15 @@ class ModelSizes:
         return num_seqs * self.vocab_size * itemsize
 
     def sampler_bytes(self, num_seqs: int) -> int:
-        """What sampling takes at most on top of the logits: top-p sorts them all."""
+        """The peak of sampling on top of the logits: top-p sorts them all."""
         return num_seqs * self.vocab_size * SORT_BYTES
 
     def step_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Tensors of a step that torch holds at once, at the widest place of a layer."""
+        """Tensors of a step alive at once in torch, at the widest point of a layer."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
         heads, kv_heads = self.num_heads, self.num_kv_heads
         wide = ITEMSIZE["float32"]  # norms are computed in float32
-        # what attention was last given: q, k (a view into q and k together) and v (a view into all three)
+        # the last inputs of attention: q, k (a view into q and k together) and v (a view into all three)
         given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
         # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, q, k and v
         always = itemsize * (3 * width + 2 * head + given)

@@ -1,6 +1,6 @@
-"""Well-known GPUs, for `--gpu NAME`: memory as the driver reports it, which is less than the box says, and capability.
+"""Well-known GPUs, for `--gpu NAME`: capability, and memory as the driver reports it (less than advertised).
 
-Good to about 1 %: driver, ECC and partitions change it. `--gpu-memory` takes the exact number of a machine.
+Accurate to about 1 %: driver, ECC and partitions change it. `--gpu-memory` takes the exact number of a machine.
 """
 
 import re
@@ -44,7 +44,7 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """A card by name. 'RTX 4090' is 'rtx4090', and 'a100' the only or the smallest A100.
+    """A GPU by name. 'RTX 4090' means 'rtx4090'; 'a100' means the smallest A100.
 
     Raises: UsageError with the known names.
     """
@@ -53,7 +53,7 @@ def find_card(name: str) -> Card:
     variants = [found for card, found in CARDS.items() if _plain(card.split("-")[0]) == wanted]
     if not exact and not variants:
         raise UsageError(
-            f"no card {name!r} in the table; known: {', '.join(CARDS)}",
+            f"unknown GPU {name!r}; known: {', '.join(CARDS)}",
             hint="give its memory instead, for example --gpu-memory 24GiB",
         )
     return min(exact or variants)

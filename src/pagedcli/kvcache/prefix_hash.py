@@ -1,7 +1,7 @@
 """Chained block hashes: the identity of a full block is its tokens and everything before them.
 
-Used by BlockManager; needs neither blocks nor the engine. Tokens are kept as int64 bytes: compared at once,
-hashed without conversion, and no burden for the garbage collector.
+Used by BlockManager; needs neither blocks nor the engine. Tokens are kept as int64 bytes: fast to compare and hash,
+and invisible to the garbage collector.
 """
 
 import sys
@@ -37,8 +37,8 @@ def compute_hash(token_ids: Sequence[int], prefix: int | None = None) -> int:
 class Prefix:
     """One full block of tokens after another prefix: a node of a chain that ends at the first block (or at a salt).
 
-    Equal hashes are a hint, equal chains a proof: 64 bits can collide. Blocks and sequences that share a prefix share
-    the node, so the proof is usually one identity check.
+    Equal hashes are only a hint, as 64 bits can collide; equal chains are proof. Blocks and sequences with a common
+    prefix share the node, so the check is usually one identity comparison.
     """
 
     __slots__ = ("hash", "parent", "tokens")
@@ -61,7 +61,7 @@ class Prefix:
         return cls(token_bytes(list(cache_salt.encode())), _SALT)
 
     def same_as(self, other: "Prefix") -> bool:
-        """Whether both stand for the same tokens from the very start."""
+        """Whether both stand for the same tokens from the first one on."""
         a: Prefix | None = self
         b: Prefix | None = other
         while a is not b:
