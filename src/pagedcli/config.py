@@ -1,6 +1,6 @@
-"""What the user asked: frozen, typed, validated. Precedence: default < YAML file < flag.
+"""The user's configuration: frozen, typed, validated. Precedence: default < YAML file < flag.
 
-Used by cli, batch and engine; needs no torch. What a machine does about it: engine.decide and engine.engine_plan.
+Used by cli, batch and engine; needs no torch. How it is carried out on a machine: engine.decide, engine.engine_plan.
 """
 
 import difflib
@@ -36,61 +36,64 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: Annotated[str, _model("Model folder, hub id, or builtin: the demo model", metavar="MODEL")] = BUILTIN_MODEL
     revision: Annotated[str | None, _model("Branch, tag or commit of a hub model", metavar="REV")] = None
-    dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as stored")] = "auto"
+    dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
         Quantization | None,
-        _model("int8, int4: linear layers in 8 or 4 bits on a CPU, activations in 8", default="as stored"),
+        _model(
+            "Quantize linear layers to int8 or int4, with int8 activations (CPU only)", default="as in the checkpoint"
+        ),
     ] = None
-    load_format: Annotated[LoadFormat, _model("dummy: random weights from config.json alone")] = "auto"
+    load_format: Annotated[LoadFormat, _model("dummy: random weights; needs only config.json")] = "auto"
     trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model")] = False
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE")] = "auto"
-    attention_backend: Annotated[str, _model("A backend by name; auto: the fastest that runs here", metavar="NAME")] = (
+    attention_backend: Annotated[str, _model("Attention backend; auto: the fastest one available", metavar="NAME")] = (
         "auto"
     )
-    enforce_eager: Annotated[bool, _model("Use no CUDA graphs")] = False
+    enforce_eager: Annotated[bool, _model("Disable CUDA graphs")] = False
     tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1)] = 1
 
     block_size: Annotated[int, _cache("Tokens per KV block", at_least=1)] = 16
     num_gpu_blocks_override: Annotated[
-        int | None, _cache("Blocks in the pool, on any device", default="as many as fit", at_least=1)
+        int | None, _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1)
     ] = None
     kv_cache_dtype: Annotated[
         KvCacheDtype,
-        _cache("Type of the KV cache; auto: that of activations, fp8: on GPUs from 8.9 on, int8: on CPUs"),
+        _cache("Type of the KV cache; auto: same as activations; fp8: GPUs with compute capability 8.9+; int8: CPUs"),
     ] = "auto"
     kv_cache_memory: Annotated[
         int | None,
         _cache(
             "Memory for the KV cache on any device, e.g. 4GiB",
             metavar="BYTES",
-            default="by gpu_memory_utilization, on a CPU up to 4GiB",
+            default="by gpu_memory_utilization; up to 4GiB on a CPU",
             at_least=1,
         ),
     ] = None
-    gpu_memory_utilization: Annotated[float, _cache("Share of a GPU's memory to use", above=0, at_most=1)] = 0.9
-    enable_prefix_caching: Annotated[bool, _cache("Share the blocks of equal prefixes")] = True
+    gpu_memory_utilization: Annotated[float, _cache("Fraction of GPU memory to use", above=0, at_most=1)] = 0.9
+    enable_prefix_caching: Annotated[bool, _cache("Reuse the KV blocks of shared prefixes")] = True
 
     max_model_len: Annotated[
-        int | None, _batching("Tokens of prompt and output together", default="the model's own limit", at_least=1)
+        int | None,
+        _batching(
+            "Maximum tokens per request, prompt and output together", default="the model's own limit", at_least=1
+        ),
     ] = None
-    max_num_seqs: Annotated[int, _batching("Sequences running at once", at_least=1)] = 256
+    max_num_seqs: Annotated[int, _batching("Maximum number of running sequences", at_least=1)] = 256
     max_num_batched_tokens: Annotated[
         int | None,
-        _batching("Tokens computed per step", default="2048, on a CPU 512, and at least max_num_seqs", at_least=1),
+        _batching("Maximum tokens per step", default="2048 (512 on a CPU), at least max_num_seqs", at_least=1),
     ] = None
     chunked_prefill_size: Annotated[
-        int | None, _batching("Tokens of one prompt per step", default="as many as the step takes", at_least=1)
+        int | None, _batching("Maximum tokens of one prompt per step", default="as many as fit in the step", at_least=1)
     ] = None
     preemption_policy: Annotated[
-        PreemptionPolicy, _batching("Which sequence is preempted when blocks run out; last: the newest")
+        PreemptionPolicy, _batching("Sequence to preempt when blocks run out; last: the newest")
     ] = "last"
     async_scheduling: Annotated[
-        bool | None, _batching("Launch a step before the tokens of the last one are read", default="on CUDA only")
+        bool | None, _batching("Launch each step before reading the previous step's tokens", default="on CUDA only")
     ] = None
 
-    seed: Annotated[
-        int, key("Sampling", "Seed of the run, from which each row gets its own; also of dummy weights")
-    ] = 0
+    seed: Annotated[int, key("Sampling", "Random seed; each row derives its own. Also seeds dummy weights")] = 0
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -100,7 +103,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The batch run: chats, rows and errors."""
 
     system_prompt: Annotated[
-        str | None, _rows("Put before every chat that has none; makes text prompts chats", metavar="TEXT")
+        str | None, _rows("System prompt for chats without one; turns text prompts into chats", metavar="TEXT")
     ] = None
     chat_template: Annotated[str | None, _rows("Jinja file or text", metavar="FILE", default="the tokenizer's own")] = (
         None
@@ -108,11 +111,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     output_token_ids: Annotated[bool, _rows("Add token_ids to each row")] = False
     order: Annotated[Order, _rows("Order of the rows")] = "input"
     reorder: Annotated[
-        Reorder, _rows("prefix: serve rows with equal beginnings together; the output keeps its order")
+        Reorder, _rows("prefix: process rows with shared prefixes together; output order is unchanged")
     ] = "none"
-    limit: Annotated[int | None, _rows("Only the first rows of the input", at_least=1)] = None
+    limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1)] = None
     max_errors: Annotated[int | None, _rows("Stop after this many error rows; --resume continues", at_least=1)] = None
-    strict: Annotated[bool, _rows("Make an unknown field an error row instead of a note at the end")] = False
+    strict: Annotated[bool, _rows("Turn rows with unknown fields into error rows instead of only reporting them")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -134,7 +139,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> LoadedConfig:
-    """The effective configuration. `flags` maps dotted names ('engine.block_size') to values; None means not given.
+    """The effective configuration. `flags` maps dotted names ('engine.block_size') to values; None: not given.
 
     Raises: ConfigError naming the file, the key (with the nearest known one) or the value.
     """
@@ -179,7 +184,7 @@ def _leaf_keys(document: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _nearest_key(message: str) -> str | None:
-    """For an unknown key: the known key most like it."""
+    """A hint for an unknown key: the closest known one."""
     if "unknown field" not in message:
         return None
     unknown = message.split("`")[1]

@@ -26,42 +26,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Raises: ParameterError (also a ValueError) naming the field, the value and the allowed range.
     """
 
-    max_tokens: Annotated[
-        int | None, _key("Tokens to generate; fewer if no more fit", default="as many as fit", at_least=1)
-    ] = 16
-    min_tokens: Annotated[int, _key("No stop before this many tokens", at_least=0)] = 0
-    temperature: Annotated[float, _key("Randomness; 0: greedy", at_least=0, at_most=LARGEST)] = 1.0
-    top_p: Annotated[float, _key("Smallest set of tokens with at least this probability", above=0, at_most=1)] = 1.0
-    top_k: Annotated[int, _key("Only the k likeliest tokens; 0 or -1: all", at_least=-1, at_most=MAX_TOP_K)] = 0
-    min_p: Annotated[float, _key("Drop tokens below this share of the likeliest one", at_least=0, at_most=1)] = 0.0
+    max_tokens: Annotated[int | None, _key("Maximum tokens to generate", default="as many as fit", at_least=1)] = 16
+    min_tokens: Annotated[int, _key("Do not stop before this many tokens", at_least=0)] = 0
+    temperature: Annotated[float, _key("Sampling temperature; 0: greedy", at_least=0, at_most=LARGEST)] = 1.0
+    top_p: Annotated[
+        float, _key("Sample from the smallest set of tokens with this total probability", above=0, at_most=1)
+    ] = 1.0
+    top_k: Annotated[
+        int, _key("Sample from the k most likely tokens; 0 or -1: all", at_least=-1, at_most=MAX_TOP_K)
+    ] = 0
+    min_p: Annotated[
+        float, _key("Drop tokens less likely than this share of the most likely one", at_least=0, at_most=1)
+    ] = 0.0
     presence_penalty: Annotated[
-        float, _key("Subtracted once from the logit of a token that was generated", at_least=-2, at_most=2)
+        float, _key("Subtracted once from the logit of every generated token", at_least=-2, at_most=2)
     ] = 0.0
     frequency_penalty: Annotated[
-        float, _key("Subtracted for each time a token was generated", at_least=-2, at_most=2)
+        float, _key("Subtracted from a token's logit each time it was generated", at_least=-2, at_most=2)
     ] = 0.0
     repetition_penalty: Annotated[
         float,
-        _key("Makes tokens of prompt and output less likely; 1: off", at_least=1 / LARGEST, at_most=LARGEST),
+        _key("Penalty for tokens of the prompt and output; 1: off", at_least=1 / LARGEST, at_most=LARGEST),
     ] = 1.0
-    stop: Annotated[list[str] | str | None, _key("Cut the text before this string (repeatable)", metavar="TEXT")] = None
-    stop_token_ids: Annotated[list[int] | None, _key("Stop at this token (repeatable)", metavar="ID")] = None
-    include_stop_str_in_output: Annotated[bool, _key("Keep the stop string")] = False
+    stop: Annotated[list[str] | str | None, _key("Stop at this string and cut it off (repeatable)", metavar="TEXT")] = (
+        None
+    )
+    stop_token_ids: Annotated[list[int] | None, _key("Stop at this token id (repeatable)", metavar="ID")] = None
+    include_stop_str_in_output: Annotated[bool, _key("Keep the stop string in the output")] = False
     n: Annotated[int, _key("Samples per prompt", at_least=1, at_most=MAX_SAMPLES)] = 1
     logprobs: Annotated[
-        int | None, _key("Log-probabilities of this many likeliest tokens", at_least=0, at_most=100)
+        int | None, _key("Return log-probabilities of this many most likely tokens", at_least=0, at_most=100)
     ] = None
-    regex: Annotated[str | None, _key("Generate only text that matches as a whole", metavar="REGEX")] = None
+    regex: Annotated[str | None, _key("Constrain the output to match this regular expression", metavar="REGEX")] = None
     response_format: Annotated[
         dict[str, Any] | None, _key("OpenAI's: {type: text | json_object | json_schema, ...}", has_flag=False)
     ] = None
     logit_bias: Annotated[dict[int, float] | None, _key("Added to logits: {token id: number}", has_flag=False)] = None
-    ignore_eos: Annotated[bool, _key("Continue after the end-of-sequence token")] = False
+    ignore_eos: Annotated[bool, _key("Continue past end-of-sequence tokens")] = False
     seed: Annotated[
         int | None,
         _key("For all rows; draws depend on seed, sample and position alone", default="each its own", has_flag=False),
     ] = None
-    skip_special_tokens: Annotated[bool, _key("Leave special tokens out of the text", has_flag=False)] = True
+    skip_special_tokens: Annotated[bool, _key("Omit special tokens from the text", has_flag=False)] = True
     detokenize: Annotated[bool, _key("Turn the tokens into text", has_flag=False)] = True
 
     def __post_init__(self) -> None:

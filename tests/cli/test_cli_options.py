@@ -64,7 +64,7 @@ def test_the_help_says_the_range_type_and_default_of_the_structs():
     help_ = " ".join(run("generate", "--help").stdout.split())
     assert "--block-size N Tokens per KV block. Default: 16." in help_
     assert "--preemption-policy <last|largest>" in help_
-    assert "--max-tokens N Tokens to generate; fewer if no more fit. Default: 256." in help_
+    assert "--max-tokens N Maximum tokens to generate. Default: 256." in help_
     assert "Default: 0.9." in help_
 
 

@@ -49,7 +49,7 @@ def test_the_instructions_that_are_used_and_those_that_are_not_are_named(monkeyp
 
     monkeypatch.setattr(build, "processor_flags", lambda: frozenset({"fma", "amx_tile", "avx512_fp16", "sse2"}))
     notes = _instruction_notes()
-    assert "matrix products: amx_tile, avx512_fp16, fma" in notes[0]
+    assert "matrix instructions of the processor: amx_tile, avx512_fp16, fma" in notes[0]
     assert len(notes) == 1 or ("bfloat16 by" in notes[1] and "not used: avx512_fp16" in notes[1])
 
 

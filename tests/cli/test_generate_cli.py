@@ -41,7 +41,7 @@ def test_a_file_becomes_a_file_and_stderr_tells_what_happened(prompts, out):
         "done: 3 rows",
         "generated    12 tokens",
         "TTFT         p50",
-        "from when the engine took a row",
+        "from admission of the row",
         "of it queued p50",
         "TPOT         p50",
         "at the peak",
@@ -227,7 +227,7 @@ def test_wrong_usage_has_exit_code_2(prompts, arguments, said):
 
 
 def test_no_input_says_what_is_missing():
-    assert "no prompts are given" in pagedcli("generate", expect=2).stderr
+    assert "no prompts given" in pagedcli("generate", expect=2).stderr
     assert "cannot read the prompts none.jsonl" in pagedcli("generate", "none.jsonl", expect=2).stderr
 
 

@@ -116,5 +116,5 @@ def test_shards_in_completion_order_follow_each_other(tmp_path):
     for number, path in enumerate(shards, 1):
         pagedcli("generate", prompts, "-o", path, *FAST, "--shard", f"{number}/2", "--order", "completion")
     result = pagedcli("merge", *shards, "-o", tmp_path / "out.jsonl")
-    assert "one shard after the other" in result.stderr
+    assert "shard after shard, in order of completion" in result.stderr
     assert {row["index"] for row in rows_of(tmp_path / "out.jsonl")} == set(range(5))

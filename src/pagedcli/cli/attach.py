@@ -1,4 +1,4 @@
-"""`pagedcli attach`: see the KV cache of a server that runs already, from the events that it publishes."""
+"""`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
 import sys
 import time
@@ -36,18 +36,20 @@ def _option(*names: str, help: str, metavar: str | None = None, **limits: Any) -
 Endpoints = Annotated[
     list[str],
     typer.Argument(
-        metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or one recording.", show_default=False
+        metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or a recording.", show_default=False
     ),
 ]
 Replays = Annotated[
-    list[str] | None, _option(metavar="ENDPOINT", help="Where to ask for missed messages; one per publisher.")
+    list[str] | None, _option(metavar="ENDPOINT", help="Replay endpoint for missed messages; one per publisher.")
 ]
-MetricsUrl = Annotated[str | None, _option(metavar="URL", help="Add the server's own figures, from its /metrics page.")]
-Tokenized = Annotated[str | None, _option("-m", "--model", help="Show prefixes as text, with this model's tokenizer.")]
-Recording = Annotated[Path | None, _option(metavar="FILE.jsonl[.zst]", help="Keep all messages in a file.")]
-Seconds = Annotated[float | None, _option(metavar="SECONDS", min=0, help="End after so long.")]
+MetricsUrl = Annotated[
+    str | None, _option(metavar="URL", help="Also show the server's own metrics, from its /metrics page.")
+]
+Tokenized = Annotated[str | None, _option("-m", "--model", help="Decode prefixes with this model's tokenizer.")]
+Recording = Annotated[Path | None, _option(metavar="FILE.jsonl[.zst]", help="Record all messages to a file.")]
+Seconds = Annotated[float | None, _option(metavar="SECONDS", min=0, help="Stop after this time.")]
 IdleSeconds = Annotated[
-    float | None, _option(metavar="SECONDS", min=0, help="End when no message has come for so long.")
+    float | None, _option(metavar="SECONDS", min=0, help="Stop when no message has arrived for this long.")
 ]
 
 
@@ -55,24 +57,24 @@ def attach(
     endpoints: Endpoints,
     *,
     replay: Replays = None,
-    topic: Annotated[str, _option(help="Only messages whose topic begins like this.")] = "",
+    topic: Annotated[str, _option(help="Only messages whose topic starts with this.")] = "",
     metrics: MetricsUrl = None,
     model: Tokenized = None,
     record: Recording = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Keep token ids in it. Without: digests that show what is equal.")
+        bool, typer.Option("--tokens", help="Include token ids in the recording; by default only digests.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recording.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     duration: Seconds = None,
     idle: IdleSeconds = None,
-    no_live: Annotated[bool, typer.Option("--no-live", help="Only a summary at the end.")] = False,
+    no_live: Annotated[bool, typer.Option("--no-live", help="Print only the final summary.")] = False,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """See the KV cache of a vLLM, SGLang or TensorRT-LLM server that runs already.
+    """Watch the KV cache of a running vLLM, SGLang or TensorRT-LLM server.
 
-    Reads the KV events that the server publishes (docs/attach.md says how to switch them on) and rebuilds its prefix
-    tree: what is resident, how long blocks stay, and which are removed and computed again. On a terminal a live view;
-    q ends it. The summary goes to stdout. Hits and requests are not in KV events: --metrics adds the server's counts.
+    Reads the KV events that the server publishes (docs/attach.md: how to enable them) and rebuilds its prefix tree:
+    what is resident, how long blocks live, and which are evicted and recomputed. Shows a live view on a terminal (q
+    quits) and prints a summary to stdout. KV events contain no hits or requests: --metrics adds the server's counts.
 
     \b
     Examples:
@@ -81,14 +83,14 @@ def attach(
       pagedcli attach tcp://gpu1:5557 tcp://gpu1:5558 --duration 60 --format json | jq .num_blocks_stored_again
       pagedcli attach tcp://localhost:5557 --record events.jsonl.zst    (then: pagedcli explain events.jsonl.zst)
 
-    Exit codes: 0 fine, also after Ctrl-C, 2 wrong usage.
+    Exit codes: 0 success (also after Ctrl-C), 2 wrong usage.
     """  # fmt: skip
     if tokens and record is None:
-        raise UsageError("--tokens says what --record keeps, which is not given")
+        raise UsageError("--tokens needs --record")
     decode = None if model is None else kv_decoder(model)
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
-            raise UsageError(f"{endpoints[0]} is a recording: it has no --replay, --metrics, --record or --topic")
+            raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
         state = fold_capture(open_capture(Path(endpoints[0]), model))
         _print(summary_tables(state, decode), state, format_)
         return
@@ -111,13 +113,13 @@ def attach(
         tables.append(metrics_table(scraper))
     _print(tables, session.state, format_)
     if not session.state.num_messages:
-        say("note: nothing came; does the server publish KV events there? docs/attach.md says how to switch them on")
+        say("note: no messages received; does the server publish KV events there? See docs/attach.md")
     if record is not None:
-        say(f"recording: {record}; look again with: pagedcli replay {record}")
+        say(f"recording: {record}; view it with: pagedcli replay {record}")
 
 
 def _print(tables: list[Table], state: KVState, format_: Format) -> None:
-    """In JSON the figures are plain keys instead of a table."""
+    """Print the summary; JSON has the figures as plain keys instead of a table."""
     if format_ is Format.JSON:
         tables = [table for table in tables if table.key != "figures"]
     print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
@@ -148,7 +150,7 @@ class _Session:
         self._writer = writer
 
     def follow(self, duration: float | None, idle: float | None) -> None:
-        """Take in messages until it is time, nothing comes any more, or the screen is left."""
+        """Process messages until the time is up, none arrive, or the user quits."""
         last_message = self._now()
         if self._subscriber.can_replay:
             for source in range(len(self._subscriber.endpoints)):
@@ -178,7 +180,7 @@ class _Session:
         return time.monotonic() - self._start
 
     def _say_line(self) -> None:
-        """Every ten seconds, as somebody may watch who has no terminal."""
+        """Print a line every ten seconds where there is no terminal."""
         if time.monotonic() < self._next_line:
             return
         self._next_line = time.monotonic() + _LINE_S

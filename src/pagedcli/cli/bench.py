@@ -1,4 +1,4 @@
-"""`pagedcli bench`: how fast the engine is here, compared with what the machine can do at best."""
+"""`pagedcli bench`: the engine's speed, compared with the limits of the machine."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedcli.bench.throughput import Throughput
 
 bench = typer.Typer(
-    help="Measure speed, and compare it with the limits of the machine.",
+    help="Measure speed and compare it with the machine's limits.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -32,10 +32,10 @@ def _option(help_: str, metavar: str | None = None, **limits: Any) -> Any:
     return typer.Option(help=help_, metavar=metavar, rich_help_panel=_WORKLOAD, **limits)
 
 
-NumPrompts = Annotated[int, _option("Requests.", "N", min=1)]
-InputLen = Annotated[int, _option("Own tokens of a prompt, at most.", "N", min=1)]
-OutputLen = Annotated[int, _option("Tokens to generate, at most.", "N", min=1)]
-Repeat = Annotated[int, typer.Option(help="Timed passes; the median counts.", min=1, metavar="N")]
+NumPrompts = Annotated[int, _option("Number of requests.", "N", min=1)]
+InputLen = Annotated[int, _option("Maximum prompt tokens, not counting the shared prefix.", "N", min=1)]
+OutputLen = Annotated[int, _option("Maximum tokens to generate.", "N", min=1)]
+Repeat = Annotated[int, typer.Option(help="Number of timed passes; the median is reported.", min=1, metavar="N")]
 
 
 @bench.command()
@@ -43,23 +43,23 @@ Repeat = Annotated[int, typer.Option(help="Timed passes; the median counts.", mi
 def throughput(
     *,
     preset: Annotated[
-        list[str] | None, _option("A defined workload (repeatable): " + ", ".join(PRESETS) + ".", "NAME")
+        list[str] | None, _option("Predefined workload (repeatable): " + ", ".join(PRESETS) + ".", "NAME")
     ] = None,
     num_prompts: NumPrompts = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
-    range_ratio: Annotated[float, _option("Lengths are drawn from [ratio x length, length].", "X")] = 1.0,
-    prefix_len: Annotated[int, _option("Tokens that all prompts share.", "N", min=0)] = 0,
+    range_ratio: Annotated[float, _option("Draw lengths from [X * length, length].", "X")] = 1.0,
+    prefix_len: Annotated[int, _option("Length of a prefix shared by all prompts, in tokens.", "N", min=0)] = 0,
     repeat: Repeat = 3,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Run a workload of random token ids through the engine and compare its time with the floor.
+    """Measure throughput on random prompts and compare the time with the machine's floor.
 
-    The floor is the time that this machine's bandwidth and arithmetic allow at least, measured before and after each
-    pass, the better of both counting. Without -m the model is the preset's built-in shape with random weights;
-    nothing is downloaded. Greedy, end tokens ignored; loading and a warm-up are outside the clock.
+    The floor is the shortest time that this machine's memory bandwidth and arithmetic allow; both are measured before
+    and after each pass, and the better value is used. Without -m, the model has the preset's shape and random weights;
+    nothing is downloaded. Sampling is greedy and ignores end-of-sequence tokens. Loading and warm-up are not timed.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def throughput(
 def latency(
     *,
     batch_size: Annotated[
-        list[int] | None, _option("Requests at once (repeatable). Default: 1, 8, 32.", "N", min=1)
+        list[int] | None, _option("Number of simultaneous requests (repeatable). Default: 1, 8, 32.", "N", min=1)
     ] = None,
     input_len: InputLen = 128,
     output_len: OutputLen = 64,
@@ -97,7 +97,7 @@ def latency(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Time to the first token (TTFT) and per later token (TPOT) of requests that arrive at once.
+    """Measure time to first token (TTFT) and time per output token (TPOT) of simultaneous requests.
 
     \b
     Examples:
@@ -124,13 +124,13 @@ def latency(
 def kernels(
     *,
     tokens: Annotated[
-        list[int] | None, _option("Tokens of a step (repeatable). Default: 1, 8, 32, 512.", "N", min=1)
+        list[int] | None, _option("Tokens per step (repeatable). Default: 1, 8, 32, 512.", "N", min=1)
     ] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Time linear layers, norms and attention of a model's shape on the CPU, each compared with its limit.
+    """Measure linear layers, norms and attention on the CPU and compare each with its limit.
 
     \b
     Examples:
@@ -184,21 +184,21 @@ def cache(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Compare one request with a KV cache and with the whole text computed again for every token.
+    """Compare one request with and without a KV cache (recomputing the whole text for every token).
 
     \b
     Examples:
       pagedcli bench cache
       pagedcli bench cache --input-len 1024 --output-len 16
 
-    Exit codes: 0 measured, 1 the tokens differ (rounding can do that below float32), 2 wrong usage.
+    Exit codes: 0 success, 1 the tokens differ (possible through rounding below float32), 2 wrong usage.
     """
     from pagedcli.bench.cache import compare_cache
     from pagedcli.bench.throughput import generate, workload_config
     from pagedcli.engine.llm_engine import LLMEngine
 
     if output_len < 2:
-        raise UsageError(f"--output-len is {output_len}, but the time per later token needs at least 2")
+        raise UsageError(f"--output-len is {output_len}, but TPOT needs at least 2")
     engine_config = load_config(config, flags).config.engine
     workload = random_workload(RandomSpec(1, input_len, output_len, seed=engine_config.seed))
     changed = workload_config(engine_config, workload)
@@ -223,7 +223,7 @@ def cache(
         [Table("cache", "With and without a KV cache", columns, shown, notes)], format_, facts={"same_tokens": same}
     )
     if not same:
-        say("the two ways gave different tokens")
+        say("the tokens differ with and without the cache")
         raise typer.Exit(1)
 
 

@@ -40,11 +40,11 @@ class ClusterJob:
 
 
 def run_cluster_job(job: ClusterJob) -> int:
-    """Run a job to its end. Returns the exit code. Raises: PagedcliError for whatever makes the run impossible."""
+    """Run a job to its end and return the exit code. Raises: PagedcliError for fatal errors."""
     # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # matches all: Ray's notes on dead workers go to stdout
-    if job.address is None:  # the name is historical: without it, a local cluster uses the loopback interface alone
+    if job.address is None:  # the name is historical: it restricts a local cluster to the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         from pagedcli.distributed.ray_job import RayRun, cluster
@@ -83,7 +83,7 @@ def run_cluster_job(job: ClusterJob) -> int:
 
 
 def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
-    """Cut the input into parts, or check that the ones that are there are of this very run. Returns ignored fields."""
+    """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
     from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
     from pagedcli.batch.job import batch_options
     from pagedcli.batch.parquet import ParquetSource
@@ -95,7 +95,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     config = job.loaded.config
     lines = open_source(job.input_name)
     if lines.is_live:
-        raise UsageError("--ray needs a file or a folder as input, as it reads it more than once")
+        raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
     if isinstance(lines, ParquetSource):
         lines.check_answer_columns()
     model = model_folder(config.engine)
@@ -108,7 +108,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     if job.resume and folder.manifest is not None:
         check_same_run(folder.path, folder.manifest.fingerprint, fingerprint)
         if sum(folder.manifest.num_rows) != min(scan.num_rows, config.run.limit or scan.num_rows):
-            raise UsageError(f"{folder.path} is of a run with another --limit")
+            raise UsageError(f"{folder.path} belongs to a run with a different --limit")
         return {}
     folder.clear()
     options = batch_options(job.loaded)
@@ -121,7 +121,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
 
 
 def _work(run: "RayRun", progress: "_Progress") -> Outcome:
-    """Until the run ends or is stopped."""
+    """Wait until the run ends or is stopped."""
     stop, told = StopRequest(rows_are_kept=lambda: True), False
     with progress_view(quiet_terminal=False) as view, stop.listening():
         run.start()
@@ -180,11 +180,11 @@ class _Progress:
                 f"  worker {number:<5} {stats.num_done:,} rows, {stats.num_generated_tokens / seconds:,.0f} tok/s"
                 f" generated, {100 * stats.hit_rate:.1f} % cached{restarts}"
             )
-        say(f"  stolen       {self._snapshot.num_stolen:,} parts were done by another worker than planned")
+        say(f"  stolen       {self._snapshot.num_stolen:,} parts were done by a different worker than planned")
 
 
 def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
-    """Rows that are there, in parts that are done and in journals."""
+    """Number of rows in finished parts and in journals."""
     from pagedcli.batch.journal import journal_path
 
     assert folder.manifest is not None
@@ -206,7 +206,7 @@ def _pool(job: ClusterJob) -> "Pool":
 
 
 def _num_gpus(engine: EngineConfig) -> int:
-    """GPUs that each worker asks the cluster for."""
+    """GPUs that each worker requests from the cluster."""
     if engine.device == "auto":
         import torch
 

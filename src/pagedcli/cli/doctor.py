@@ -1,4 +1,4 @@
-"""`pagedcli doctor`: what this machine has, what pagedcli can use of it, and whether it gives right answers."""
+"""`pagedcli doctor`: this machine's capabilities, what pagedcli uses of them, and a self-test."""
 
 import os
 import platform
@@ -37,13 +37,13 @@ EXIT_FAILED = 1
 
 def doctor(
     *,
-    device: Annotated[str, typer.Option(help="What to test: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="Device to test: auto, cpu, cuda, cuda:1, ...")] = "auto",
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Say what this machine has, which attention backends run on it and why others do not, and test them.
+    """Check what this machine supports: attention backends (and why others are unavailable), kernels, and a self-test.
 
-    The self-test lets the built-in model look codes up through prefix hits, preemption and chunked prefill, and
-    compares each available attention backend with the reference. It takes a few seconds on a CPU.
+    The self-test runs the built-in model through prefix hits, preemption and chunked prefill, and compares each
+    available attention backend with the reference. It takes a few seconds on a CPU.
 
     \b
     Examples:
@@ -75,7 +75,7 @@ def doctor(
     say(f"all {len(results)} checks passed")
 
 
-# ---------------------------------------------------------------------- what there is
+# ---------------------------------------------------------------------- the machine
 
 
 def _versions_table() -> Table:
@@ -86,7 +86,7 @@ def _versions_table() -> Table:
         {"what": "python", "version": f"{platform.python_version()} on {platform.system()} {platform.machine()}"},
     ]
     rows += [{"what": name, "version": _version(name)} for name in _PACKAGES]
-    rows.append({"what": "CUDA of torch", "version": torch.version.cuda or "none: a build for CPUs"})
+    rows.append({"what": "CUDA of torch", "version": torch.version.cuda or "none (CPU-only build)"})
     rows.append({"what": "C++ compiler", "version": _compiler()})
     return Table("versions", "Versions", [Column("what", "what"), Column("version", "version")], rows)
 
@@ -99,7 +99,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    """Of the native CPU kernels."""
+    """The status of the native CPU kernels."""
     from pagedcli.native.build import find_compiler
 
     try:
@@ -133,7 +133,7 @@ def _devices_table() -> Table:
 
 
 def _paths_table() -> Table:
-    """What the native CPU kernels multiply with, and how fast that is next to the processor's other ways."""
+    """The instructions that the native CPU kernels use, and their peak compared with the processor's others."""
     import torch
 
     from pagedcli.native import load_library
@@ -155,7 +155,7 @@ def _paths_table() -> Table:
                 about = {"dtype": dtype, "path": NAMES[peak.path], "used": peak.path is used}
                 rows.append(about | {"gflop_per_s": peak.flop_per_s / 1e9})
     columns = [
-        Column("dtype", "products of"),
+        Column("dtype", "operand type"),
         Column("path", "path"),
         Column("used", "used", lambda used: "yes" if used else ""),
         Column("gflop_per_s", "peak, GFLOP/s", count),
@@ -173,13 +173,13 @@ def _cpu_name() -> str:
 
 
 def _instruction_notes() -> list[str]:
-    """What the native kernels multiply with, and what else the processor has for it."""
+    """The instructions that the native kernels use, and the others that the processor has."""
     from pagedcli.native import load_library, paths
     from pagedcli.native.build import processor_flags
 
     flags = processor_flags()
     found = sorted(flag for flag in flags if flag.startswith("amx") or flag in _FLAGS)
-    notes = [f"instructions of the processor for matrix products: {', '.join(found) or 'none known'}"]
+    notes = [f"matrix instructions of the processor: {', '.join(found) or 'none known'}"]
     try:
         library = load_library().functions
     except BackendError:
@@ -204,8 +204,8 @@ def _why_no_gpu() -> str:
     import torch
 
     if torch.version.cuda is None:
-        return "this torch is a build for CPUs"
-    return "torch finds no driver or no device (is nvidia-smi working?)"
+        return "this is a CPU-only build of torch"
+    return "torch finds no CUDA driver or device (does nvidia-smi work?)"
 
 
 def _backend_rows(spec: "AttentionSpec", missing: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -223,16 +223,16 @@ def _backends_table(rows: list[dict[str, Any]], device: str) -> Table:
 
 
 def _engine_table(device: str) -> Table:
-    """What the engine does with the built-in model."""
+    """How the engine runs the built-in model."""
     from pagedcli.config import EngineConfig
     from pagedcli.engine.llm_engine import LLMEngine
 
     try:
         engine = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8))
         found: EngineFacts | str = EngineFacts.of_plan(engine.plan, engine.model.notes)
-    except Exception as error:  # a diagnosis continues and says what broke: a driver raises anything
+    except Exception as error:  # report whatever broke and continue: a driver can raise anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return engine_table(f"What an engine does on {device}, with the built-in model", found)
+    return engine_table(f"Engine settings on {device}, with the built-in model", found)
 
 
 # ---------------------------------------------------------------------- the self-test
@@ -268,6 +268,6 @@ def _self_test_table(results: "list[CheckResult]") -> Table:
         Column("check", "check"),
         Column("passed", "result", lambda passed: "pass" if passed else "FAIL", words=True),
         Column("seconds", "time (s)", decimal),
-        Column("detail", "what was seen"),
+        Column("detail", "details"),
     ]
     return Table("self_test", "Self-test with the built-in model", columns, rows)

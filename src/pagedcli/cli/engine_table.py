@@ -1,4 +1,4 @@
-"""What an engine does on this machine, as a table: backend, KV cache, CUDA graphs, and why nothing faster.
+"""How an engine runs on this machine, as a table: backend, KV cache, CUDA graphs, and why nothing faster is used.
 
 Used by `doctor`, which runs one, and by `plan`, which does not.
 """
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The choices that speed depends on."""
+    """The choices that determine speed."""
 
     backend: str
     refused: tuple[str, ...]  # why faster backends are not used
     dtype: str
     kv_dtype: str
-    kv_scales: tuple[float, float] | None  # of an fp8 cache; None: it has none, or they are not measured yet
+    kv_scales: tuple[float, float] | None  # of an fp8 cache; None: no such cache, or not measured yet
     graph_sizes: tuple[int, ...]  # batch sizes with a CUDA graph
-    no_graphs: str | None  # why there are none
-    notes: tuple[str, ...]  # what else a person should know about how the model runs
+    no_graphs: str | None  # why there are no CUDA graphs
+    notes: tuple[str, ...]  # further notes on how the model runs
 
     @classmethod
     def of_plan(cls, plan: "Plan", notes: tuple[str, ...]) -> "EngineFacts":
-        """Of an engine that runs."""
+        """From a running engine."""
         shared = {name: getattr(plan, name) for name in cls.__dataclass_fields__ if name != "notes"}
         return cls(**shared, notes=notes)
 
     @classmethod
     def of_decisions(cls, decided: "Decisions") -> "EngineFacts":
-        """Of an engine that would run."""
+        """From a prediction."""
         from pagedcli.attention.base import dtype_name
 
         kv_dtype = dtype_name(decided.kv_dtype)
-        measured_later = ("the scales of the fp8 cache are measured at the start",) if "float8" in kv_dtype else ()
+        measured_later = ("the scales of the fp8 cache are measured at startup",) if "float8" in kv_dtype else ()
         return cls(
             backend=decided.backend,
             refused=decided.refused,
@@ -52,7 +52,7 @@ class EngineFacts:
 
 
 def engine_table(title: str, found: EngineFacts | str) -> Table:
-    """One fact per row; or why no engine starts."""
+    """One fact per row, or why the engine cannot start."""
     columns = [Column("what", "what"), Column("value", "value")]
     if isinstance(found, str):
         return Table("engine", title, columns, [{"what": "error", "value": found}])

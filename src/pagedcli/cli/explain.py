@@ -28,9 +28,13 @@ def explain(
     *,
     request: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Only lookups of one request, or one sequence as seq:31.", show_default=False),
+        typer.Option(
+            metavar="ID", help="Only lookups of this request, or of one sequence (seq:31).", show_default=False
+        ),
     ] = None,
-    lookups: Annotated[bool, typer.Option("--lookups", help="List every lookup, not only the worst.")] = False,
+    lookups: Annotated[
+        bool, typer.Option("--lookups", help="List every lookup, not only those that lost most.")
+    ] = False,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -41,14 +45,16 @@ def explain(
     ] = None,
     format_: Annotated[
         Format,
-        typer.Option("--format", help="csv holds one table: totals, or with --lookups or --request the lookups."),
+        typer.Option(
+            "--format", help="Output format. csv has one table: the totals, or with --lookups or --request the lookups."
+        ),
     ] = Format.TABLE,
 ) -> None:
-    """Why each prefix lookup hit or missed, and where the hit rate was lost.
+    """Explain why each prefix lookup hit or missed, and where the hit rate was lost.
 
-    The ceiling is what an unlimited cache would have hit with every block computed only once. A run recorded with
-    --record-tokens also shows where prompts diverge, in text. A recording of `pagedcli attach` has no lookups: it
-    shows which blocks were computed again and why, and what a larger cache would have kept.
+    The ceiling is the hit rate of an unlimited cache in which every block is computed once. With --record-tokens, a
+    recording also shows the text where prompts diverge. Recordings of `pagedcli attach` have no lookups: for these,
+    explain shows which blocks were recomputed and why, and what a larger cache would have kept.
 
     \b
     Examples:
@@ -58,7 +64,7 @@ def explain(
     """  # fmt: skip
     if is_capture(trace):
         if request is not None or lookups:
-            raise UsageError(f"{trace} is a recording of KV events: it has no requests and no lookups")
+            raise UsageError(f"{trace} is a recording of KV events, which contain no requests or lookups")
         explain_capture(trace, tokenizer, format_)
         return
     reader = TraceReader(trace)
@@ -67,15 +73,13 @@ def explain(
         say(f"note: {note}")
     chosen = _chosen(explainer.lookups, request)
     if request is not None and not chosen:
-        raise UsageError(
-            f"there is no lookup of request {request!r} in {trace}", hint="one sequence is named as seq:31"
-        )
+        raise UsageError(f"{trace} has no lookup of request {request!r}", hint="for a single sequence use seq:31")
     decode = recorded_decoder(trace, tokenizer)
     tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
     if request is None and not lookups:
         chosen = [lookup for lookup in chosen if not lookup.own and lookup.num_lost_tokens()]
         chosen = sorted(chosen, key=Lookup.num_lost_tokens, reverse=True)[:_MOST_LOST]
-        title = "First lookups that lost most" if chosen else "First lookups: none lost anything"
+        title = "First lookups that lost most" if chosen else "First lookups: none lost any tokens"
     else:
         title = "Lookups"
     tables.append(_lookups_table(chosen, title, decode))
@@ -106,16 +110,16 @@ def _totals_table(explainer: Explainer) -> Table:
     first, own = explainer.totals(own=False), explainer.totals(own=True)
     labels = {
         "hit": "hit",
-        "late_hit": "hit later: another sequence had computed them meanwhile",
-        "evicted": "lost: cached before, but evicted",
-        "in_flight": "lost: another sequence was just computing them",
-        "first_seen": "first time seen",
+        "late_hit": "hit later: meanwhile computed by another sequence",
+        "evicted": "lost: evicted before the lookup",
+        "in_flight": "lost: in flight in another sequence",
+        "first_seen": "seen for the first time",
         "first_seen_shared": "  among these: shared, but less than a block",
         "last_block": "after the last full block",
         "last_block_shared": "  among these: shared, but less than a block",
         "last_token": "last token of a prompt cached in full",
         "caching_off": "prefix caching is off",
-        "not_known": "not known: the sequence ended before",
+        "not_known": "unknown: the sequence ended first",
         "num_tokens": "all tokens looked up",
         "ideal": "ceiling: unlimited cache, every block computed once",
     }
@@ -196,8 +200,8 @@ def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
 
 
 def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
-    """Token ids to text for a trace that holds any, with the tokenizer of the model that ran. None if it holds none
-    or, which is said, that tokenizer is not here. Raises: ModelError if the given one is not."""
+    """A decoder for the trace's token ids, by default with the tokenizer of its model. None if the trace has no token
+    ids or, with a note, that tokenizer is not available. Raises: ModelError if the given one is not."""
     events = iter(TraceReader(trace))
     engine = next(events)
     assert isinstance(engine, EngineStarted), "the reader checks the first record"

@@ -62,9 +62,9 @@ def generate(
 ) -> None:
     """Generate from a JSONL file of prompts.
 
-    Each line is {"prompt": "..."}, {"prompt": [token ids]}, {"messages": [...]} or an OpenAI batch line, and may bring
-    its own max_tokens, temperature, stop, seed, n, logprobs, ... A line that cannot be served becomes a row with an
-    error. Rows go to stdout or to the file given with -o, everything else to stderr.
+    Each line is {"prompt": "..."}, {"prompt": [token ids]}, {"messages": [...]} or an OpenAI batch line, and may set
+    its own max_tokens, temperature, stop, seed, n, logprobs, ... An invalid line becomes an error row.
+    Rows go to stdout or to the file given with -o, everything else to stderr.
 
     \b
     Examples:
@@ -73,7 +73,7 @@ def generate(
       cat prompts.jsonl | pagedcli generate - | jq -r .text
       pagedcli generate prompts.jsonl -o out.jsonl --resume     (after Ctrl-C)
 
-    Exit codes: 0 all rows are good, 1 fatal error, 2 wrong usage or configuration, 3 finished with error rows,
+    Exit codes: 0 success, 1 fatal error, 2 wrong usage or configuration, 3 finished with error rows,
     130 interrupted.
     """  # fmt: skip
     loaded = load_config(config, flags)
@@ -107,9 +107,9 @@ def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported:
     from pagedcli.cli.cluster import ClusterJob, run_cluster_job
 
     if job.output is None:
-        raise UsageError("--ray writes a folder of parts: name it with -o")
+        raise UsageError("--ray writes a folder of parts: specify it with -o")
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1):
-        raise UsageError("--ray has no --record, --dump-kv, --kv-events, --metrics and --shard")
+        raise UsageError("--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics or --shard")
     cluster_job = ClusterJob(
         job.loaded,
         job.input_name,
@@ -125,17 +125,17 @@ def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported:
 
 def _input_name(prompts: str | None, input_file: str | None) -> str:
     if prompts is not None and input_file is not None:
-        raise UsageError(f"two inputs are given: {prompts} and -i {input_file}")
+        raise UsageError(f"two inputs given: {prompts} and -i {input_file}")
     input_name = prompts if prompts is not None else input_file
     if input_name is None:
-        raise UsageError("no prompts are given", hint="name a JSONL file, or - for stdin; see pagedcli generate --help")
+        raise UsageError("no prompts given", hint="pass a JSONL file, or - for stdin; see pagedcli generate --help")
     return input_name
 
 
 def _observers(
     stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None, record_tokens: bool, kv_events: str | None
 ) -> Emit | None:
-    """Who gets the engine's events; None if nobody asked."""
+    """Where the engine's events go; None: nowhere."""
     observers: list[Emit] = []
     if record is not None:
         from pagedcli.inspection.trace_writer import TraceWriter
@@ -147,7 +147,7 @@ def _observers(
 
         from pagedcli.inspection.live import StepPrinter
 
-        # rows own stdout unless they go to a file
+        # stdout is for rows unless they go to a file
         observers.append(StepPrinter(Console(stderr=job.output is None)).on_event)
     if kv_events is not None:
         observers.append(_publisher(stack, kv_events))
@@ -168,7 +168,10 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
     from pagedcli.kvevents.sockets import PublisherSocket
 
     socket = stack.enter_context(PublisherSocket(endpoint))
-    say(f"KV events: {socket.endpoint}, replay {socket.replay_endpoint}; whoever connects reads the prompts' token ids")
+    say(
+        f"KV events: {socket.endpoint}, replay {socket.replay_endpoint};"
+        " anyone who connects can read the prompts' token ids"
+    )
     return Fold(PoolState(), KVEventPublisher(socket.send))
 
 
@@ -177,14 +180,14 @@ def _dry_run(input_name: str | None, loaded: LoadedConfig, format_: ShownFormat)
     from pagedcli.cli.tables import Format
 
     if input_name is None:
-        raise UsageError("no prompts are given", hint="name a JSONL file, or - for stdin")
+        raise UsageError("no prompts given", hint="pass a JSONL file, or - for stdin")
     if format_ is ShownFormat.YAML:
-        raise UsageError("--dry-run has no --format yaml", hint="use table, json, csv or md")
+        raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
     return run_plan(loaded, input_name, format_=Format(format_))
 
 
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
-    """The effective configuration on stdout."""
+    """Print the effective configuration on stdout."""
     if format_ is ShownFormat.JSON:
         document = {"config": config_document(loaded), "sources": loaded.sources}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())

@@ -23,17 +23,17 @@ from pagedcli.printable import one_line
 
 
 def open_capture(path: Path, model: str | None) -> CaptureReader:
-    """The recording, which has token ids if text is wanted."""
+    """Open a recording. Raises: UsageError if text is requested but it has no token ids."""
     reader = CaptureReader(path)
     if model is not None and not reader.has_tokens:
-        raise UsageError(f"{path} has no token ids, so no text", hint="record with --tokens")
+        raise UsageError(f"{path} has no token ids to decode", hint="record with --tokens")
     return reader
 
 
 def fold_capture(
     reader: CaptureReader, *, keep_tokens: bool = True, watch: Callable[[], Watcher] | None = None
 ) -> KVState:
-    """The state at the end of a recording; what was odd is said on stderr."""
+    """The state at the end of a recording. Prints its notes on stderr."""
     state = KVState(reader.sources, keep_tokens=keep_tokens, watch=watch)
     for frames, time_s, source in reader:
         state.take(frames, time_s, source)
@@ -43,7 +43,7 @@ def fold_capture(
 
 
 def kv_decoder(model: str) -> Decode:
-    """Token ids to text, with a model's tokenizer. Ids that no tokenizer has stay numbers."""
+    """Token ids to text, with a model's tokenizer. Ids outside its vocabulary stay numbers."""
     from pagedcli.batch.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(resolve_model(model, weights=False))
@@ -58,7 +58,7 @@ def kv_decoder(model: str) -> Decode:
 
 
 def explain_capture(path: Path, model: str | None, format_: Format) -> None:
-    """Why blocks were computed again, and what would have helped."""
+    """Why blocks were recomputed, and what would have helped."""
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
@@ -135,4 +135,4 @@ def _print_step(reader: CaptureReader, step: int, *, as_json: bool) -> None:
             tables = summary_tables(state, None)
             print_tables(tables, Format.JSON if as_json else Format.TABLE, facts=facts(state))
             return
-    raise UsageError(f"there is no message {step}: the last one of {reader.path} is {last}")
+    raise UsageError(f"there is no message {step}: the last message of {reader.path} is {last}")

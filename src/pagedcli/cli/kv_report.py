@@ -45,7 +45,7 @@ $body
 
 
 def capture_page(path: Path, model: str | None) -> bytes:
-    """The page of a recording, with text if a model is given and tokens were recorded."""
+    """The HTML page of a recording; prefixes as text if a model is given and tokens were recorded."""
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)

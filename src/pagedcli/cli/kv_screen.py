@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
 
 _REDRAW_S = 0.25
-_DRAW_SHARE = 0.1  # of the time, at most, goes into drawing
+_DRAW_SHARE = 0.1  # largest share of the time spent drawing
 _KEYS = " q quit · space freeze the screen "
 _PLAYER_KEYS = " q quit · ←→ message · ↑↓ 10 · page 100 · home end · space play "
 _JUMPS = {"left": -1, "right": 1, "up": -10, "down": 10, "pageup": -100, "pagedown": 100, "home": -1, "end": 1}
@@ -31,7 +31,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 class KVScreen:
-    """A context manager that shows a state until `update` says that the user has left."""
+    """A context manager that shows a state until `update` returns False: the user has quit."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class KVScreen:
         self._open.close()
 
     def update(self, now_s: float) -> bool:
-        """Draw if it is time. False if the user wants to leave."""
+        """Draw if it is time. False if the user has quit."""
         assert self._live is not None, "the screen is open"
         while (key := self._keyboard.read()) is not None:
             if key == "q":
@@ -80,7 +80,7 @@ class KVScreen:
 
 
 class _View:
-    """The whole screen. Fits itself to the terminal."""
+    """The whole screen, sized to the terminal."""
 
     def __init__(self, state: KVState, decode: Decode | None, scraper: "Scraper | None", endpoints: str) -> None:
         self._state = state
@@ -249,7 +249,7 @@ def _seconds(value: float | None) -> str:
 
 
 class KVPlayer:
-    """Shows a recording on a terminal until `q`, message by message. Going back folds it again from the start."""
+    """Shows a recording on a terminal, message by message, until `q`. Stepping back folds it again from the start."""
 
     def __init__(self, reader: CaptureReader, console: Console, *, title: str) -> None:
         self._messages = list(reader)
@@ -257,7 +257,7 @@ class KVPlayer:
         self._console = console
         self._title = title
         self._state = KVState(self._sources)
-        self._position = 0  # messages taken in
+        self._position = 0  # messages processed
         self._playing = False
 
     def run(self) -> None:

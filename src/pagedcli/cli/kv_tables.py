@@ -1,4 +1,4 @@
-"""Tables of a KV event state: the summary of `attach`, and what `explain` says of a recording."""
+"""Tables of a KV event state: the summary of `attach`, and those of `explain` for a recording."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ def _number(value: float) -> str:
 
 
 def _oddities(state: KVState) -> list[str]:
-    """The last notes, without those that limits() says."""
+    """The last notes, without those that limits() covers."""
     return [f"note: {note}" for note in list(state.notes)[-5:] if "is not known" not in note]
 
 

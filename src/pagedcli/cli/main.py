@@ -1,4 +1,4 @@
-"""`pagedcli`: the commands and what happens when one fails. Commands are imported when they are called."""
+"""`pagedcli`: the commands, loaded lazily, and error handling."""
 
 import logging
 import os
@@ -18,36 +18,36 @@ from pagedcli.errors import PagedcliError
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 
-# name: what `pagedcli --help` says about it; the command is the function of that name in pagedcli.cli.<name>
+# name -> one line for `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
-    "merge": "Put the outputs of all shards of a run together.",
-    "trace": "Generate under a live view of the KV cache.",
-    "attach": "See the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
-    "replay": "Look at a recorded run again, step by step.",
-    "explain": "Say why each prefix lookup of a run hit or missed.",
-    "report": "Make one HTML page of a recorded run.",
-    "plan": "Say what a prompt file would do to the KV cache.",
-    "profile-memory": "Say where the memory goes and how many KV blocks fit.",
-    "bench": "Measure speed, and compare it with the limits of the machine.",
-    "doctor": "Check this machine and what pagedcli can use of it.",
+    "merge": "Merge the outputs of all shards of a run.",
+    "trace": "Generate with a live view of the KV cache.",
+    "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
+    "replay": "Step through a recorded run.",
+    "explain": "Explain why each prefix lookup of a run hit or missed.",
+    "report": "Write an HTML report of a recorded run.",
+    "plan": "Predict how a prompt file uses the KV cache.",
+    "profile-memory": "Show where memory goes and how many KV blocks fit.",
+    "bench": "Measure speed and compare it with the machine's limits.",
+    "doctor": "Check what this machine supports, and test it.",
 }
 
 
 class _Commands(TyperGroup):
-    """Commands by name, loaded only when called, and one place where errors become a message and an exit code."""
+    """Loads commands lazily and turns errors into messages and exit codes."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command for the list of commands: its name and one line of help."""
+        """A stub for the list of commands: name and one line of help."""
         if cmd_name not in COMMANDS:
             return None
         return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command to run, imported now."""
+        """Import the command to run."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is None or name is None:
             return name, command, rest
@@ -69,7 +69,7 @@ class _Commands(TyperGroup):
             say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
             raise typer.Exit(interrupt.EXIT_INTERRUPTED) from error
         except BrokenPipeError as error:
-            # whoever read our output has gone; Python must not flush into the pipe again at exit
+            # the reader of our output is gone; Python must not flush into the pipe again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_BROKEN_PIPE) from error
         except (typer.Exit, typer.Abort):
@@ -83,7 +83,7 @@ class _Commands(TyperGroup):
 
 
 class _SayHandler(logging.Handler):
-    """Writes what the library reports, such as a build of the native kernels, as lines on stderr."""
+    """Prints log messages, such as a build of the native kernels, as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
@@ -103,7 +103,7 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 class _Command(TyperCommand):
-    """Help with one section per group of flags, names never shortened: a flag that is cut off cannot be typed."""
+    """Help with one section per group of flags; flag names are never truncated."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
@@ -120,7 +120,7 @@ class _Command(TyperCommand):
 
 
 def _as_command(function: Any, name: str, help_: str | None = None) -> Any:
-    """A command from its function, or from its own Typer where it has commands of its own."""
+    """A command from a function, or from a Typer app with subcommands."""
     if isinstance(function, typer.Typer):
         return typer.main.get_command(function)
     app = typer.Typer(
@@ -131,7 +131,7 @@ def _as_command(function: Any, name: str, help_: str | None = None) -> Any:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Whether typer knows how to show it: a wrong flag or argument."""
+    """Whether typer shows it itself: a wrong flag or argument."""
     return hasattr(error, "exit_code") and hasattr(error, "format_message")
 
 
@@ -161,7 +161,7 @@ def pagedcli(
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Batch generation with a paged KV cache, and a look inside it.
+    """LLM batch generation and KV-cache inspection.
 
     pagedcli generate prompts.jsonl -o out.jsonl
     """

@@ -1,4 +1,4 @@
-"""`pagedcli merge`: the outputs of all shards of a run become one file."""
+"""`pagedcli merge`: merge the outputs of all shards of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,9 @@ from pagedcli.files import check_files
 def merge(
     shards: Annotated[
         list[Path],
-        typer.Argument(metavar="OUT...", help="What generate --shard wrote, in any order; or the folder of --ray."),
+        typer.Argument(
+            metavar="OUT...", help="Outputs of generate --shard, in any order, or the folder of generate --ray."
+        ),
     ],
     *,
     output_file: Annotated[Path, typer.Option("-o", "--output-file", help="The merged file.", show_default=False)],
@@ -22,10 +24,10 @@ def merge(
         bool, typer.Option("--allow-duplicate-ids", help="Keep rows whose ids occur in several shards.")
     ] = False,
 ) -> None:
-    """Put the outputs of all shards of a run, or the parts of a distributed one, together in the order of the input.
+    """Merge the outputs of all shards of a run, or the parts of a distributed run, in input order.
 
-    Every shard must be given once, finished, and made from the same input with the same settings, as OUT.run.json next
-    to each OUT says. Rows are copied unchanged.
+    Every shard must be given exactly once and be finished; OUT.run.json next to each OUT must show the same input and
+    settings. Rows are copied unchanged.
 
     \b
     Examples:
@@ -33,8 +35,7 @@ def merge(
       pagedcli merge a.jsonl b.jsonl -o out.jsonl
       pagedcli merge parts -o out.jsonl                           (after generate prompts.jsonl --ray -o parts)
 
-    Exit codes: 0 all rows are good, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error
-    rows.
+    Exit codes: 0 success, 1 a shard is damaged, 2 the files are not the shards of one run, 3 there are error rows.
     """
     from pagedcli.batch.merge import merge_shards
     from pagedcli.distributed.merge import merge_parts
@@ -46,7 +47,7 @@ def merge(
     else:
         merged = merge_shards(shards, output_file, overwrite=overwrite, allow_duplicate_ids=allow_duplicate_ids)
         what = f"{len(shards):,} shards"
-    order = "input order" if merged.in_input_order else "one shard after the other, as the rows were completed"
+    order = "input order" if merged.in_input_order else "shard after shard, in order of completion"
     say(f"{merged.num_rows:,} rows of {what}, {order}; {merged.num_failed:,} failed")
     say(f"rows: {output_file}")
     raise typer.Exit(EXIT_ERROR_ROWS if merged.num_failed else EXIT_OK)

@@ -12,9 +12,9 @@ _WRITE_EVERY_S = 1.0
 
 
 class MetricsFile:
-    """Receives the counters after each step and rewrites the file about once a second. A reader never sees half of it.
+    """Receives the counters after each step and atomically rewrites the file about once a second.
 
-    Raises: UsageError if the file cannot be written at first; later that is only reported, once.
+    Raises: UsageError if the first write fails; later failures are reported once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class MetricsFile:
             self._replace(stats)
         except OSError as error:
             self._failed = True
-            say(f"note: no more metrics, as {self._path} cannot be written: {error.strerror}")
+            say(f"note: metrics stopped, cannot write {self._path}: {error.strerror}")
 
     def _replace(self, stats: BatchStats) -> None:
         with whole_file(self._path, overwrite=True, durable=False) as file:
@@ -47,13 +47,13 @@ def metrics_text(stats: BatchStats) -> str:
     rows = {'{status="ok"}': stats.num_finished - num_failed, '{status="failed"}': num_failed}
     errors = {f'{{code="{code}"}}': count for code, count in sorted(stats.error_codes.items())}
     families: list[tuple[str, str, str, dict[str, int] | float]] = [
-        ("counter", "rows_total", "Rows of the output, those of a resumed journal included.", rows),
+        ("counter", "rows_total", "Rows of the output, including those of a resumed journal.", rows),
         ("counter", "row_errors_total", "Error rows of this process by code.", errors),
         ("counter", "prompt_tokens_total", "Prompt tokens of started requests.", stats.num_prompt_tokens),
         ("counter", "prompt_tokens_cached_total", "Of these, found in the prefix cache.", stats.num_cached_tokens),
         ("counter", "generated_tokens_total", "Tokens generated.", stats.num_generated_tokens),
-        ("counter", "preemptions_total", "Sequences that gave up their blocks.", stats.num_preemptions),
-        ("counter", "recomputed_tokens_total", "Tokens computed again for them.", stats.num_recomputed_tokens),
+        ("counter", "preemptions_total", "Preempted sequences.", stats.num_preemptions),
+        ("counter", "recomputed_tokens_total", "Tokens recomputed after preemption.", stats.num_recomputed_tokens),
         ("counter", "steps_total", "Engine steps.", stats.num_steps),
         ("gauge", "kv_blocks", "Blocks in the pool.", stats.num_blocks),
         ("gauge", "kv_blocks_used", "Blocks in use.", stats.num_used_blocks),
@@ -61,11 +61,11 @@ def metrics_text(stats: BatchStats) -> str:
         ("gauge", "elapsed_seconds", "Time since the run started.", round(stats.elapsed_s, 3)),
     ]
     if stats.num_rows is not None:
-        families.append(("gauge", "rows_expected", "Rows that the output will have.", stats.num_rows))
+        families.append(("gauge", "rows_expected", "Rows expected in the output.", stats.num_rows))
     lines = [line for family in families for line in _family(*family)]
-    lines += _summary("time_to_first_token_seconds", "From when the engine took a row to its first token.", stats.ttft)
-    lines += _summary("time_in_queue_seconds", "Of this, before the row's first step.", stats.queued)
-    lines += _summary("time_per_output_token_seconds", "Between later tokens, mean of a row.", stats.tpot)
+    lines += _summary("time_to_first_token_seconds", "From admission of a row to its first token.", stats.ttft)
+    lines += _summary("time_in_queue_seconds", "The part of TTFT before the row's first step.", stats.queued)
+    lines += _summary("time_per_output_token_seconds", "Mean time between a row's output tokens.", stats.tpot)
     return "\n".join(lines) + "\n"
 
 
@@ -76,7 +76,7 @@ def _family(kind: str, name: str, help_: str, values: dict[str, int] | float) ->
 
 
 def _summary(name: str, help_: str, histogram: LogHistogram) -> list[str]:
-    """Quantiles and the number of rows that they are of."""
+    """Quantiles and the number of rows."""
     values = {percent / 100: histogram.percentile(percent) for percent in (50, 95, 99)}
     samples = [
         f'pagedcli_{name}{{quantile="{share}"}} {value:.6f}' for share, value in values.items() if value is not None

@@ -1,7 +1,6 @@
-"""The flags of the configuration: names, types, choices, defaults and help come from the structs (see config_keys).
+"""Configuration flags: names, types, choices, defaults and help come from the structs (see config_keys).
 
-Used by every command that reads a configuration: `@config_flags(*ENGINE_KEYS)` adds the flags to a command, which
-gets those that were given in `flags`.
+Used by every command that reads a configuration: `@config_flags(*ENGINE_KEYS)` adds the flags to a command.
 """
 
 import functools
@@ -22,7 +21,7 @@ _METAVARS = {int: "N", float: "X"}
 
 
 def _flags(section: str) -> dict[str, Any]:
-    """The flags of a section of the configuration: dotted key -> annotation for typer."""
+    """The flags of one configuration section: dotted key -> annotation for typer."""
     defaults: msgspec.Struct = getattr(Config(), section)
     flags = {}
     for name, (type_, declared) in keys_of(type(defaults)).items():
@@ -45,7 +44,7 @@ def _flags(section: str) -> dict[str, Any]:
 
 
 def _flag_type(type_: Any) -> Any:
-    """What a flag takes for a field of this type: of several, a list, which is a flag given more than once."""
+    """The type of the flag for a field. For a union that includes a list: the list, i.e. a repeatable flag."""
     if get_origin(type_) not in (Union, types.UnionType):
         return type_
     kinds = [kind for kind in get_args(type_) if kind is not type(None)]
@@ -67,7 +66,7 @@ FLAGS: dict[str, Any] = {key: flag for section in Config.__struct_fields__ for k
 ENGINE_KEYS = tuple(key for key in FLAGS if key.startswith("engine."))
 SAMPLING_KEYS = tuple(key for key in FLAGS if key.startswith("sampling."))
 RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
-# what no prediction depends on
+# irrelevant for predictions
 _UNPLANNED = {
     "load_format",
     "enable_prefix_caching",
@@ -81,15 +80,18 @@ PLAN_KEYS = tuple(key for key in ENGINE_KEYS if key.split(".")[1] not in _UNPLAN
 Flags = dict[str, Any]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("-C", "--config", help="YAML file; flags win over it.", metavar="FILE", show_default=False),
+    typer.Option(
+        "-C", "--config", help="YAML configuration file; flags override it.", metavar="FILE", show_default=False
+    ),
 ]
 ShowConfig = Annotated[
-    bool, typer.Option("--show-config", help="Show the effective configuration and where each value is from.")
+    bool,
+    typer.Option("--show-config", help="Show the effective configuration and the source of each value, then exit."),
 ]
 
 
 def config_flags(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the flags of these configuration keys to a command. It needs a keyword `flags: Flags` for what was given."""
+    """Add the flags of these keys to a command, whose keyword `flags: Flags` receives those that were given."""
     names = {key: key.replace(".", "__") for key in keys}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`pagedcli plan`: what a prompt file would do to this machine's KV cache, without generating anything."""
+"""`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,30 +28,30 @@ EXIT_BAD_ROWS = 3
 
 @config_flags(*PLAN_KEYS, *PROMPT_KEYS)
 def plan(
-    prompts: Annotated[
-        str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file; .gz is decompressed, - is stdin.")
-    ],
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz); - reads stdin.")],
     *,
     field: FieldOption = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A tokenizer's folder instead of the model's own.", show_default=False),
+        typer.Option(metavar="DIR", help="Tokenizer folder, instead of the model's own.", show_default=False),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=2, help="How N workers would share the file (generate --ray).", show_default=False
+            metavar="N",
+            min=2,
+            help="Also predict the distribution over N workers (generate --ray).",
+            show_default=False,
         ),
     ] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Say what a prompt file would do to the KV cache. Nothing is generated and no weights are loaded.
+    """Predict how a prompt file uses the KV cache, without generating anything or loading weights.
 
-    Which rows are bad and why, how long the prompts are, which prefixes they share, the hit rate of an ideal cache and
-    the waste at block sizes from 8 to 256, which block size and pool to use, what this machine can hold and which
-    kernels it would run.
+    Shows invalid rows, prompt lengths, shared prefixes, the ideal hit rate and the waste at block sizes from 8 to 256,
+    the recommended block and pool size, how much this machine can hold, and which kernels it would use.
 
     \b
     Examples:
@@ -84,19 +84,19 @@ def run_plan(
     num_blocks = pool.num_blocks if pool is not None and pool.num_blocks else None
     scan = scan_prompts(loaded, input_name, folder, spec, field=field, num_blocks=num_blocks, shares=shares)
     if scan.plan.num_prompts == 0:
-        say("no row of this file is good, so there is nothing to plan (see --field if prompts have another name)")
+        say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     tables = _tables(scan, config, pool)
     if shares is not None and num_workers is not None and scan.plan.num_prompts:
         tables.append(share_table(shares, num_workers))
     if expected is not None:
-        tables.append(engine_table("What an engine would do here", expected))
+        tables.append(engine_table("Engine settings on this machine", expected))
     print_tables(tables, format_, facts=_facts(scan, config.engine, pool))
     return EXIT_BAD_ROWS if scan.num_bad else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The pool that this machine would give the model."""
+    """The KV-cache pool on this machine."""
 
     device: str
     block_bytes: int
@@ -105,8 +105,8 @@ class _Pool:
 
 
 def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | None, EngineFacts | str | None]:
-    """The pool and the engine that this machine would give the model, as far as they can be predicted. An engine that
-    would refuse to start is no reason to say nothing about the file: then its reason stands for it."""
+    """The pool and engine on this machine, as far as they can be predicted. If the engine would refuse to start, its
+    reason takes their place: the rest of the plan is still useful."""
     if spec is None:
         return None, None
     from pagedcli.engine.decide import decide
@@ -171,7 +171,7 @@ def _rows_table(scan: PromptScan) -> Table:
     rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
     notes = [f"ignored field {name!r} in {lines:,} rows" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]]
     if scan.max_model_len is None:
-        notes.append("no config.json in the folder of the tokenizer: length limits and this machine are not judged")
+        notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
     return Table("rows", "Rows", [Column("what", "what"), Column("rows", "rows", count)], rows, notes)
 
 
@@ -221,15 +221,15 @@ def _shared_table(plan: PromptSurvey) -> Table:
         Column("last_line", "last line", str),
         *(Column(f"blocks_at_{size}", f"at {size}", count) for size in sizes),
     ]
-    notes = [f"tokens: whole pieces of {UNIT} only, so 23 show as 16"] if rows else []
-    title = "Shared prefixes that save most, and their whole blocks at each block size"
+    notes = [f"tokens: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
+    title = "Shared prefixes that save most, and their full blocks at each block size"
     return Table("shared_prefixes", title, columns, rows, [*notes, _shared_in_words(plan)])
 
 
 def _shared_in_words(plan: PromptSurvey) -> str:
     tokens = plan.longest_shared_tokens()
     if not tokens:
-        return f"no two prompts begin with the same {UNIT} tokens: prefix caching gains nothing"
+        return f"no two prompts share their first {UNIT} tokens: prefix caching has no benefit"
     parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
     return f"longest shared prefix: {tokens:,} tokens; in blocks: {parts}"
 
@@ -247,11 +247,11 @@ def _block_size_table(plan: PromptSurvey, engine: EngineConfig) -> Table:
         Column("longest_table", "longest table", count),
     ]
     notes = [
-        "hit rate: cached / prompt tokens of the whole file, unlimited cache, last token never cached",
-        "waste: unfilled slots / slots of all rows at full length; blocks, slots: the whole file, shared ones once",
-        f"recommended block size: {best}, the largest from {SMALLEST_RECOMMENDED} on that takes at most"
-        f" {MORE_SLOTS:.0%} more slots than the best of them",
-        f"recommended pool: {num_blocks:,} blocks of it; {engine.max_num_seqs:,} sequences at once are never preempted",
+        "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
+        "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
+        f"recommended block size: {best}, the largest of at least {SMALLEST_RECOMMENDED} that needs at most"
+        f" {MORE_SLOTS:.0%} more slots than the best one",
+        f"recommended pool: {num_blocks:,} of these blocks: {engine.max_num_seqs:,} sequences run without preemption",
     ]
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 
@@ -271,8 +271,8 @@ def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) ->
     notes = [
         f"this machine ({pool.device}): {pool.num_blocks:,} blocks,"
         f" {size(pool.num_blocks * pool.block_bytes)} ({pool.reason})",
-        f"that is {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
+        f"that holds {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
     ]
     if at_once < 1:
-        notes.append("rows that need more blocks than the pool has are bad here, but part of these tables")
+        notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
     return Table("pools", f"Pools at block size {block_size}", columns, rows, notes)

@@ -1,4 +1,4 @@
-"""`pagedcli profile-memory`: where the memory goes, how many KV blocks fit and why, and what N requests need."""
+"""`pagedcli profile-memory`: where memory goes, how many KV blocks fit, and what N requests need."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -27,7 +27,7 @@ from pagedcli.kvcache.cards import CARDS
 if TYPE_CHECKING:
     from pagedcli.engine.memory_profile import Profile
 
-_OTHER_MACHINE, _REQUESTS = "A machine described by numbers (no GPU, no weights)", "Requests"
+_OTHER_MACHINE, _REQUESTS = "Prediction for another machine (no GPU or weights needed)", "Requests"
 
 
 def _described(help_: str, metavar: str = "BYTES") -> Any:
@@ -41,7 +41,7 @@ def profile_memory(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Also show the concurrency at this file's lengths.",
+            help="Also show the concurrency for this file's request lengths.",
             rich_help_panel=_REQUESTS,
             show_default=False,
         ),
@@ -50,22 +50,26 @@ def profile_memory(
     target_concurrency: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="What N requests at once need.", rich_help_panel=_REQUESTS, show_default=False
+            metavar="N",
+            min=1,
+            help="Also show what N concurrent requests need.",
+            rich_help_panel=_REQUESTS,
+            show_default=False,
         ),
     ] = None,
-    gpu: Annotated[str | None, _described("A card by name: " + ", ".join(CARDS) + ".", "NAME")] = None,
-    gpu_memory: Annotated[str | None, _described("Total memory of the device, e.g. 24GiB.")] = None,
-    used: Annotated[str | None, _described("In use on it, everybody counted, with the model loaded.")] = None,
-    peak: Annotated[str | None, _described("Allocated by this process at most, in the largest step.")] = None,
-    current: Annotated[str | None, _described("Allocated by this process with the model loaded.")] = None,
+    gpu: Annotated[str | None, _described("GPU model: " + ", ".join(CARDS) + ".", "NAME")] = None,
+    gpu_memory: Annotated[str | None, _described("Total memory of the GPU, e.g. 24GiB.")] = None,
+    used: Annotated[str | None, _described("Memory in use by all processes, with the model loaded.")] = None,
+    peak: Annotated[str | None, _described("Peak allocation of this process, in the largest step.")] = None,
+    current: Annotated[str | None, _described("Allocation of this process with the model loaded.")] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Say where the memory goes, how many KV blocks that leaves and why, and how many requests they serve.
+    """Show where memory goes, how many KV blocks fit, and how many requests they serve.
 
-    Loads the model, runs the largest step that the limits allow, and measures. With --gpu or --gpu-memory it needs
-    config.json alone and predicts, for a machine that need not exist.
+    Loads the model, runs the largest step that the limits allow, and measures. With --gpu or --gpu-memory it predicts
+    for another machine and needs only config.json.
 
     \b
     Examples:
@@ -75,7 +79,7 @@ def profile_memory(
       pagedcli profile-memory -m ./Qwen3-0.6B --block-size 256 --gpu-memory 24GiB
                --used 3.69GiB --peak 1.58GiB --current 1.14GiB
 
-    Exit codes: 0 blocks fit, 2 wrong usage, configuration or no block fits.
+    Exit codes: 0 success, 2 wrong usage or configuration, or no block fits.
     """  # fmt: skip
     from pagedcli.engine.memory_profile import profile_described, profile_here, read_described
 
@@ -104,12 +108,12 @@ def profile_memory(
 def _lengths_of(
     loaded: LoadedConfig, prompts: str, lengths: dict[str, int], field: str | None
 ) -> tuple[dict[str, int], int]:
-    """Percentiles of the file's prompt and output lengths, and the prefix that half of the prompts share."""
+    """Percentiles of the file's prompt and output lengths, and the prefix shared by half of the prompts."""
     scan = scan_prompts(loaded, prompts, *prompt_model(loaded, None), field=field)
     if scan.num_bad:
-        say(f"{scan.num_bad:,} of {scan.num_rows:,} rows are bad and do not count: see pagedcli plan")
+        say(f"{scan.num_bad:,} of {scan.num_rows:,} rows are invalid and ignored: see pagedcli plan")
     if not scan.plan.num_prompts:
-        raise UsageError(f"{prompts} has no good row", hint="see pagedcli plan")
+        raise UsageError(f"{prompts} has no valid row", hint="see pagedcli plan")
     shares = {"file p50": 0.5, "file p95": 0.95, "file max": 1.0}
     found = {name: percentile(scan.plan.total_lengths, share) for name, share in shares.items()}
     return lengths | found, scan.plan.common_prefix_tokens()
@@ -162,7 +166,7 @@ def _waterfall_table(profile: "Profile") -> Table:
                 "measured_bytes": measured,
                 "predicted_bytes": predicted,
                 "difference": None if predicted is None else predicted / measured - 1,
-                "note": "this process at most, pages of the mapped checkpoint included",
+                "note": "peak of this process, including pages of the mapped checkpoint",
             }
         )
     columns = [Column("name", "memory")]
@@ -192,10 +196,10 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
         Column("num_blocks", "blocks", count),
         Column("max_concurrency", "at once", decimal),
     ]
-    notes = [f"--max-num-seqs lets at most {profile.config.max_num_seqs:,} run at once"]
+    notes = [f"--max-num-seqs allows at most {profile.config.max_num_seqs:,} at once"]
     if shared:
         columns.append(Column("max_concurrency_shared", f"sharing {shared:,} tokens", decimal))
-        notes.append(f"at least half of the rows begin with the same {shared:,} tokens; only whole blocks are shared")
+        notes.append(f"at least half of the rows share their first {shared:,} tokens; only full blocks are shared")
     elif shared == 0:
         notes.append("no prefix is shared by half of the rows")
     return Table("concurrency", f"Requests that {profile.num_blocks:,} blocks hold", columns, rows, notes)
@@ -218,8 +222,8 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
         Column("utilization", "utilization", decimal),
         Column("fits", "fits"),
     ]
-    notes = ["utilization: of this device's total, with all else as above; above 1 it is too small"]
-    return Table("target", f"What {num_requests:,} requests at once need", columns, rows, notes)
+    notes = ["utilization: share of this device's memory, all else as above; above 1, the device is too small"]
+    return Table("target", f"What {num_requests:,} concurrent requests need", columns, rows, notes)
 
 
 def _size_table(profile: "Profile") -> Table:
@@ -233,9 +237,7 @@ def _size_table(profile: "Profile") -> Table:
         Column("num_kvcache_tokens", "tokens", count),
         Column("max_concurrency", "at model length", decimal),
     ]
-    notes = [
-        "float16 is as bfloat16; arithmetic: --kv-cache-dtype takes the model's own dtype, fp8 on a GPU, int8 on a CPU"
-    ]
+    notes = ["float16 equals bfloat16; --kv-cache-dtype supports the model's own dtype, fp8 on GPUs and int8 on CPUs"]
     return Table("sizes", f"The same {size(pool_bytes)} at other block sizes and KV dtypes", columns, rows, notes)
 
 

@@ -1,4 +1,4 @@
-"""How far a batch run is: one live display on a terminal, a plain line now and then elsewhere. Always on stderr."""
+"""Progress of a batch run on stderr: a live display on a terminal, otherwise an occasional plain line."""
 
 import sys
 import time
@@ -12,13 +12,13 @@ from pagedcli.cli.terminal import say
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_WINDOW_S = 10.0  # rates are over this time
+_WINDOW_S = 10.0  # rates are averaged over this time
 _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
 
 
 class ProgressView(Protocol):
-    """Shown while it is entered."""
+    """A context manager that shows progress."""
 
     def __enter__(self) -> "ProgressView": ...
 
@@ -30,7 +30,7 @@ class ProgressView(Protocol):
 
 
 def progress_view(*, quiet_terminal: bool) -> ProgressView:
-    """The view that suits stderr. `quiet_terminal`: something else is printed to the same terminal meanwhile."""
+    """The right view for stderr. `quiet_terminal`: other output goes to the same terminal."""
     if sys.stderr.isatty():
         return _Silent() if quiet_terminal else _LiveProgress()
     return _PlainProgress()
@@ -63,7 +63,7 @@ def rows_text(stats: BatchStats) -> str:
 
 
 def eta_text(stats: BatchStats) -> str | None:
-    """Time left if the rows go on at their average pace; None if it is not known."""
+    """Time left at the average pace; None if unknown."""
     if stats.num_rows is None or not stats.num_done:
         return None
     seconds = round((stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done)
@@ -75,7 +75,7 @@ def eta_text(stats: BatchStats) -> str | None:
 
 
 def details(stats: BatchStats, rates: _Rates) -> list[str]:
-    """Speeds, cache and scheduling in short pieces."""
+    """Speeds, cache use and scheduling, briefly."""
     prompt_per_s, generated_per_s = rates.per_s()
     parts = [f"prompt {prompt_per_s:,.0f} tok/s", f"generated {generated_per_s:,.0f} tok/s"]
     parts.append(f"KV {100 * stats.num_used_blocks / max(stats.num_blocks, 1):.0f} %")
@@ -86,7 +86,7 @@ def details(stats: BatchStats, rates: _Rates) -> list[str]:
 
 
 class _Silent:
-    """Rows scroll by on the same terminal: they are the progress."""
+    """Shows nothing: rows on the same terminal are the progress."""
 
     def __enter__(self) -> "_Silent":
         return self
@@ -97,7 +97,7 @@ class _Silent:
 
 
 class _PlainProgress:
-    """For logs: whole lines, seldom."""
+    """Occasional whole lines, for logs."""
 
     def __init__(self) -> None:
         self._rates = _Rates()

@@ -1,4 +1,4 @@
-"""Reads a prompt file for `plan` and `profile-memory --prompts`: every row judged and counted as a run would do it."""
+"""Reads a prompt file for `plan` and `profile-memory --prompts`, validating and counting rows as a run would."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ FieldOption = Annotated[
     typer.Option(
         "--field",
         metavar="NAME",
-        help="Take the prompt from this field of each line; of a list, its first item.",
+        help="Field of each line that holds the prompt; for a list, its first item.",
         show_default=False,
     ),
 ]
-_NO_LIMIT = 2**62  # tokens, where the model is not known
+_NO_LIMIT = 2**62  # tokens, if the model is unknown
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
 
@@ -53,7 +53,7 @@ class PromptScan:
         return self.num_rows - self.num_bad
 
     def refuse(self, row: "Refused") -> None:
-        """Count a bad row."""
+        """Count an invalid row."""
         head, error = row.head, row.error
         self.bad_codes[error.code] += 1
         if len(self.bad_rows) < MAX_LISTED:
@@ -62,7 +62,7 @@ class PromptScan:
 
 
 def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
-    """The folder with the tokenizer, and the model in it; None for a folder that holds a tokenizer alone."""
+    """The tokenizer's folder and its model; None for a folder with only a tokenizer."""
     from pagedcli.engine.decide import model_folder
     from pagedcli.models.hub import check_files
     from pagedcli.models.reading import read_spec
@@ -85,9 +85,9 @@ def scan_prompts(
     num_blocks: int | None = None,
     shares: SharePlan | None = None,
 ) -> PromptScan:
-    """Read, tokenize and judge every row as a run would. Bad rows are kept apart, as in a run.
+    """Read, tokenize and validate every row as a run would. Invalid rows are kept apart.
 
-    `num_blocks`: of the pool. Rows that do not fit into it are bad, but part of the plan.
+    `num_blocks`: of the pool. Rows that do not fit into it are invalid, but part of the plan.
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
@@ -129,7 +129,7 @@ def scan_prompts(
             scan.refuse(Refused(taken.head, error))
             if error.code != "kv_cache_exceeded":
                 continue
-            max_tokens = params.max_tokens or 1  # planned nevertheless: another pool may hold it
+            max_tokens = params.max_tokens or 1  # still planned: another pool may hold it
         if spec is None and params.max_tokens is None:
             max_tokens = 0  # not known
         scan.plan.add(line.number, ids, max_tokens, n=params.n, cache_salt=taken.cache_salt)
@@ -140,7 +140,7 @@ def scan_prompts(
 
 
 def _take_field(document: dict[str, Any], *, field: str) -> dict[str, Any]:
-    """A plain line with the prompt that the field holds; other fields do not count."""
+    """A line with only the prompt from this field."""
     if field not in document:
         raise RequestError("invalid_request", f"no field {field!r}")
     value = document[field]

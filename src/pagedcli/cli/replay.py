@@ -1,4 +1,4 @@
-"""`pagedcli replay`: look at a recorded run again, step by step, in either direction."""
+"""`pagedcli replay`: step through a recorded run, in either direction."""
 
 import os
 import sys
@@ -41,12 +41,10 @@ class Export(StrEnum):
     PERFETTO = "perfetto"
 
 
-TraceFile = Annotated[
-    Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="A trace, or KV events, written by --record.")
-]
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events written by --record.")]
 Follow = Annotated[
     str | None,
-    typer.Option(metavar="ID", help="Follow one request, or one sequence as seq:31.", show_default=False),
+    typer.Option(metavar="ID", help="Highlight one request, or one sequence (seq:31).", show_default=False),
 ]
 
 
@@ -54,26 +52,26 @@ def replay(
     trace: TraceFile,
     *,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Print the tables of step N and end.", show_default=False)
+        int | None, typer.Option(metavar="N", help="Print the tables of step N and exit.", show_default=False)
     ] = None,
     follow: Follow = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Print the tables of every step.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Verify every law of the whole trace.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False,
     export: Annotated[
-        Export | None, typer.Option(help="Write the run for ui.perfetto.dev.", show_default=False)
+        Export | None, typer.Option(help="Export the run, e.g. for ui.perfetto.dev.", show_default=False)
     ] = None,
     output_file: Annotated[
         str | None,
-        typer.Option("-o", "--output-file", help="Of --export. Default: stdout.", show_default=False),
+        typer.Option("-o", "--output-file", help="Output file of --export. Default: stdout.", show_default=False),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --export.")] = False,
-    format_: Annotated[StepFormat, typer.Option("--format", help="Of what is printed.")] = StepFormat.TABLE,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
+    format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = StepFormat.TABLE,
 ) -> None:
-    """Look at a recorded run again, forward and back. Needs no model and no GPU.
+    """Step through a recorded run, forward and backward. Needs no model and no GPU.
 
-    On a terminal: arrows step, space plays, p / e / m jump to the next preemption, eviction or prefix miss (P / E / M
-    back), a number and Enter goes to a step, q quits. Elsewhere a line per step. Each step is shown as its forward
-    pass sees the cache. Of a recording of `pagedcli attach` each message is a step.
+    On a terminal: arrows step, space plays, p / e / m jump to the next preemption, eviction or prefix miss (P / E / M:
+    the previous one), a number and Enter goes to that step, q quits. Otherwise prints one line per step. Each step
+    shows the cache as its forward pass sees it. For recordings of `pagedcli attach`, each message is a step.
 
     \b
     Examples:
@@ -83,13 +81,13 @@ def replay(
       pagedcli replay run.jsonl --export perfetto -o run.json    (open at ui.perfetto.dev)
       pagedcli replay run.jsonl --no-live --format json | jq .blocks
 
-    Exit codes: 0 fine, 1 the trace breaks a law or is damaged, 2 wrong usage.
+    Exit codes: 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
     if output_file is not None and export is None:
-        raise UsageError("-o names the file of --export, which is not given")
+        raise UsageError("-o needs --export")
     if is_capture(trace):
         if check or follow is not None or export is not None:
-            raise UsageError(f"{trace} is a recording of KV events: it has no --check, --follow and --export")
+            raise UsageError(f"{trace} is a recording of KV events: --check, --follow and --export do not apply")
         replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
     elif check:
         _check(trace, format_)
@@ -104,7 +102,7 @@ def replay(
 
 
 def table_console() -> Console:
-    """Where tables of steps go: stdout, wide enough for block tables if it is no terminal."""
+    """The stdout console for step tables, wide enough for block tables if it is not a terminal."""
 
     free = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if free else 160)
@@ -158,7 +156,7 @@ def _print_steps(trace: Path, step: int | None, follow: str | None, format_: Ste
     _say_notes(reader.notes)
     state = printer.moment.state
     if step is not None:
-        raise UsageError(f"there is no step {step}: the last step of {trace} is {state.step_number}")
+        raise UsageError(f"{trace} has no step {step}: the last one is {state.step_number}")
     if follow is not None and not printer.moment.follow_seq_ids:
         raise UsageError(f"there is no request {follow!r} in {trace}", hint="one sequence is named as seq:31")
 
@@ -168,7 +166,7 @@ def _print_lines(trace: Path, follow: str | None) -> None:
     reader, moment = TraceReader(trace), Moment(follow=follow)
     for event in pool_fold(moment).steps(reader):
         if isinstance(event, BlockEvicted):
-            continue  # those of one step stand in one line
+            continue  # the events of one step share a line
         for line in moment.new_words():
             print(line)
         if isinstance(event, StepFinished):

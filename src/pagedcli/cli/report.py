@@ -1,4 +1,4 @@
-"""`pagedcli report`: one HTML page of a recorded run."""
+"""`pagedcli report`: an HTML report of a recorded run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,9 @@ def report(
     *,
     output_file: Annotated[
         Path | None,
-        typer.Option("-o", "--output-file", help="The page. Default: the trace's name with .html.", show_default=False),
+        typer.Option(
+            "-o", "--output-file", help="Output file. Default: the trace's name with .html.", show_default=False
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -31,13 +33,13 @@ def report(
             show_default=False,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing report.")] = False,
 ) -> None:
-    """Write one self-contained HTML page of a recorded run: no network, works from a file.
+    """Write a self-contained HTML report of a recorded run; it needs no network.
 
-    Occupancy over time, the block map with a step slider, a timeline per request, hit rate and waste, and the reason
-    of each prefix lookup. If tokens were recorded (--record-tokens), pieces of the prompts are in it: share with care.
-    Of a recording of `pagedcli attach`: residency over time, churn, and what a larger cache would have kept.
+    It shows occupancy over time, a block map with a step slider, a timeline per request, hit rate and waste, and the
+    reason for each prefix miss. For recordings of `pagedcli attach`: residency over time, churn, and what a larger
+    cache would have kept. If tokens were recorded (--record-tokens), it contains parts of the prompts: share with care.
 
     \b
     Examples:

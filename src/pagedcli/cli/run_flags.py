@@ -1,4 +1,4 @@
-"""The flags of `generate` that are about files and inspection, not about the configuration (see cli.options)."""
+"""Flags of `generate` for files and inspection; those of the configuration are in cli.options."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-_FILES, _INSPECTION, _CLUSTER = "Files", "Inspection", "Many workers (docs/distributed.md)"
+_FILES, _INSPECTION, _CLUSTER = "Files", "Inspection", "Distributed (docs/distributed.md)"
 
 
 class ShownFormat(StrEnum):
@@ -27,22 +27,25 @@ Prompts = Annotated[
     str | None,
     typer.Argument(
         metavar="PROMPTS.jsonl",
-        help="Input file or folder; .gz is decompressed, .parquet is a table, - is stdin.",
+        help="Input file or folder: JSONL (also .gz) or .parquet; - reads stdin.",
         show_default=False,
     ),
 ]
-InputFile = Annotated[str | None, _file_option("-i", "--input-file", help="The same as an option.")]
-OutputFile = Annotated[str | None, _file_option("-o", "--output-file", help="Output file. Default: -, stdout.")]
-Resume = Annotated[bool, _file_option("--resume", help="Continue a run that was stopped.")]
-Overwrite = Annotated[bool, _file_option("--overwrite", help="Start anew, and replace files that exist.")]
+InputFile = Annotated[str | None, _file_option("-i", "--input-file", help="Input, given as an option.")]
+OutputFile = Annotated[str | None, _file_option("-o", "--output-file", help="Output file. Default: - (stdout).")]
+Resume = Annotated[bool, _file_option("--resume", help="Continue an interrupted run.")]
+Overwrite = Annotated[bool, _file_option("--overwrite", help="Start over and replace existing files.")]
 Shard = Annotated[
-    str, typer.Option(metavar="I/N", help="Only every n-th row, beginning with the i-th.", rich_help_panel=_FILES)
+    str,
+    typer.Option(
+        metavar="I/N", help="Process only shard I of N: every N-th row, starting with the I-th.", rich_help_panel=_FILES
+    ),
 ]
 Metrics = Annotated[
     Path | None,
     _file_option(
         "--metrics",
-        help="Keep the run's counters in this file, for Prometheus.",
+        help="Write the run's counters to this file, for Prometheus.",
         panel=_INSPECTION,
         metavar="FILE.prom",
     ),
@@ -50,55 +53,55 @@ Metrics = Annotated[
 SummaryJson = Annotated[
     Path | None,
     _file_option(
-        "--summary-json", help="Write the summary of the run to this file.", panel=_INSPECTION, metavar="FILE.json"
+        "--summary-json", help="Write the run's summary to this file.", panel=_INSPECTION, metavar="FILE.json"
     ),
 ]
 DumpKv = Annotated[
     bool,
-    _file_option("--dump-kv", help="Print block tables, ref counts and prefix hits of each step.", panel=_INSPECTION),
+    _file_option("--dump-kv", help="Print each step's block tables, ref counts and prefix hits.", panel=_INSPECTION),
 ]
 Record = Annotated[
     Path | None,
     _file_option(
         "--record",
-        help="Write every event of the KV cache to a trace file.",
+        help="Record all KV-cache events to a trace file.",
         panel=_INSPECTION,
         metavar="TRACE.jsonl[.zst]",
     ),
 ]
 RecordTokens = Annotated[
     bool,
-    _file_option("--record-tokens", help="Put token ids into the trace, which are private.", panel=_INSPECTION),
+    _file_option("--record-tokens", help="Include token ids in the trace (reveals the prompts).", panel=_INSPECTION),
 ]
 KVEvents = Annotated[
     str | None,
     _file_option(
         "--kv-events",
         metavar="ENDPOINT",
-        help="Publish the prefix cache in vLLM's format, e.g. tcp://127.0.0.1:5557; replay on the next port.",
+        help="Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port.",
         panel=_INSPECTION,
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what the file would do to the KV cache (see pagedcli plan).")
+    bool, typer.Option("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
 ]
 Ray = Annotated[
     bool,
-    _file_option("--ray", help="Run on workers of a local Ray cluster; -o is a folder of parts.", panel=_CLUSTER),
+    _file_option("--ray", help="Run on a local Ray cluster; -o is a folder of parts.", panel=_CLUSTER),
 ]
 RayAddress = Annotated[
     str | None,
     _file_option(
         "--ray-address",
-        help="The same on a running cluster, for example 'auto'.",
+        help="Run on an existing Ray cluster, e.g. 'auto'.",
         panel=_CLUSTER,
         metavar="ADDRESS",
     ),
 ]
 Workers = Annotated[
     int,
-    typer.Option("--workers", metavar="N", min=1, help="Engines, one per worker.", rich_help_panel=_CLUSTER),
+    typer.Option("--workers", metavar="N", min=1, help="Number of workers, one engine each.", rich_help_panel=_CLUSTER),
 ]
 Shown = Annotated[
-    ShownFormat, typer.Option("--format", help="Of --show-config and --dry-run; yaml of --show-config only.")
+    ShownFormat, typer.Option("--format", help="Format for --show-config and --dry-run; yaml only for --show-config.")
 ]

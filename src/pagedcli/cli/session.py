@@ -1,4 +1,4 @@
-"""One batch run from the command line: messages, signals and exit code. Shared by the commands that generate."""
+"""A batch run from the command line: messages, signals and exit code. Shared by `generate` and `trace`."""
 
 import signal
 import sys
@@ -25,10 +25,10 @@ EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
 def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, terminal_is_taken: bool = False) -> int:
-    """Run a job to its end. Returns the exit code.
+    """Run a job to its end and return the exit code.
 
-    `emit` gets the engine's events. `terminal_is_taken`: something else is drawn on the terminal, so no progress.
-    Raises: PagedcliError for whatever makes the run impossible.
+    `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
+    Raises: PagedcliError for fatal errors.
     """
     work = OpenJob(job)
     metrics = MetricsFile(job.metrics) if job.metrics is not None else None
@@ -50,7 +50,7 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
     result = _run(work, engine, sink, metrics, quiet_terminal=terminal_is_taken or _is_rows_on_terminal(job))
     say_summary(result)
     if work.lines.has_grown:
-        say(f"note: {job.input_name} has grown since the run began; the added rows were not read")
+        say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
     if metrics is not None:
         metrics.update(result.stats, now=True)
     if job.summary_json is not None:
@@ -88,7 +88,7 @@ def _exit_code(job: Job, sink: Sink, result: BatchResult) -> int:
 
 
 def _say_resumable(sink: Sink) -> None:
-    """After the sink was abandoned: how to continue."""
+    """Print how to continue an interrupted run."""
     if not isinstance(sink, FileSink):
         return
     if sink.rows_are_kept:
@@ -117,7 +117,7 @@ def _is_rows_on_terminal(job: Job) -> bool:
 
 
 class StopRequest:
-    """Ctrl-C (or SIGTERM) once: `requested` becomes True. Twice: KeyboardInterrupt, now."""
+    """The first Ctrl-C (or SIGTERM) sets `requested`; the second raises KeyboardInterrupt immediately."""
 
     def __init__(self, *, rows_are_kept: Callable[[], bool]) -> None:
         self.requested = False
@@ -125,8 +125,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals meanwhile."""
-        if threading.current_thread() is not threading.main_thread():  # only there Python delivers signals
+        """Handle the signals within this context."""
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
             yield
             return
         signals = (signal.SIGINT, signal.SIGTERM)
@@ -142,12 +142,12 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         kept = "; finished rows are kept" if self._rows_are_kept() else ""
-        say(f"\nstopping after this step{kept} (again: stop now)")
+        say(f"\nstopping after this step{kept} (press again to stop now)")
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """'2/4' is the second of four: (1, 4). Raises: UsageError."""
+    """'2/4', the second of four: (1, 4). Raises: UsageError."""
     first, _, second = text.partition("/")
     if first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second):
         return int(first) - 1, int(second)
-    raise UsageError(f"--shard is {text!r}, but must be i/n with i from 1 to n", hint="for example --shard 1/4")
+    raise UsageError(f"--shard is {text!r}, but must be I/N with I from 1 to N", hint="for example --shard 1/4")

@@ -1,4 +1,4 @@
-"""What a run says on stderr before it starts and after it ended, and the effective configuration."""
+"""Messages on stderr before and after a run, and the effective configuration."""
 
 import shlex
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def say_model(model: str) -> None:
-    """Which model is about to be loaded."""
+    """Print which model is about to be loaded."""
     shown = "built-in demo model (choose another with -m)" if model == BUILTIN_MODEL else model
     say(f"pagedcli {__version__}, model: {shown}")
 
 
 def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
-    """What the machine will do with the configuration, and why nothing faster."""
+    """Print the plan, and why nothing faster is used."""
     say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {plan.max_model_len:,} tokens per request")
     for reason in plan.refused:
         say(f"  not used: {reason}")
@@ -49,13 +49,11 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
 
 
 def say_summary(result: BatchResult) -> None:
-    """The end of a run in a few lines."""
+    """Print the summary of a run."""
     stats = result.stats
     say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if stats.num_resumed:
-        say(
-            f"  resumed      {_count(stats.num_resumed, 'row')} came from the journal; what follows is about the others"
-        )
+        say(f"  resumed      {_count(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
     if stats.num_prompt_tokens:
         generated_per_s = stats.num_generated_tokens / max(stats.elapsed_s, 1e-9)
         all_per_s = generated_per_s + stats.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
@@ -67,7 +65,7 @@ def say_summary(result: BatchResult) -> None:
             f"  generated    {_count(stats.num_generated_tokens, 'token')}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
-        say(f"  TTFT         {_percentiles(stats.ttft)}, from when the engine took a row, not from the run's start")
+        say(f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run")
         say(f"  of it queued {_percentiles(stats.queued)}, before the row's first step")
         say(f"  TPOT         {_percentiles(stats.tpot)}")
         say(
@@ -80,9 +78,9 @@ def say_summary(result: BatchResult) -> None:
 
 
 def summary_document(result: BatchResult) -> dict[str, object]:
-    """The end of a run for machines. Tokens and blocks by number, times in seconds; null: nothing was measured.
+    """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured.
 
-    ttft_s runs from when the engine took a row to its first token; queued_s is its part before the row's first step.
+    ttft_s: from admission of a row to its first token; queued_s: the part of it before the row's first step.
     """
     stats = result.stats
     seconds = max(stats.elapsed_s, 1e-9)
@@ -122,7 +120,7 @@ def write_summary(path: Path, result: BatchResult) -> None:
 
 
 def resume_command(arguments: Iterable[str]) -> str:
-    """The command line that continues where this one stopped."""
+    """The command line that resumes this run."""
     kept = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
     return shlex.join(["pagedcli", *kept, "--resume"])
 
@@ -134,7 +132,7 @@ def config_document(loaded: LoadedConfig) -> dict[str, dict[str, object]]:
 
 
 def config_rows(loaded: LoadedConfig) -> list[dict[str, object]]:
-    """One row per key: its value and where the value is from."""
+    """One row per key: its value and the source of the value."""
     return [
         {
             "key": f"{section}.{name}",

@@ -1,4 +1,4 @@
-"""Rows as a table for people, JSON, CSV or Markdown: what every command with --format prints on stdout.
+"""Rows as a readable table, JSON, CSV or Markdown, for every command with --format.
 
 JSON and CSV carry plain keys and raw numbers; tables and Markdown carry headers with units and rounded numbers.
 """
@@ -32,11 +32,11 @@ class Format(StrEnum):
     MD = "md"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables on stdout.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 
 
 def text(value: object) -> str:
-    """As it is; yes and no for booleans."""
+    """The value as text; yes or no for booleans."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
@@ -69,9 +69,9 @@ class Column:
     """One column. Values that are None or absent show as '-', and are empty in CSV."""
 
     key: str  # plain key in JSON and CSV, e.g. "block_bytes"
-    header: str  # for people, with the unit
+    header: str  # readable, with the unit
     show: Callable[[Any], str] = text
-    words: bool = False  # aligned to the left although it has a `show` of its own
+    words: bool = False  # left-aligned although it has its own `show`
 
     @property
     def is_number(self) -> bool:
@@ -80,8 +80,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a title. `key` names the table in JSON. For people only: `notes`, lines below the table, and
-    `max_shown`, a limit of rows.
+    """Rows under a title. `key` names the table in JSON. Only in tables and Markdown: `notes`, lines below the table,
+    and `max_shown`, the largest number of rows.
     """
 
     key: str
@@ -93,7 +93,7 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
-    """Write tables to stdout. `facts` are further keys of the JSON object, which is {facts..., table key: [rows]}.
+    """Write tables to stdout. `facts` are added to the JSON object: {facts..., table key: [rows]}.
 
     In CSV, several tables follow each other, each after a line '# title', with an empty line between them.
     """
@@ -103,7 +103,7 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
         sys.stdout.write(document_text.decode() + "\n")
         return
     width = get_terminal_size().columns if sys.stdout.isatty() else None
-    csv_text = str if width is None else printable  # data for a program, raw; on a terminal it is read by a person
+    csv_text = str if width is None else printable  # raw for programs; control characters are escaped on a terminal
     render = {
         Format.TABLE: lambda table: as_text(table, width),
         Format.CSV: lambda table: csv_text(as_csv(table, with_title=len(tables) > 1)),
@@ -113,7 +113,7 @@ def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str,
 
 
 def as_text(table: Table, width: int | None = None) -> str:
-    """Aligned columns, numbers to the right, words to the left. What is over `width` cells wraps in the last column."""
+    """Aligned columns, numbers right, text left. Text beyond `width` cells wraps in the last column."""
     if not table.rows:
         return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
     cells = [[column.header for column in table.columns], *_shown(table)]
@@ -154,7 +154,7 @@ def as_markdown(table: Table) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Text in which Markdown finds no HTML, no link and no cell's end."""
+    """Text escaped for a Markdown cell: no HTML, links or cell separators."""
     return re.sub(r"([\\|<\[`])", r"\\\1", text)
 
 

@@ -1,4 +1,4 @@
-"""What a command writes for people, and JSON on a terminal."""
+"""Messages on stderr, and safe JSON on a terminal."""
 
 import sys
 from typing import BinaryIO
@@ -7,12 +7,12 @@ from pagedcli.printable import printable, printable_json
 
 
 def say(text: str = "") -> None:
-    """A line on stderr, where everything goes that is not data."""
+    """Print a line on stderr, where everything but data goes."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 class TerminalJson:
-    """JSON lines for a terminal, which no text in them can steer."""
+    """JSON lines for a terminal, with control characters escaped."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""`pagedcli trace`: generation with a look inside the KV cache while it runs."""
+"""`pagedcli trace`: generation with a live view of the KV cache."""
 
 import os
 import sys
@@ -25,15 +25,17 @@ _VIEW = "View"
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
 def trace(
-    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file; .gz is read as such.")],
+    prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz).")],
     *,
     record: Annotated[
         Path | None,
-        typer.Option(metavar="TRACE.jsonl[.zst]", help="Record every event to a new file.", rich_help_panel=_VIEW),
+        typer.Option(metavar="TRACE.jsonl[.zst]", help="Record all events to a trace file.", rich_help_panel=_VIEW),
     ] = None,
     record_tokens: Annotated[
         bool,
-        typer.Option("--record-tokens", help="Put token ids into it; else they stay private.", rich_help_panel=_VIEW),
+        typer.Option(
+            "--record-tokens", help="Include token ids in the trace (reveals the prompts).", rich_help_panel=_VIEW
+        ),
     ] = False,
     follow: Follow = None,
     step: Annotated[
@@ -44,24 +46,26 @@ def trace(
         bool, typer.Option("--no-live", help="Print the tables of every step.", rich_help_panel=_VIEW)
     ] = False,
     paused: Annotated[
-        bool, typer.Option("--paused", help="Begin paused, at the first step.", rich_help_panel=_VIEW)
+        bool, typer.Option("--paused", help="Start paused at the first step.", rich_help_panel=_VIEW)
     ] = False,
     output_file: Annotated[
         str | None,
-        typer.Option("-o", "--output-file", help="Keep the rows. Default: they are dropped.", show_default=False),
+        typer.Option(
+            "-o", "--output-file", help="Write the rows to this file. Default: discard them.", show_default=False
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace files that exist.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over and replace existing files.")] = False,
     config: ConfigFile = None,
     format_: Annotated[
-        StepFormat, typer.Option("--format", help="Of --step and --no-live.", rich_help_panel=_VIEW)
+        StepFormat, typer.Option("--format", help="Format for --step and --no-live.", rich_help_panel=_VIEW)
     ] = StepFormat.TABLE,
     flags: Flags,
 ) -> None:
-    """Generate under a live view of the KV cache: block pool, sequences, hit rates, events.
+    """Generate with a live view of the KV cache: block pool, sequences, hit rates, events.
 
-    On a terminal: space pauses, . makes one step, + and - change the speed, q stops after the step. Elsewhere plain
-    lines. Tables of steps go to stdout, the live view to stderr. The flags are those of generate.
+    On a terminal: space pauses, . runs one step, + and - change the speed, q stops after the step. Without a terminal
+    it prints plain lines. Step tables go to stdout, the live view to stderr. Takes the flags of generate.
 
     \b
     Examples:
@@ -71,13 +75,15 @@ def trace(
       pagedcli trace prompts.jsonl --step 12 --format json | jq .sequences
     """  # fmt: skip
     if prompts == "-" and sys.stdin.isatty():
-        raise UsageError("prompts from a terminal cannot be traced: the keys are the view's", hint="name a JSONL file")
+        raise UsageError(
+            "cannot trace prompts typed on a terminal: the view needs the keyboard", hint="pass a JSONL file"
+        )
     if paused and not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("--paused needs a terminal: its keys make the steps", hint="leave it out")
+        raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
     as_tables = no_live or step is not None or format_ is StepFormat.JSON
     output = Path(output_file if output_file is not None else os.devnull)
     if output_file == "-":
-        raise UsageError("-o - would mix rows with the view", hint="give a file, or use pagedcli generate --record")
+        raise UsageError("-o - would mix rows with the view", hint="pass a file, or use pagedcli generate --record")
     job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
     job.check_files()
     as_json = format_ is StepFormat.JSON
@@ -87,7 +93,7 @@ def trace(
 
 
 def _run(job: Job, view: StepPrinter | LiveView, *, trace_tokens: bool) -> int:
-    """Generate under a view, and into a trace file if the job names one. Returns the exit code."""
+    """Generate with a view, and record a trace if the job names a file. Returns the exit code."""
     observers: list[Emit] = [view.on_event]
     with ExitStack() as stack:
         writer = None
@@ -103,7 +109,7 @@ def _run(job: Job, view: StepPrinter | LiveView, *, trace_tokens: bool) -> int:
 
         code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=isinstance(view, LiveView))
     if writer is not None and writer.path.exists():
-        say(f"trace: {writer.path}; look again with: pagedcli replay {job.record}")
+        say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")
     if isinstance(view, StepPrinter) and view.only_step is not None and not view.num_printed:
         raise UsageError(f"there is no step {view.only_step}: the last one was {view.moment.state.step_number}")
     return code
