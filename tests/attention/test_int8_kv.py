@@ -313,7 +313,7 @@ def test_backends_that_cannot_say_so_and_what_to_do(library, model):
         with pytest.raises(BackendError, match="no KV cache of int8") as caught:
             engine_for(model, attention_backend=name)
         assert "--kv-cache-dtype auto" in caught.value.hint
-    with pytest.raises(ConfigError, match="for a CPU, not a CUDA GPU") as caught:
+    with pytest.raises(ConfigError, match="needs a CPU, not a CUDA GPU") as caught:
         resolve_kv_dtype("int8", BF16, Gpu(name="any", total_bytes=1, free_bytes=1, capability=(9, 0)))
     assert "fp8" in caught.value.hint
     with pytest.raises(ConfigError, match="needs a CUDA GPU") as caught:

@@ -108,7 +108,7 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
         ({"device": "cuda:2"}, gpu_machine(num_gpus=2), "there are 2 GPUs"),
         ({"tensor_parallel_size": 2}, gpu_machine(), "needs GPU 1"),
         ({"kv_cache_dtype": "fp8"}, gpu_machine((8, 0)), "H100 has 8.0"),
-        ({"kv_cache_dtype": "int8"}, gpu_machine(), "int8 is for a CPU"),
+        ({"kv_cache_dtype": "int8"}, gpu_machine(), "int8 needs a CPU"),
         ({"attention_backend": "cpu", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no C.. compiler"),
         ({"attention_backend": "triton"}, gpu_machine((7, 5)), "compute capability 8.0"),
         ({"quantization": "int8"}, gpu_machine(), "no decoder runs Qwen3ForCausalLM with weights int8"),
