@@ -1,6 +1,7 @@
 """Traces of simulated runs."""
 
 import random
+from contextlib import suppress
 
 from scripted import Simulation
 
@@ -8,8 +9,9 @@ from pagedcli.events import Event
 from pagedcli.inspection.trace_writer import TraceWriter
 
 
-def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, **limits) -> list[Event]:
-    """A run in which everything happens: hits, forks, copies, chunks, preemptions, evictions, waiting, salts."""
+def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0, **limits) -> list[Event]:
+    """A run in which everything happens: hits, forks, copies, chunks, preemptions, evictions, waiting, salts. `fails`:
+    share of steps whose launch or read raises."""
     rng = random.Random(seed)
     events: list[Event] = []
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "chunked_prefill_size": 5, **limits}
@@ -17,7 +19,10 @@ def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, **limits)
     for index in range(num_requests):
         prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
-    sim.run()
+    while sim.has_unfinished_requests():
+        sim.executor.fail_launch, sim.executor.fail_read = rng.random() < fails / 2, rng.random() < fails / 2
+        with suppress(RuntimeError):
+            sim.step()
     return events
 
 

@@ -5,6 +5,7 @@ import torch
 from engine_harness import ragged_prompts, run
 from interpreter import INTERPRETED, interpreted, plain, run_interpreted
 from model_zoo import tiny_model
+from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import available_backends
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=7)
+    run_interpreted(__file__, at_least=11)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,48 @@ def test_partial_results_take_as_much_room_as_there_are_rows():
     assert worst_error(attend(backend, case), case.expected()) < 1e-6
     num_parts = 3 * 3 + 2 * 2 + 2 * 1 + 3 * 8  # splits x new tokens, of those with several splits; 70 is a prefill
     assert backend._partials[0].shape[0] == num_parts * 4
+
+
+@interpreted
+@pytest.mark.parametrize("ahead", [True, False])
+def test_samples_forked_in_a_graph_step_get_the_tokens_of_the_reference(model, gpu, ahead):
+    """The last piece of a prompt is one token, so that its step is served by a graph and its logits by several rows."""
+    prompts = [[5, 6, 7], [8 + i for i in range(10)]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True, seed=3, n=2),
+    ]
+    config = {"chunked_prefill_size": 9, "max_num_seqs": 4}
+    expected = run(make_engine(model, "cpu", attention_backend="reference", **config), prompts, params)
+    engine = make_engine(model, "cuda", async_scheduling=ahead, **config)
+    graphs, plain = engine.runner.graphs, []
+    run_graph = graphs.run
+    graphs.run = lambda step, sampling: (plain.append(sampling is not None), run_graph(step, sampling))[1]
+    assert run(engine, prompts, params) == expected
+    assert plain.count(False) == 1, "the step that forks is served by a graph, and its choice made outside"
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 2, "top_p": 0.9}], ids=str)
+def test_logits_that_are_not_numbers_end_their_request_only(tmp_path, gpu, options):
+    path = tiny_model("llama-untied", tmp_path / "model", num_hidden_layers=1)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **options)
+    [alone] = run(make_engine(path, "cpu", attention_backend="reference"), [[5, 6, 8]], params)
+    waits = len(gpu.waits)
+    engine = make_engine(path, "cuda")
+    del gpu.waits[waits:]
+    for number, prompt in enumerate([[5, 6, 8], [5, 7, 8]]):
+        engine.add_request(str(number), prompt, params)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs["1"].error.code == "invalid_logits"
+    assert outputs["0"].error is None
+    assert outputs["0"].samples[0].token_ids == alone[0]
+    assert not gpu.waits, "a step never waits for the device"
 
 
 @interpreted

@@ -139,6 +139,27 @@ def test_choice_keeps_to_the_floor_and_takes_the_first_of_equals():
 
 
 @interpreted
+@pytest.mark.parametrize("floor", [None, [float("-inf"), 0.5]])
+def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_their_own(floor):
+    from pagedcli.layers import sampling, triton_sampling
+
+    good = noise(2, 5000, scale=3.0)
+    bad = [good.clone() for _ in range(4)]
+    bad[0][:, 7] = float("nan")
+    bad[1][:, 4500] = float("nan")  # in the second chunk
+    bad[2][:, 4999] = float("inf")
+    bad[3][:] = float("-inf")
+    logits = torch.cat([*bad, good]).repeat_interleave(2, 0)
+    temperature = torch.tensor([0.0, 0.8]).repeat(10)
+    floors = None if floor is None else torch.tensor(floor).repeat_interleave(2).repeat(5)
+    uniform = torch.linspace(0.1, 0.9, 20)
+    tokens = triton_sampling.choose_tokens(logits, temperature, uniform, floors)
+    assert tokens.tolist() == sampling.choose_tokens(logits, temperature, uniform, floors, num_drawn=10).tolist()
+    assert (tokens[:16] == sampling.INVALID).all()
+    assert (tokens[16:] >= 0).all()
+
+
+@interpreted
 def test_draws_follow_the_distribution():
     from pagedcli.layers import triton_sampling
 

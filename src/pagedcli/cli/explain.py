@@ -16,6 +16,7 @@ from pagedcli.inspection.explain import Explainer, explain_trace
 from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.words import plural
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.models.hub import resolve_model
 
@@ -152,7 +153,10 @@ def _prefix_notes(explainer: Explainer) -> list[str]:
     size, longest = explainer.block_size, explainer.longest_shared_prefix()
     sizes = sorted({size, 16, 256} - {0})
     blocks = ", ".join(f"{longest // s:,} {'block' if longest // s == 1 else 'blocks'} at block {s}" for s in sizes)
+    failed = explainer.num_failed_steps
+    lost = f"{plural(failed, 'step')} failed; the content of {plural(explainer.num_lost_blocks, 'block')} was dropped"
     return [
+        *([lost] if failed else []),
         f"minimum cacheable prefix: {size} tokens (one block)",
         f"longest shared prefix seen: {longest:,} tokens = {blocks}",
     ]

@@ -247,7 +247,7 @@ class EngineCore:
 
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
-        now_s = self._now_s()
+        now_s, logprobs = self._now_s(), tokens.logprobs
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.stats.num_discarded_tokens += 1
@@ -262,8 +262,8 @@ class EngineCore:
                 seq.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
-            if row in tokens.logprobs:
-                seq.logprobs.append(tokens.logprobs[row])
+            if logprobs and row in logprobs:
+                seq.logprobs.append(logprobs[row])
             sampled.append(seq)
             try:
                 seq.append_token(token_id)

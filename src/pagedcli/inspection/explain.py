@@ -4,6 +4,7 @@ Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded
 """
 
 from bisect import bisect_left
+from collections import Counter
 
 from pagedcli.events import (
     BlockEvicted,
@@ -14,6 +15,7 @@ from pagedcli.events import (
     PrefixLookedUp,
     RequestAdded,
     RequestFinished,
+    StepFailed,
     TokensSampled,
 )
 from pagedcli.inspection.dispatch import View
@@ -30,6 +32,8 @@ class Explainer(View[PoolState]):
     def __init__(self) -> None:
         self.lookups: list[Lookup] = []
         self.block_size = 0
+        self.num_failed_steps = 0
+        self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
         self._num_events = 0
         self._requests: dict[int, tuple[str, bool]] = {}  # of live sequences: id, salted
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
@@ -152,6 +156,15 @@ class Explainer(View[PoolState]):
             del self._num_copies[event.hash]
         if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
             self._ghosts[event.hash] = self._evictions.append(), state.step_number
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        """What the step left uncertain was never in the cache: who computes it next is the first."""
+        kept = Counter(state.hashes[block_id] for block_id in event.cached_block_ids)
+        self.num_failed_steps += 1
+        self.num_lost_blocks += sum(self._num_copies.values()) - kept.total()
+        for block_hash in self._num_copies.keys() - kept.keys():
+            del self._first_seen[block_hash]
+        self._num_copies = {block_hash: count for block_hash, count in kept.items() if block_hash is not None}
 
     def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):

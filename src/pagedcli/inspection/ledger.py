@@ -104,7 +104,8 @@ class BlockLedger:
             self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
         self.ref_counts = [0] * self.num_blocks
         self.free_block_ids = OrderedDict.fromkeys([*empty, *cached_block_ids])
-        self.num_cached_blocks, self.num_shared_blocks, self.num_references = len(cached_block_ids), 0, 0
+        self.num_cached_blocks = self.num_full_blocks = len(cached_block_ids)
+        self.num_shared_blocks = self.num_references = 0
         found = self.hash_to_block_id.items()
         self.hash_to_block_id = {block_hash: block_id for block_hash, block_id in found if block_id in cached}
 

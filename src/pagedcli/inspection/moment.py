@@ -19,6 +19,7 @@ from pagedcli.events import (
     RequestPreempted,
     RequestRefused,
     SequenceForked,
+    StepFailed,
 )
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
@@ -33,6 +34,7 @@ _NOTABLE = (
     RequestRefused,
     SequenceForked,
     BlockCopied,
+    StepFailed,
 )
 _KEPT_EVENTS = 400
 
@@ -150,6 +152,7 @@ class Moment(View[PoolState]):
             },
             "memory": dataclasses.asdict(memory_use(state)),
             "num_finished": len(state.finished),
+            "num_failed_steps": stats.num_failed_steps,
             "num_preemptions": stats.num_preemptions,
             "num_dropped_tokens": stats.num_dropped_tokens,
             "num_recomputed_tokens": num_recomputed_tokens(state),

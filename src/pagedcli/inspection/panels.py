@@ -294,6 +294,8 @@ def work_lines(moment: Moment) -> Text:
         f"sharing   saves {plural(use.saved_blocks, 'block')} ({byte_size(use.saved_bytes)}); "
         f"duplicates so far: {stats.num_duplicate_blocks:,}",
     ]
+    if stats.num_failed_steps:
+        lines.append(f"failed    {plural(stats.num_failed_steps, 'step')}: what was running waited again")
     if use.contiguous_times is not None:
         lines.append(
             f"reserved  contiguously for the model's length it would be {byte_size(use.contiguous_bytes)}, "

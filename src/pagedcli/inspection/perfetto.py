@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pagedcli.events import RequestFinished, RequestPreempted, StepFinished, StepStarted
+from pagedcli.events import RequestFinished, RequestPreempted, StepFailed, StepFinished, StepStarted
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.fold import EventSource, fold
 from pagedcli.inspection.state import PoolState
@@ -41,7 +41,14 @@ class _Rows(View[PoolState]):
             self._first_step, self._out.zero_ns = event.step, event.time_ns
         self._starts.append(self._out.at(event.time_ns))
 
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        self._out.write(ph="i", s="p", name="step failed", pid=_ENGINE, tid=0, ts=self._out.at(event.time_ns))
+        self._end_step(state)
+
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._end_step(state)
+
+    def _end_step(self, state: PoolState) -> None:
         self._out.step(state, self._stats)
         for seq_id in self._ended:
             self._out.sequence(self._timelines.seqs.pop(seq_id), self._starts, self._first_step)

@@ -75,6 +75,7 @@ class StepRecord:
     forward_ns: int = 0
     sample_ns: int = 0
     observer_ns: int = 0
+    scheduled: bool = False  # a step can fail before
     seq_ids: tuple[int, ...] = ()
     num_new_tokens: tuple[int, ...] = ()  # per sequence of seq_ids
     num_waiting: int = 0

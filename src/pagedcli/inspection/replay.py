@@ -1,6 +1,7 @@
 """Time travel through a trace file: the moment of any step, forward and back. No terminal here.
 
-A stop is the moment right after a step was scheduled, which is what its forward pass sees; the last stop is the end.
+A stop is the moment right after a step was scheduled, which is what its forward pass sees, or after it failed before
+that; the last stop is the end.
 """
 
 from bisect import bisect_left, bisect_right
@@ -9,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from pagedcli.errors import TraceError
-from pagedcli.events import AnyEvent, BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepScheduled
+from pagedcli.events import AnyEvent, BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepFailed, StepScheduled
 from pagedcli.inspection.fold import EventSource, Fold, pool_fold
 from pagedcli.inspection.moment import Moment
 
@@ -43,7 +44,7 @@ class Replay:
             for event in pool_fold(self._moment).steps(source):
                 lines.append(self._encode(event))
                 self._note_landmark(event)
-                if isinstance(event, StepScheduled):
+                if isinstance(event, StepScheduled | StepFailed) and self.steps[-1:] != [event.step]:
                     self._add_stop(event.step, lines)
                     lines.clear()
         except TraceError as error:

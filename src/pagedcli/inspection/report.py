@@ -21,6 +21,7 @@ from pagedcli.events import (
     BlocksReused,
     EngineStarted,
     SequenceForked,
+    StepFailed,
     StepScheduled,
 )
 from pagedcli.inspection.dispatch import View
@@ -99,9 +100,17 @@ class BlockFrames(View[PoolState]):
         self._touched.update(range(len(self._codes)))  # a further part begins with an empty pool
 
     def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        self._add_step(event.step, state)
+
+    def _add_step(self, step: int, state: PoolState) -> None:
         if not self.deltas:
-            self.first_step = event.step
+            self.first_step = step
         self.add(state)
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        self._touched.update(range(state.num_blocks))
+        if state.step is not None and not state.step.scheduled:
+            self._add_step(event.step, state)
 
     def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
         self._touched.add(event.block_id)

@@ -211,6 +211,7 @@ class PoolState(BlockLedger):
             seq.num_computed_tokens = num_computed
         step = self.step
         if step is not None:
+            step.scheduled = True
             step.seq_ids, step.num_new_tokens, step.num_waiting = event.seq_ids, event.num_new_tokens, event.num_waiting
 
     def on_tokens_sampled(self, event: TokensSampled) -> None:

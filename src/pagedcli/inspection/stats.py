@@ -12,6 +12,7 @@ from pagedcli.events import (
     EngineStarted,
     PrefixLookedUp,
     RequestPreempted,
+    StepFailed,
     StepFinished,
     StepScheduled,
     TokensSampled,
@@ -74,6 +75,7 @@ class RunStats(View[PoolState]):
         self.run = Hits()
         self.rolling = Hits()
         self.num_steps = 0
+        self.num_failed_steps = 0
         self.num_computed_tokens = 0  # by the model, recomputed ones included
         self.num_generated_tokens = 0
         self.num_preemptions = 0
@@ -107,6 +109,9 @@ class RunStats(View[PoolState]):
         self.num_dropped_tokens += event.num_tokens_dropped
 
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._end_step(state)
+
+    def _end_step(self, state: PoolState) -> None:
         step = state.step
         assert step is not None
         self.num_steps += 1
@@ -116,6 +121,10 @@ class RunStats(View[PoolState]):
         if len(self._window) > ROLLING_STEPS:
             for lookup, own in self._window.popleft()[2]:
                 self.rolling.add(lookup, own=own, sign=-1)
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        self.num_failed_steps += 1
+        self._end_step(state)
 
     def copy(self) -> "RunStats":
         """A snapshot that later events do not change."""
@@ -212,10 +221,13 @@ class StepSeries(View[PoolState]):
         self._hits.add(event, own=state.seqs[event.seq_id].repeats)
 
     def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        self._see(state, sum(event.num_new_tokens))
+
+    def _see(self, state: PoolState, num_new_tokens: int) -> None:
         running = len(state.running())
         self._at_schedule = (
             state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
-            len(state.seqs) - running, sum(event.num_new_tokens),
+            len(state.seqs) - running, num_new_tokens,
         )  # fmt: skip
         self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
 
@@ -223,6 +235,11 @@ class StepSeries(View[PoolState]):
         self._append(state)  # a step that the earlier part of a resumed run did not finish
 
     def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+        self._append(state)
+
+    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+        if not self._at_schedule:  # it failed before: the empty pool stands for it
+            self._see(state, 0)
         self._append(state)
 
     def _append(self, state: PoolState) -> None:

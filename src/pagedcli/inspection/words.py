@@ -109,7 +109,7 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
             return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}"
         case StepFailed():
             again, kept = plural(len(event.seq_ids), "sequence"), plural(len(event.cached_block_ids), "block")
-            return f"fail step {event.step}: {again} wait again, {kept} stay cached"
+            return f"fail step {event.step}: {again} back in the queue, {kept} still cached"
         case EngineStarted():
             return f"start {one_line(event.model)}: {event.num_blocks:,} blocks of {plural(event.block_size, 'token')}"
         case _:

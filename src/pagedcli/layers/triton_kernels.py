@@ -123,7 +123,7 @@ def _weights(logits_ptr, column, inside, floor, inverse, FLOOR: tl.constexpr):
     """Kept logits in units of log2 after temperature."""
     x = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
     if FLOOR:
-        x = tl.where(x >= floor, x, float("-inf"))
+        x = tl.where(x < floor, float("-inf"), x)  # NaN stays
     return x * inverse
 
 
