@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from cli_harness import pagedcli
 from model_zoo import cached_model, tiny_model
 
@@ -53,7 +55,7 @@ def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_
     path = tiny_model("qwen3", tmp_path / "m")
     here = replace(machine.this_machine(), missing=missing)
     for module in (machine, loading, memory_profile):
-        monkeypatch.setattr(module, "this_machine", lambda: here)
+        monkeypatch.setattr(module, "this_machine", lambda **_: here)
     config = EngineConfig(**{"model": str(path), "device": "cpu", "max_num_batched_tokens": 64, **changes})
     engine = LLMEngine(config).plan
     decided = decide(config, read_spec(path), here)
@@ -120,6 +122,23 @@ def test_what_a_machine_cannot_run_is_refused_before_anything_is_loaded(config, 
         decide(EngineConfig(**config), spec, there)
 
 
+def test_an_engine_creates_no_context_on_gpus_that_it_does_not_use(monkeypatch):
+    card = SimpleNamespace(name="a", total_memory=GIB, major=9, minor=0)
+    asked = []
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda index: card,
+        "mem_get_info": lambda index: (asked.append(index), (GIB // 4, GIB))[1],  # creates a context
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert [gpu.capability for gpu in machine.this_machine().gpus] == [(9, 0), (9, 0)]
+    assert asked == []
+    assert [gpu.free_bytes for gpu in machine.this_machine(free_memory=True).gpus] == [GIB // 4] * 2
+
+
 def test_the_number_that_cuda_means_is_the_current_gpu(spec):
     gpu = Gpu(name="a", total_bytes=GIB, free_bytes=GIB, capability=(8, 0))
     there = Machine(total_bytes=GIB, available_bytes=GIB, gpus=(gpu, gpu), current_gpu=1, is_here=False)
@@ -138,7 +157,7 @@ def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
 def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
     here = replace(machine.this_machine(), missing=NO_COMPILER)
     for module in (machine, loading):
-        monkeypatch.setattr(module, "this_machine", lambda: here)
+        monkeypatch.setattr(module, "this_machine", lambda **_: here)
     plan = LLMEngine(EngineConfig(device="cpu", num_gpu_blocks_override=8)).plan
     examined = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
     shown = {row["what"]: row["value"] for row in reversed(examined["engine"])}

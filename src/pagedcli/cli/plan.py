@@ -113,7 +113,7 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | Non
     from pagedcli.engine.forecast import forecast
     from pagedcli.engine.machine import this_machine
 
-    machine = this_machine()
+    machine = this_machine(free_memory=True)
     try:
         decided = decide(engine, spec, machine)
     except BackendError as error:

@@ -34,13 +34,17 @@ class Machine:
     missing: Mapping[str, str] = field(default_factory=dict)  # attention backend -> why it cannot run there
 
 
-def this_machine() -> Machine:
-    """This machine as it is now."""
+def this_machine(*, free_memory: bool = False) -> Machine:
+    """This machine as it is now.
+
+    `free_memory`: ask each GPU what is free there, which creates a CUDA context on it (some 0.5 GiB). Otherwise all of
+    its memory counts as free; decisions do not depend on it.
+    """
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(index)
-        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        gpus.append(Gpu(name=name, total_bytes=total, free_bytes=free, capability=capability))
+        card = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index) if free_memory else (card.total_memory, card.total_memory)
+        gpus.append(Gpu(name=card.name, total_bytes=total, free_bytes=free, capability=(card.major, card.minor)))
     total, available = host_memory()
     return Machine(
         total_bytes=total,

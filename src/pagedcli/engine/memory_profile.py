@@ -134,7 +134,7 @@ def profile_here(config: EngineConfig) -> Profile:
     """Load the model, run the largest step and measure. Raises: PagedcliError."""
     folder = model_folder(config)
     spec = read_spec(folder, trust_remote_code=config.trust_remote_code)
-    machine = this_machine()
+    machine = this_machine(free_memory=True)
     decided = decide(config, spec, machine)
     on_cpu = decided.device.type == "cpu"
     predicted = predict_terms(config, spec, decided, machine) if not spec.is_fallback else None
