@@ -39,20 +39,20 @@ def test_two_outputs_are_two_files(tmp_path):
 
 
 def test_a_file_that_exists_is_replaced_only_on_request(data):
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         check_files({}, {"--record": data}, overwrite=False)
     check_files({}, {"--record": data}, overwrite=True)
 
 
 def test_a_link_that_leads_nowhere_is_a_file_that_exists(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         check_new("--record", tmp_path / "link")
 
 
 def test_an_earlier_file_of_the_same_kind_can_be_replaced(data):
     check_new("--metrics", data, replaceable=b"prec")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         check_new("--metrics", data, replaceable=b"# HELP")
 
 

@@ -1,9 +1,9 @@
-"""Batch generation with a paged KV cache, and a look inside it.
+"""LLM batch generation with a paged KV cache that can be inspected.
 
 from pagedcli import LLM, SamplingParams
 """
 
-TYPE_CHECKING = False  # as in typing, which takes too long to import: Ctrl-C has no handler yet
+TYPE_CHECKING = False  # as in typing, whose import is too slow before Ctrl-C has its handler
 if TYPE_CHECKING:
     from pagedcli.llm import LLM
     from pagedcli.sampling_params import SamplingParams
@@ -13,7 +13,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    # LLM imports torch, which takes a second: only those who use it wait
+    # LLM imports torch, which takes a second, so it is loaded lazily
     if name == "LLM":
         from pagedcli.llm import LLM
 

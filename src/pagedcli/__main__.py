@@ -4,7 +4,7 @@ from pagedcli import interrupt
 
 
 def run() -> None:
-    """Run the command line. Nothing is imported before Ctrl-C has its handler."""
+    """Run the command line. Ctrl-C gets its handler before anything else is imported."""
     interrupt.install()
     from pagedcli.cli.main import run as run_command
 

@@ -18,8 +18,8 @@ class Key:
 
     panel: str  # heading in help texts and configuration files
     description: str  # with the unit, without the final period
-    metavar: str | None  # stands for the value in help texts; None: by its type
-    default: str | None  # what None means, in words
+    metavar: str | None  # placeholder of the value in help texts; None: by its type
+    default: str | None  # meaning of None, for help texts
     has_flag: bool  # False: in configuration files only
     at_least: float | None
     above: float | None
@@ -31,7 +31,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """The range in words."""
+        """The range, for help texts and messages."""
         low = f"above {_number(self.above)}" if self.above is not None else _number(self.at_least)
         if self.at_most is None:
             return low if self.above is not None else f"{low} or more"

@@ -1,11 +1,11 @@
-"""The exception tree. Every error a user can cause is a PagedcliError with what was wrong and what to do next.
+"""The exception hierarchy. Every user error is a PagedcliError that says what is wrong and what to do next.
 
-Used by every package; knows none of them.
+Used by every package; imports none.
 """
 
 
 class PagedcliError(Exception):
-    """A mistake that a person can put right: `message` says what and where, `hint` the next action."""
+    """An error that the user can fix: `message` says what and where, `hint` the next action."""
 
     exit_code = 1
 
@@ -26,7 +26,7 @@ class ConfigError(UsageError):
 
 
 class ParameterError(PagedcliError, ValueError):
-    """A sampling parameter is out of range. Also a ValueError, so that decoders report where it stood."""
+    """A parameter is out of range. Also a ValueError: decoders then report its location."""
 
 
 class ModelError(PagedcliError):
@@ -34,15 +34,15 @@ class ModelError(PagedcliError):
 
 
 class MissingModelError(ModelError, UsageError):
-    """There is no model where the command line says (exit code 2)."""
+    """The model named on the command line does not exist (exit code 2)."""
 
 
 class BackendError(ConfigError):
-    """An attention backend is unknown, or was asked for something it cannot do (exit code 2)."""
+    """An attention backend is unknown, or does not support what is required (exit code 2)."""
 
 
 class RequestError(PagedcliError):
-    """One request cannot be served. `code` is a stable word for machines, e.g. 'context_length_exceeded'."""
+    """One request cannot be served. `code` is a stable identifier, e.g. 'context_length_exceeded'."""
 
     def __init__(self, code: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)

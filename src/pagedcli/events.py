@@ -1,7 +1,7 @@
-"""Facts about what the engine did, in the past tense: ids, counts and reasons, never text.
+"""Events: facts about what the engine did, in the past tense. Ids, counts and reasons, never text.
 
 Emitted by the object that changed the state, after the change; folded by inspection.state.PoolState. With
-`emit is None` nothing here is built. Only step events carry time. Token ids are None unless the user asked for them.
+`emit is None` no event is built. Only step events carry times. Token ids are None unless the user asked for them.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     max_num_batched_tokens: int
     chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
     enable_prefix_caching: bool
-    part: int = 1  # of the trace of a resumed run, which begins with an empty pool; set by the reader of several files
+    part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
 
 class RequestAdded(Event, frozen=True, gc=False):
@@ -56,7 +56,7 @@ class RequestAdded(Event, frozen=True, gc=False):
 
 
 class RequestRefused(Event, frozen=True, gc=False):
-    """A request that can never fit was refused alone."""
+    """A request that can never fit was refused; others are not affected."""
 
     request_id: str
     code: str
@@ -64,19 +64,19 @@ class RequestRefused(Event, frozen=True, gc=False):
 
 
 class PrefixLookedUp(Event, frozen=True, gc=False):
-    """One prefix-cache lookup: when a waiting sequence was admitted, or when a prompt in chunks found that others had
-    meanwhile filled its next blocks (continued; recorded only if it hit)."""
+    """One prefix-cache lookup: when a waiting sequence was admitted, or when a chunked prompt found its next blocks
+    filled by others (continued; recorded only on a hit)."""
 
     seq_id: int
     reason: Literal["new", "resumed", "continued"]  # resumed: after a preemption
-    num_tokens: int  # tokens of the sequence at that moment
+    num_tokens: int  # tokens of the sequence at the lookup
     blocks_asked: int  # full blocks of these tokens; continued: of those not yet computed
     blocks_hit: int
-    tokens_hit: int  # tokens not computed again; at most num_tokens - 1
+    tokens_hit: int  # tokens that need no computing; at most num_tokens - 1
     first_miss: int | None  # index in the block table of the first full block not found
     missing_hash: int | None  # its chain hash
     miss_reason: MissReason | None  # None: every full block hit
-    partial_tokens: int  # leading tokens after the last hit that equal those of some cached block after the same prefix
+    partial_tokens: int  # tokens after the last hit that match the start of a cached block after the same prefix
 
 
 class BlocksReused(Event, frozen=True, gc=False):
@@ -94,14 +94,14 @@ class BlocksAllocated(Event, frozen=True, gc=False):
 
 
 class BlockEvicted(Event, frozen=True, gc=False):
-    """A free cached block lost its content because it was taken for something else. Comes before BlocksAllocated."""
+    """A free cached block was evicted, to be allocated with new content. Precedes BlocksAllocated."""
 
     block_id: int
     hash: int
 
 
 class BlocksFilled(Event, frozen=True, gc=False):
-    """Blocks became full with the tokens of this step, were hashed and are shareable from now on."""
+    """Blocks were filled by this step's tokens and hashed; they are shareable from now on."""
 
     seq_id: int
     block_ids: tuple[int, ...]
@@ -135,17 +135,17 @@ class SequenceForked(Event, frozen=True, gc=False):
 
 
 class RequestPreempted(Event, frozen=True, gc=False):
-    """A running sequence went back to the waiting queue; its tokens are computed again later."""
+    """A running sequence returned to the waiting queue; its tokens are recomputed later."""
 
     seq_id: int
-    for_seq_id: int  # the sequence that needed the room (may be itself)
+    for_seq_id: int  # the sequence that needed the blocks (may be itself)
     num_blocks_needed: int
-    num_tokens_dropped: int  # computed tokens given up
+    num_tokens_dropped: int  # computed tokens that were dropped
     num_blocks_freed: int  # blocks whose ref_count became 0
 
 
 class RequestWaiting(Event, frozen=True, gc=False):
-    """Why the first sequence of the waiting queue was not scheduled in this step."""
+    """The first sequence of the waiting queue was not scheduled in this step, with the reason."""
 
     seq_id: int
     reason: Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
@@ -185,7 +185,7 @@ class RequestFinished(Event, frozen=True, gc=False):
 
 
 class StepFinished(Event, frozen=True, gc=False):
-    """A step ended. Times exclude the time spent in observers, which observer_ns holds."""
+    """A step ended. Times exclude the time spent in observers, which is observer_ns."""
 
     step: int
     time_ns: int  # monotonic clock
@@ -196,13 +196,13 @@ class StepFinished(Event, frozen=True, gc=False):
 
 
 class StepFailed(Event, frozen=True, gc=False):
-    """A step raised, and this ends it. All sequences that were running wait again, without blocks and without computed
-    tokens. Every block is free: those whose content is certain are still cached, all others are empty."""
+    """A step raised and ended. All running sequences wait again, without blocks or computed tokens. Every block is
+    free: those known to be written are still cached, all others are empty."""
 
     step: int
     time_ns: int  # monotonic clock
-    seq_ids: tuple[int, ...]  # those that wait again, before all others and in this order
-    cached_block_ids: tuple[int, ...]  # in eviction order, after the empty ones, which are in order of their ids
+    seq_ids: tuple[int, ...]  # those that wait again, ahead of all others and in this order
+    cached_block_ids: tuple[int, ...]  # in eviction order, after the empty ones, which are sorted by id
 
 
 AnyEvent = (
@@ -214,5 +214,5 @@ Emit = Callable[[Event], None]
 
 
 def without_tokens(event: Event) -> Event:
-    """The event without the token ids that it may have."""
+    """The event without its token ids, if it has any."""
     return event if getattr(event, "token_ids", None) is None else msgspec.structs.replace(event, token_ids=None)

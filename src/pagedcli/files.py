@@ -1,6 +1,6 @@
 """The rule for every file that a command writes: check all paths first, write under another name, then rename.
 
-Used by every command and package that writes files; must not know what is in them.
+Used by every command and package that writes files, whatever their content.
 """
 
 import errno
@@ -22,8 +22,8 @@ def check_files(reads: Mapping[str, Path | None], writes: Mapping[str, Path | No
 
     Keys say what each file is in a message: 'the input', '--record'. A path that is None was not given. Devices and
     pipes are never refused.
-    Raises: UsageError for a file that is named twice, a folder, a missing parent folder, and a file that exists
-            already, unless `overwrite`.
+    Raises: UsageError for a file that is named twice, a folder, a missing parent folder, and, unless `overwrite`,
+            an existing file.
     """
     check_distinct(reads, writes)
     if not overwrite:
@@ -32,7 +32,7 @@ def check_files(reads: Mapping[str, Path | None], writes: Mapping[str, Path | No
 
 
 def check_distinct(reads: Mapping[str, Path | None], writes: Mapping[str, Path | None]) -> None:
-    """The part of check_files about the files of one command. Raises: UsageError."""
+    """Check that the files of one command do not collide. Raises: UsageError."""
     taken = [(what, path) for what, path in reads.items() if path is not None and not is_stream(path)]
     for what, path in writes.items():
         if path is None or is_stream(path):
@@ -43,7 +43,7 @@ def check_distinct(reads: Mapping[str, Path | None], writes: Mapping[str, Path |
             raise UsageError(f"{what} is {path}, but there is no folder {path.parent}", hint=f"mkdir -p {path.parent}")
         for other, other_path in taken:
             if _is_same(path, other_path):
-                raise UsageError(f"{what} and {other} are the same file, {path}", hint="give each a file of its own")
+                raise UsageError(f"{what} and {other} are the same file, {path}", hint="use a different file for each")
         taken.append((what, path))
 
 
@@ -55,7 +55,7 @@ def check_new(what: str, path: Path | None, *, replaceable: bytes | None = None)
         with suppress(OSError), path.open("rb") as file:
             if replaceable.startswith(file.read(len(replaceable))):
                 return
-    raise UsageError(f"{what}: {path} exists already", hint="use --overwrite, or another name")
+    raise UsageError(f"{what}: {path} already exists", hint="use --overwrite, or another name")
 
 
 def is_stream(path: Path) -> bool:
@@ -67,10 +67,10 @@ def is_stream(path: Path) -> bool:
 
 
 class PendingFile:
-    """A file that appears under its name with `commit`, whole and on the disk, or not at all.
+    """A file that appears under its name on `commit`, complete and on the disk, or not at all.
 
-    It is written under `temporary`, in the same folder (by default a hidden name that is not in use). A link is
-    followed; a device or a pipe is written directly. `durable`: survives a power cut, at the price of two fsyncs.
+    It is written as `temporary`, in the same folder (by default an unused hidden name). A link is followed; a device
+    or a pipe is written directly. `durable`: survives a power cut, with two fsyncs.
     Raises: OSError, here and in every method; FileExistsError if `path` exists and must not be replaced.
     """
 
@@ -87,7 +87,7 @@ class PendingFile:
         self.file: BinaryIO = self.temporary.open("wb" if self._is_direct else "x+b")
 
     def commit(self) -> None:
-        """Write to the disk and rename."""
+        """Flush to the disk and rename."""
         self.file.flush()
         if self._is_direct:
             self.file.close()
@@ -96,7 +96,7 @@ class PendingFile:
             os.fsync(self.file.fileno())
         self.file.close()
         if not self._overwrite and self.path.exists():
-            raise FileExistsError(errno.EEXIST, "the file has appeared meanwhile", str(self.path))
+            raise FileExistsError(errno.EEXIST, "the file has been created meanwhile", str(self.path))
         os.replace(self.temporary, self.path)
         if self._durable:
             sync_folder(self.path.parent)
@@ -124,7 +124,7 @@ def whole_file(path: Path, *, overwrite: bool, durable: bool = True) -> Iterator
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a rename to the disk. Not every system can open a folder."""
+    """Flush a rename to the disk. Not every system can open a folder."""
     with suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""Ctrl-C before and after a command runs, while modules are loaded and unloaded: one word and exit code 130.
+"""Ctrl-C before and after a command runs, while modules are loaded and unloaded: a short message and exit code 130.
 
-Used by __main__ and cli.main; imports nothing that takes time.
+Used by __main__ and cli.main; imports nothing slow.
 """
 
 import os
@@ -19,7 +19,7 @@ def install() -> None:
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt meanwhile, so that files can be put in order."""
+    """Within the block Ctrl-C raises KeyboardInterrupt, which gives time to clean up files."""
     if signal.getsignal(signal.SIGINT) is not _stop_at_once:
         yield
         return
@@ -31,6 +31,6 @@ def as_exceptions() -> Iterator[None]:
 
 
 def _stop_at_once(number: int, frame: FrameType | None) -> None:
-    # an exception could fall into an import or an exit handler, which print a traceback or swallow it
+    # an exception could be raised in an import or an exit handler, which print a traceback or swallow it
     os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)

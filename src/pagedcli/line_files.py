@@ -1,6 +1,6 @@
-"""Files of JSON lines that grow while something runs, `.jsonl` or `.jsonl.zst`: traces and recordings of KV events.
+"""JSON Lines files written during a run, `.jsonl` or `.jsonl.zst`: traces and recordings of KV events.
 
-Used by inspection and kvevents. A run that is killed leaves a file that can be read up to where it was cut off.
+Used by inspection and kvevents. The file of a killed run is readable up to where it was cut off.
 """
 
 import sys
@@ -19,17 +19,17 @@ else:
 
 _CHUNK_BYTES = 1 << 18
 _MOST_LINE_BYTES = 1 << 26  # a prompt of a million token ids takes 7 MB
-# a trace shrinks 10 to 50 times; a file that grows far more was made to fill the memory
+# traces compress 10 to 50 times; a far higher ratio is a decompression bomb
 _MOST_RATIO = 1000
-_FREE_BYTES = 1 << 28  # of decompressed data that need not be in proportion
+_FREE_BYTES = 1 << 28  # of decompressed data before the ratio is checked
 _ZSTD_LEVEL = 3
 
 
 class LineWriter:
-    """Collects lines in `buffer`, to which callers add them; `flush` brings them to the file, which is opened here or
-    given.
+    """Collects lines in `buffer`, which callers append to; `flush` writes them to the file, which is opened here or
+    passed in.
 
-    Raises: UsageError for a name that is not that of such a file, or a file that cannot be written.
+    Raises: UsageError for another file name extension, or a file that cannot be written.
     """
 
     def __init__(self, path: Path, what: str, file: BinaryIO | None = None) -> None:
@@ -46,7 +46,7 @@ class LineWriter:
         return self._compressor is not None
 
     def flush(self) -> None:
-        """Bring everything so far to the file, readable even if the process dies next."""
+        """Write everything so far; it is readable even if the process is killed now."""
         data: bytes | bytearray = self.buffer
         if self._compressor is not None:
             data = self._compressor.compress(bytes(data), zstd.ZstdCompressor.FLUSH_BLOCK)
@@ -55,7 +55,7 @@ class LineWriter:
         self.buffer.clear()
 
     def finish(self) -> None:
-        """Bring everything to the file and end the compressed stream. The file stays open."""
+        """Write everything and end the compressed stream. The file stays open."""
         self.flush()
         if self._compressor is not None:
             self._file.write(self._compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME))
@@ -68,10 +68,10 @@ class LineWriter:
 
 
 class LineReader:
-    """Iterates over the undecoded lines of a file, in bounded memory whatever the file. `line_number` follows, from 1.
+    """Iterates over the undecoded lines of a file, in bounded memory. `line_number` is the current one, from 1.
 
-    Raises: UsageError if the file cannot be read; TraceError if it is damaged or out of all proportion. Afterwards
-            `notes` says what was odd but harmless: a torn last line, which a killed run leaves, is dropped with a note.
+    Raises: UsageError if the file cannot be read; TraceError if it is damaged or its lines or compression ratio are
+            too large. Afterwards `notes` lists harmless oddities: a torn last line of a killed run is dropped.
     """
 
     def __init__(self, path: Path, what: str, notes: list[str] | None = None) -> None:
@@ -144,7 +144,7 @@ class LineReader:
 
 
 def has_compressed_name(path: Path, what: str) -> bool:
-    """Whether the name is that of a compressed file. Raises: UsageError if it is not such a file's name at all."""
+    """Whether the name is that of a compressed file. Raises: UsageError if it has another extension."""
     if path.name.endswith(".jsonl.zst"):
         return True
     if path.name.endswith(".jsonl"):

@@ -23,7 +23,7 @@ from pagedcli.sampling_params import SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _ALIASES = {
     "kvcache_block_size": "block_size",  # nano-vllm
-    "num_kvcache_blocks": "num_gpu_blocks_override",  # nano-vllm, where -1 leaves it to the engine
+    "num_kvcache_blocks": "num_gpu_blocks_override",  # nano-vllm, where -1 means automatic
     "kv_cache_memory_bytes": "kv_cache_memory",  # vLLM
 }
 
@@ -33,7 +33,7 @@ class Logprob:
     """Log-probability of one token at one position."""
 
     logprob: float
-    rank: int | None  # 1 is the likeliest; None if the token is not among the likeliest that were asked for
+    rank: int | None  # 1 is the likeliest; None if the token is not among the requested likeliest ones
     decoded_token: str
 
 
@@ -64,7 +64,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     metrics: engine_outputs.RequestMetrics
     finished: bool = True
-    error: str | None = None  # what ended it early, such as logits that are not numbers; also warned of
+    error: str | None = None  # why it ended early, such as NaN logits; also issued as a warning
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.outputs[0], name)
@@ -84,7 +84,7 @@ class LLM:
     """A model ready to generate.
 
     `model` is a folder, a hub id or 'builtin'; further keywords are the fields of EngineConfig (those of vLLM and
-    nano-vllm). `emit` receives every change of the KV cache, see pagedcli.events.
+    nano-vllm). `emit` receives every change of the KV cache as an event, see pagedcli.events.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
@@ -116,7 +116,7 @@ class LLM:
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the last two optionally
         with a "cache_salt". `sampling_params` is one for all, one per prompt, or None for SamplingParams().
-        Raises: RequestError if a request can never be served (nothing is generated then); ValueError, TypeError.
+        Raises: RequestError, before anything is generated, if a request can never be served; ValueError, TypeError.
         """
         prompts = _as_list(prompts)
         all_params = _per_prompt(sampling_params, len(prompts))
@@ -181,7 +181,7 @@ class LLM:
                     finished[output.request_id] = output
                     advance(sum(len(sample.token_ids) for sample in output.samples))
         except BaseException:
-            for request_id in request_ids:  # leave the engine as it was, also after Ctrl-C
+            for request_id in request_ids:  # leave the engine clean, also after Ctrl-C
                 engine.abort(request_id)
             raise
         finally:
@@ -269,7 +269,7 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_pr
 
 
 def _progress(num_requests: int) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """A bar on stderr: functions to advance it by a request of so many tokens, and to close it."""
+    """A progress bar on stderr. Returns functions to advance it by a request of that many tokens, and to close it."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     num_generated = 0

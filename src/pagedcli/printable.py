@@ -1,16 +1,16 @@
-"""Text from a file, a prompt or a model, made safe to print: it can neither steer a terminal nor break a row.
+"""Makes text from a file, a prompt or a model safe to print: no terminal control characters, no broken table rows.
 
 Used by everything that prints. The only place that knows which characters are dangerous.
 """
 
 import re
 
-# C0 but tab and line feed, DEL and C1; marks that reverse or hide text; line separators; half surrogate pairs
+# C0 except tab and line feed, DEL and C1; bidirectional and invisible marks; line separators; lone surrogates
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# the same in UTF-8, as far as JSON leaves them as they are
+# the same in UTF-8, except those that JSON escapes anyway
 _STEERING_BYTES = re.compile(
     rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]"
     rb"|\xf3\xa0[\x80\x81][\x80-\xbf]"
@@ -18,17 +18,17 @@ _STEERING_BYTES = re.compile(
 
 
 def printable(text: str) -> str:
-    """The text with characters that steer a terminal as escapes. Tabs and line ends stay."""
+    """The text with terminal control characters escaped. Tabs and line ends stay."""
     return _STEERING.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """The same for a place in a row: line ends and tabs become spaces."""
+    """The same for a table cell: line ends and tabs become spaces."""
     return printable(" ".join(text.splitlines()).replace("\t", " "))
 
 
 def printable_json(document: bytes) -> bytes:
-    """Encoded JSON with the same characters as JSON escapes: the same document."""
+    """Encoded JSON with the same characters as JSON escapes: an equal document."""
     return _STEERING_BYTES.sub(_json_escape, document)
 
 

@@ -1,6 +1,6 @@
 """How one request is sampled. The names and defaults are vLLM's, so that scripts and batch files carry over.
 
-Used by everyone from the configuration to the sampler; needs no torch.
+Used everywhere from the configuration to the sampler; needs no torch.
 """
 
 from functools import partial
@@ -12,8 +12,8 @@ import xxhash
 from pagedcli.config_keys import check_ranges, key
 from pagedcli.errors import ParameterError
 
-GREEDY_BELOW = 1e-5  # a lower temperature means greedy, as dividing by it would overflow
-# the sampler computes in float32 and int32: no request may overflow them, which would end all others with it
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow
+# the sampler computes in float32 and int32: an overflow would fail the whole batch
 LARGEST = 1e6
 MAX_TOP_K = 2**31 - 1
 MAX_SAMPLES = 1024  # of one request: a typo in n must not queue a million sequences
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def guided(self) -> bool:
-        """Whether a grammar decides which tokens may come next."""
+        """Whether a grammar restricts the next token."""
         return self.regex is not None or self._wants_json
 
     @property
@@ -111,12 +111,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def seed_for(seed: int, index: int) -> int:
-    """The seed of a request that brings none, from that of the run and the number of the request in it."""
+    """The seed of a request without one, derived from the run's seed and the request's number in the run."""
     return xxhash.xxh64_intdigest(f"{seed}:{index}".encode()) >> 1
 
 
 def _check_response_format(wanted: dict[str, Any]) -> None:
-    """Raises: ParameterError for what OpenAI's response_format does not have."""
+    """Raises: ParameterError for anything outside OpenAI's response_format."""
     kind = wanted.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise ParameterError(f"response_format.type is {str(kind)[:40]!r}, known: text, json_object, json_schema")

@@ -149,10 +149,10 @@ def test_an_output_that_ends_in_gz_is_compressed(tmp_path):
 def test_an_existing_output_is_never_lost_silently(tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         check_output(out, resume=False, overwrite=False)
     open_sink(tmp_path, overwrite=True).journal.close()  # as after a kill before the first row
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         check_output(out, resume=False, overwrite=False)
     sink = open_sink(tmp_path, overwrite=True)
     write_all(sink)
@@ -185,7 +185,7 @@ def test_a_journal_without_rows_is_no_obstacle(tmp_path):
 def test_a_file_that_only_bears_the_name_of_a_journal_or_record_is_left_alone(tmp_path):
     for name in ("out.jsonl.partial", "out.jsonl.run.json"):
         (tmp_path / name).write_text("precious")
-        with pytest.raises(UsageError, match="exists already"):
+        with pytest.raises(UsageError, match="already exists"):
             check_output(tmp_path / "out.jsonl", resume=True, overwrite=False)
         (tmp_path / name).unlink()
 

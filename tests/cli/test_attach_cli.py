@@ -96,7 +96,7 @@ def test_a_recording_gives_the_same_summary_as_the_stream(publisher, tmp_path):
     again = json.loads(pagedcli("attach", path, "--format", "json").stdout)
     for key in ("num_stored_blocks", "num_blocks_stored_again", "peak_resident_blocks", "churn"):
         assert live[key] == again[key]
-    assert "exists already" in attached_error(publisher, "--record", path)
+    assert "already exists" in attached_error(publisher, "--record", path)
 
 
 def attached_error(publisher, *options):

@@ -234,7 +234,7 @@ def test_no_input_says_what_is_missing():
 def test_an_output_that_exists_is_refused_before_the_model_is_loaded(prompts, out):
     out.write_text("precious\n")
     result = pagedcli("generate", prompts, "-o", out, *FAST, expect=2)
-    assert "exists already" in result.stderr
+    assert "already exists" in result.stderr
     assert "--overwrite" in result.stderr
     assert "plan:" not in result.stderr
     assert out.read_text() == "precious\n"

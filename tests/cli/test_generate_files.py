@@ -99,7 +99,7 @@ def test_summary_and_metrics_replace_only_what_they_wrote_themselves(prompts, ou
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for flag in ("--summary-json", "--metrics"):
-        assert "exists already" in pagedcli("generate", prompts, flag, precious, *FAST, expect=2).stderr
+        assert "already exists" in pagedcli("generate", prompts, flag, precious, *FAST, expect=2).stderr
         assert precious.read_text() == "precious"
         pagedcli("generate", prompts, flag, precious, *FAST, "--overwrite")
         precious.write_text("precious")

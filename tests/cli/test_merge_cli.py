@@ -76,7 +76,7 @@ def test_a_shard_that_was_cut_or_changed_is_refused(shards, tmp_path):
     for content in (whole[:-20], whole.replace(b"Story", b"story"), whole + b"{}\n", whole[: whole.index(b"\n") + 1]):
         if content != whole:
             shards[1].write_bytes(content)
-            assert "is not as its run wrote it" in refused(shards, tmp_path / "out.jsonl", expect=1)
+            assert "is not what its run wrote" in refused(shards, tmp_path / "out.jsonl", expect=1)
 
 
 def test_an_unfinished_shard_says_how_to_finish_it(shards, tmp_path):
@@ -93,7 +93,7 @@ def test_a_file_without_description_is_no_shard(made, shards, tmp_path):
 def test_an_existing_output_is_not_clobbered(shards, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
-    assert "exists already" in pagedcli("merge", *shards, "-o", out, expect=2).stderr
+    assert "already exists" in pagedcli("merge", *shards, "-o", out, expect=2).stderr
     assert out.read_text() == "mine"
     pagedcli("merge", *shards, "-o", out, "--overwrite", expect=3)
     assert len(rows_of(out)) == 10

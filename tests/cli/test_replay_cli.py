@@ -146,7 +146,7 @@ def test_no_view_is_written_over_its_trace_or_another_file(trace, tmp_path):
     for command in (("report", trace), ("replay", trace, "--export", "perfetto")):
         said = pagedcli(*command, "-o", trace, "--overwrite", expect=2).stderr
         assert "the trace are the same file" in said
-        assert "exists already" in pagedcli(*command, "-o", other, expect=2).stderr
+        assert "already exists" in pagedcli(*command, "-o", other, expect=2).stderr
         assert other.read_text() == "precious"
         pagedcli(*command, "-o", other, "--overwrite")
         other.write_text("precious")

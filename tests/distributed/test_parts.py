@@ -151,7 +151,7 @@ def test_a_part_that_is_not_as_it_was_written_is_not_merged(parts, tmp_path):
         worker.run_part(number)
     part = folder.part(3)
     part.write_bytes(part.read_bytes().replace(b"a", b"b", 1))
-    with pytest.raises(PagedcliError, match=r"part-00003\.jsonl is not as its run wrote it"):
+    with pytest.raises(PagedcliError, match=r"part-00003\.jsonl is not what its run wrote"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
     assert not (tmp_path / "merged.jsonl").exists()
 
@@ -168,7 +168,7 @@ def test_an_error_in_the_engine_ends_the_part_and_keeps_its_rows(parts):
 
 def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(UsageError, match=r"holds thesis.txt"):
+    with pytest.raises(UsageError, match=r"contains thesis.txt"):
         PartFolder(tmp_path).check(resume=False, overwrite=True)
     with pytest.raises(UsageError, match="is a file"):
         PartFolder(tmp_path / "thesis.txt").check(resume=False, overwrite=True)

@@ -41,10 +41,10 @@ def test_a_run_that_never_starts_leaves_an_earlier_trace_as_it_was(tmp_path):
 
 def test_nothing_is_replaced_without_overwrite(tmp_path):
     path = write(tmp_path / "run.jsonl", EVENTS)
-    with pytest.raises(UsageError, match=r"run\.jsonl exists already"):
+    with pytest.raises(UsageError, match=r"run\.jsonl already exists"):
         TraceWriter(path)
     killed(tmp_path / "other.jsonl", EVENTS)
-    with pytest.raises(UsageError, match=r"other\.recording\.jsonl exists already"):
+    with pytest.raises(UsageError, match=r"other\.recording\.jsonl already exists"):
         TraceWriter(tmp_path / "other.jsonl")
 
 

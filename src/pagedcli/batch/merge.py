@@ -121,7 +121,7 @@ class _ShardReader:
         """Raises: PagedcliError if the rows are not those that the run wrote."""
         if self.next_row() or self._digest.hexdigest() != self._shard.digest:
             raise PagedcliError(
-                f"{self._path} is not as its run wrote it: {self.num_rows:,} rows with digest {self._shard.digest}",
+                f"{self._path} is not what its run wrote: {self.num_rows:,} rows with digest {self._shard.digest}",
                 hint="copy it again; merge takes the files as they were written",
             )
 

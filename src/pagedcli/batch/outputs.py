@@ -72,7 +72,7 @@ def check_finished(
     check_same_run(path, {**record.fingerprint, "order": record.order}, {**fingerprint, "order": order})
     if _digest_of(path) != record.digest:
         raise UsageError(
-            f"{path} is not as its run wrote it: another program has changed it", hint="use --overwrite, or another -o"
+            f"{path} is not what its run wrote: another program has changed it", hint="use --overwrite, or another -o"
         )
     read = InputDigest()
     for line in lines:

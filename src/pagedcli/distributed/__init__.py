@@ -1,4 +1,4 @@
-"""Many machines: rows grouped by prefix, one engine per actor of a Ray cluster, parts that `pagedcli merge` joins.
+"""Distributed runs: rows grouped by prefix, one engine per Ray actor, parts that `pagedcli merge` joins.
 
 from pagedcli.distributed import PagedBatchGenerator
 """
@@ -12,7 +12,7 @@ __all__ = ["PagedBatchGenerator"]
 
 
 def __getattr__(name: str) -> Any:
-    # the generator pulls in torch: the planner of shares, which is in this package as well, needs none
+    # loaded lazily: the generator imports torch, which the planner in this package does not need
     if name == "PagedBatchGenerator":
         from pagedcli.distributed.generator import PagedBatchGenerator
 

@@ -1,6 +1,6 @@
-"""Who works on which part, and what all workers have done so far. The driver runs it as an actor of its own.
+"""Assigns parts to workers and collects their counters. The driver runs it as a separate actor.
 
-A plain class without Ray, so that tests can ask it anything.
+A plain class without Ray, for tests.
 """
 
 import time
@@ -16,7 +16,7 @@ class WorkerState:
 
     seat: int  # its share of the parts
     heard_s: float
-    runs: dict[str, BatchStats] = field(default_factory=dict)  # by process: a restarted worker counts from 0
+    runs: dict[str, BatchStats] = field(default_factory=dict)  # per process: a restarted worker counts from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Snapshot:
     """The counters of each worker process, by worker and process."""
 
     workers: dict[str, dict[str, BatchStats]]
-    num_stolen: int  # parts that another worker did than the one planned
-    num_restarts: int  # worker processes that took the place of a dead one
+    num_stolen: int  # parts done by another worker than planned
+    num_restarts: int  # worker processes that replaced a dead one
 
 
 class Coordinator:
-    """Gives parts to tickets. A ticket that is presented again, because its worker died, gets the same part again."""
+    """Assigns parts to tickets. A ticket presented again, because its worker died, gets the same part."""
 
     def __init__(self, parts: list[int], costs: list[int], num_workers: int) -> None:
         self._parts = parts
@@ -40,7 +40,7 @@ class Coordinator:
         self._stopping = False
 
     def lease(self, ticket: int, worker: str) -> int | None:
-        """The part of a ticket; None when the run is to stop or no part is left."""
+        """The part of a ticket; None when the run is stopping or no part is left."""
         if self._stopping:
             return None
         if ticket not in self._leases:
@@ -51,14 +51,14 @@ class Coordinator:
         return self._leases[ticket]
 
     def report(self, worker: str, process: str, stats: BatchStats) -> bool:
-        """Take a worker's counters. Returns whether it is to stop."""
+        """Record a worker's counters. Returns whether it should stop."""
         state = self._state(worker)
         state.runs[process] = stats
         state.heard_s = time.monotonic()
         return self._stopping
 
     def stop(self) -> None:
-        """No more parts, and no more rows of those in work."""
+        """Assign no more parts, and stop those in progress."""
         self._stopping = True
 
     def snapshot(self) -> Snapshot:
@@ -74,7 +74,7 @@ class Coordinator:
         return state
 
     def _free_seat(self) -> int:
-        """A seat that nobody has; otherwise that of the worker not heard of for longest, which is probably dead."""
+        """A free seat; otherwise that of the worker silent for longest, which is probably dead."""
         taken = {state.seat: state.heard_s for state in self._workers.values()}
         free = [seat for seat in range(self._num_workers) if seat not in taken]
         return free[0] if free else min(taken, key=lambda seat: taken[seat])

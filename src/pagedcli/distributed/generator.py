@@ -24,15 +24,15 @@ from pagedcli.sampling_params import SamplingParams, seed_for
 class PagedBatchGenerator:
     """Answers the rows of a dataset: `dataset.map_batches(PagedBatchGenerator, fn_constructor_kwargs={...}, ...)`.
 
-    Reads the columns `prompt` (text or token ids), `messages` or `body` (an OpenAI request), and of each row the
-    sampling parameters that it has as columns. Adds `text`, `finish_reason`, `usage`, `error` (typed also where no row
-    failed), `outputs` (for n > 1), `token_logprobs` and, on request, `token_ids`; other columns stay as they are. A row
-    that cannot be served has an error, the others do not notice.
+    Reads the columns `prompt` (text or token ids), `messages` or `body` (an OpenAI request), and any sampling
+    parameters given as columns. Adds `text`, `finish_reason`, `usage`, `error` (typed even if no row failed), `outputs`
+    (for n > 1), `token_logprobs` and, on request, `token_ids`; other columns are kept unchanged. A row that cannot be
+    served has an error; the others are not affected.
 
-    All batches that Ray hands to the actor share one continuous batch of the engine. How many these are is up to the
-    call: see docs/distributed.md. Draws depend on `seed` and the row's content alone, not on its place or its actor.
+    All batches that Ray passes to the actor share one continuous batch of the engine; docs/distributed.md explains how
+    many these are. Draws depend on `seed` and the row's content alone, not on its position or its actor.
 
-    `sampling` are the defaults of rows that bring nothing else; further keywords are the fields of EngineConfig.
+    `sampling` has the defaults for all rows; further keywords are the fields of EngineConfig.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
@@ -65,16 +65,16 @@ class PagedBatchGenerator:
         )
 
     async def __call__(self, batch: Any) -> Any:
-        """A pyarrow.Table of the batch's columns and those of the answers. `batch`: a table, or columns by name."""
+        """A pyarrow.Table of the batch's columns and the answers'. `batch`: a table, or columns by name."""
         table = _table(batch)
         taken = [name for name in table.column_names if name in ANSWER_COLUMNS]
         if taken:
-            raise UsageError(f"the dataset has a column {taken[0]!r}, which the answers add", hint="rename it")
+            raise UsageError(f"the dataset has a column {taken[0]!r}, which the output adds", hint="rename it")
         documents = lines_of(table.select([name for name in table.column_names if name in LINE_FIELDS]))
         lines = [self._line(document) for document in documents]
         pending = _Batch(lines)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._submit, lines, pending)  # waits while the engine has enough to do
+        await loop.run_in_executor(None, self._submit, lines, pending)  # blocks while the engine has enough to do
         rows = await asyncio.wrap_future(pending.rows)
         answers = [answer_of(msgspec.json.decode(row)) for row in rows]
         for answer in answers:
@@ -85,11 +85,11 @@ class PagedBatchGenerator:
         return table
 
     def close(self) -> None:
-        """End the engine's thread, when all rows are done."""
+        """End the engine's thread once all rows are done."""
         self._stream.close()
 
     def _line(self, document: dict[str, Any]) -> Line:
-        """The row as a line of its own. Ids stay with the table: a batch that Ray tries again brings them again."""
+        """The row as an input line. Ids stay in the table: a batch that Ray retries repeats them."""
         for name in ("id", "custom_id"):
             document.pop(name, None)
         content = msgspec.json.encode(document)
@@ -103,7 +103,7 @@ class PagedBatchGenerator:
 
 
 class _Batch:
-    """The rows of one batch, in its order, when the last one is done."""
+    """Collects the rows of one batch; complete, and in its order, once the last one is done."""
 
     def __init__(self, lines: list[Line]) -> None:
         self.rows: Future[list[bytes]] = Future()

@@ -1,4 +1,4 @@
-"""The parts of a distributed run become one file, in the order of the input. Used by cli.merge."""
+"""Merges the parts of a distributed run into one file, in the order of the input. Used by cli.merge."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,8 +21,8 @@ _PIECE_ROWS = 1024  # of a part in memory
 def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
     """Write the rows of all parts in the folder to `output`.
 
-    Raises: UsageError if the folder is of no finished run; PagedcliError for a part that is not as it was written;
-            nothing has been written then.
+    Raises: UsageError if the folder is not of a finished run; PagedcliError for a part that was changed. Nothing is
+            written in either case.
     """
     folder = PartFolder(path)
     if folder.manifest is None:
@@ -40,7 +40,7 @@ def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
     records = [read_record(folder.part(number)) for number in numbers]
     for number, record in zip(numbers, records, strict=True):
         if record.shard != folder.manifest.shard(number) or record.num_rows != folder.manifest.num_rows[number]:
-            raise UsageError(f"{folder.part(number)} is not of the run that {path} describes")
+            raise UsageError(f"{folder.part(number)} does not belong to the run that {path} describes")
     try:
         with ExitStack() as stack, whole_rows(output, overwrite=overwrite) as file:
             if is_parquet(output):
@@ -56,14 +56,14 @@ def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
 
 
 def _lines(folder: PartFolder, records: list[RunRecord], stack: ExitStack) -> Iterator[bytes]:
-    """Within a part rows are in the order of the input, so the next row of the input is the next one of its part."""
+    """Rows of a part are in the order of the input: the input's next row is the next one of its part."""
     files = [stack.enter_context(folder.part(number).open("rb")) for number in range(len(records))]
     digests = [LineDigest() for _ in records]
     readers = [digest.passing(file) for digest, file in zip(digests, files, strict=True)]
     for number in folder.part_of_row().tolist():
         yield next(readers[number], b"")
     for number, (record, digest) in enumerate(zip(records, digests, strict=True)):
-        digest.read(files[number])  # what is there after the last row
+        digest.read(files[number])  # anything after the last row
         _check(folder, number, record, digest)
 
 
@@ -85,12 +85,12 @@ def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack
             parts = part_of_row[start : start + _TABLE_ROWS]
             numbers, counts = np.unique(parts, return_counts=True)
             pieces = [readers[number].take(count) for number, count in zip(numbers, counts, strict=True)]
-            order = np.argsort(np.argsort(parts, kind="stable"))  # where each row stands in the joined pieces
+            order = np.argsort(np.argsort(parts, kind="stable"))  # index of each row in the joined pieces
             writer.write_table(pa.concat_tables(pieces).take(pa.array(order)))
 
 
 class _TableReader:
-    """Rows of a part of a table, as many as are wanted at a time."""
+    """Reads rows of a table's part, any number at a time."""
 
     def __init__(self, file: Any) -> None:
         self._batches = file.iter_batches(_PIECE_ROWS)
@@ -110,6 +110,6 @@ class _TableReader:
 def _check(folder: PartFolder, number: int, record: RunRecord, digest: LineDigest) -> None:
     if digest.hexdigest() != record.digest:
         raise PagedcliError(
-            f"{folder.part(number)} is not as its run wrote it: {record.num_rows:,} rows with digest {record.digest}",
+            f"{folder.part(number)} is not what its run wrote: {record.num_rows:,} rows with digest {record.digest}",
             hint="copy it again; merge takes the files as they were written",
         )

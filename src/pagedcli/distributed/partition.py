@@ -1,7 +1,7 @@
-"""Which rows go to which worker: rows ordered by the chain hashes of their first blocks and cut by tokens.
+"""Assigns rows to workers: rows are sorted by the chain hashes of their first blocks and cut by tokens.
 
-Used by the distributed run and by `pagedcli plan --workers`; works on arrays, has no text, no files and no cluster.
-Rows that share a prefix become neighbours at every depth at once, so a contiguous share of them computes it once.
+Used by the distributed run and by `pagedcli plan --workers`; works on arrays, without text, files or a cluster. Rows
+with a common prefix become neighbours at every depth, so a contiguous share computes the prefix once.
 """
 
 from array import array
@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from pagedcli.kvcache.prefix_hash import Prefix, hash_block, token_bytes
 
-DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of a prompt's beginning its key holds
+DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of the start of a prompt is in its sort key
 _TOKEN_BYTES = 8
-_CUT_TOLERANCE = 0.1  # of one part's cost: how far a cut may move to fall between two prefixes
+_CUT_TOLERANCE = 0.1  # share of a part's cost by which a cut may move to fall between two prefixes
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
@@ -34,14 +34,14 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str | No
 
 
 class PrefixKeys:
-    """What the order and the cost of rows depend on: about 100 bytes per row, and 2 per block."""
+    """What rows are ordered and weighted by: about 100 bytes per row, and 2 per block."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._keys = array("Q")  # of each row its chain hashes at DEPTHS; 0 where it has fewer blocks
         self._num_prompt_tokens = array("q")
         self._num_output_tokens = array("q")
-        self._blocks = array("H")  # 16 bits of the chain hash of each block: enough to count what neighbours share
+        self._blocks = array("H")  # 16 bits of each block's chain hash: enough to count shared blocks
         self._starts = array("q", [0])  # of each row in _blocks
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class PrefixKeys:
         self._num_output_tokens.append(num_output_tokens)
 
     def ordered(self) -> "OrderedRows":
-        """All rows, those that begin alike next to each other."""
+        """All rows, with those that share a prefix next to each other."""
         keys = np.frombuffer(self._keys, np.uint64).reshape(-1, len(DEPTHS)) if len(self) else np.empty((0, 1))
         rows = np.lexsort(keys.T[::-1])  # the last key counts most, and equal rows keep the order of the input
         shared = np.zeros(len(self), np.int64)
@@ -68,7 +68,7 @@ class PrefixKeys:
         return OrderedRows(rows, shared, num_prompt - shared + num_output)
 
     def _num_shared_blocks(self, one: int, other: int) -> int:
-        """Leading blocks that are equal. A chain hash holds all before it, so a bisection finds the end."""
+        """Number of equal leading blocks. A chain hash covers all blocks before it, so bisection finds the end."""
         first, second = self._starts[one], self._starts[other]
         low, high = 0, min(self._starts[one + 1] - first, self._starts[other + 1] - second)
         while low < high:
@@ -85,11 +85,11 @@ class OrderedRows:
     """Rows in the order of their prefixes."""
 
     rows: Ints  # indexes in the input
-    shared_tokens: Ints  # that each has in common with the one before it, in full blocks
-    costs: Ints  # tokens that each has to compute after it: of the prompt, and the output
+    shared_tokens: Ints  # that each shares with the previous one, in full blocks
+    costs: Ints  # tokens of prompt and output that each has to compute beyond it
 
     def parts(self, num_parts: int) -> list[Ints]:
-        """At most num_parts contiguous pieces of about equal cost, none of them empty."""
+        """At most num_parts contiguous, non-empty pieces of about equal cost."""
         ends = [*balanced_cuts(self.costs, self.shared_tokens, num_parts), len(self.rows)]
         starts = [0, *ends[:-1]]
         return [self.rows[start:end] for start, end in zip(starts, ends, strict=True) if end > start]
@@ -98,7 +98,7 @@ class OrderedRows:
 def balanced_cuts(costs: Ints, shared_tokens: Ints, num_parts: int) -> list[int]:
     """Where to cut a sequence of rows into parts of about equal cost: the first row of each part but the first.
 
-    Of the places within a tenth of a part's cost from the ideal one, the cut takes the one where least is shared.
+    Each cut is made where rows share least, within a tenth of a part's cost of the ideal position.
     """
     before = np.concatenate([[0], np.cumsum(costs)])
     slack = _CUT_TOLERANCE * before[-1] / num_parts
@@ -117,8 +117,8 @@ def balanced_cuts(costs: Ints, shared_tokens: Ints, num_parts: int) -> list[int]
 
 
 class PartQueue:
-    """Who does which part next: each worker its own share from the front; one that is done takes the last part of
-    the worker with most left."""
+    """Decides who does which part next: each worker works through its own share from the front; one that is done takes
+    the last part of the worker with the most left."""
 
     def __init__(self, costs: Sequence[int], num_workers: int) -> None:
         self._costs = list(costs)
@@ -140,7 +140,7 @@ class PartQueue:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker gets, in tokens, under a prefix cache that never evicts."""
+    """One worker's load in tokens, with a prefix cache that never evicts."""
 
     num_rows: int
     num_prompt_tokens: int
@@ -149,7 +149,7 @@ class Share:
 
 
 class SharePlan:
-    """Predicts the shares of workers on the prompts of a file: 8 bytes per full block of them."""
+    """Predicts the workers' shares of the prompts in a file, with 8 bytes of memory per full block."""
 
     def __init__(self, block_size: int) -> None:
         self.keys = PrefixKeys(block_size)
@@ -168,7 +168,7 @@ class SharePlan:
         self._num_output_tokens.append(num_output_tokens)
 
     def ways(self, num_workers: int) -> dict[str, list[Share]]:
-        """The shares of num_workers workers by way of distribution."""
+        """The shares of num_workers workers, for each way to distribute the rows."""
         num_rows, places = len(self.keys), np.arange(len(self.keys))
         bucketed = np.zeros(num_rows, np.int64)
         for worker, rows in enumerate(self.keys.ordered().parts(num_workers)):
@@ -197,13 +197,13 @@ class SharePlan:
 
 
 def balance(shares: Sequence[Share]) -> float:
-    """Most tokens that a worker has to compute, over the mean: 1 is perfect."""
+    """The largest number of tokens that a worker has to compute, over the mean: 1 is perfect."""
     work = [share.num_computed_tokens + share.num_output_tokens for share in shares]
     return max(work) * len(work) / max(sum(work), 1)
 
 
 def facts(shares: Sequence[Share]) -> dict[str, Any]:
-    """What a way of distribution gives, over all workers."""
+    """The result of one way to distribute the rows, over all workers."""
     prompt = sum(share.num_prompt_tokens for share in shares)
     computed = sum(share.num_computed_tokens for share in shares)
     return {

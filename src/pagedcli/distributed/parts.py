@@ -1,4 +1,4 @@
-"""The folder of a distributed run: its manifest, the rows of each part, and what the parts were cut from.
+"""The folder of a distributed run: its manifest, and the input and output rows of each part.
 
 Used by the driver, which writes them, by the workers and by merge. The layout:
 manifest.json, rows.u64 (row indexes, one part after the other), part-00000.jsonl and its record for each finished part;
@@ -32,14 +32,14 @@ _TOO_LONG, _DUPLICATE, _GOOD = b"x", b"d", b"-"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a distributed run writes."""
+    """The description of a distributed run."""
 
     pagedcli_parts: int  # schema version
     created_s: int  # Unix time of the run's first start
-    fingerprint: dict[str, str]  # what decides the rows, with the input
+    fingerprint: dict[str, str]  # settings that, with the input, determine the rows
     suffix: str  # of the parts: '.jsonl' or '.parquet'
     num_rows: list[int]  # of each part
-    costs: list[int]  # tokens that each part has to compute
+    costs: list[int]  # tokens to compute in each part
 
     @property
     def num_parts(self) -> int:
@@ -68,7 +68,7 @@ class PartFolder:
         return self.path / f"part-{number:05}{self.manifest.suffix}"
 
     def is_done(self, number: int) -> bool:
-        """Whether the part is written: the record comes before it, and the journal goes after it."""
+        """Whether the part is complete: its record is written before it, its journal removed after it."""
         path = self.part(number)
         return path.exists() and record_path(path).exists() and not journal_path(path).exists()
 
@@ -78,7 +78,7 @@ class PartFolder:
         return [number for number in range(self.manifest.num_parts) if not self.is_done(number)]
 
     def rows(self, number: int) -> Ints:
-        """Row indexes of a part, those that begin alike next to each other."""
+        """Row indexes of a part, with rows that share a prefix next to each other."""
         assert self.manifest is not None
         start = sum(self.manifest.num_rows[:number])
         count = self.manifest.num_rows[number]
@@ -109,20 +109,22 @@ class PartFolder:
     # ------------------------------------------------------------------ changes
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Raises: UsageError if something there would be lost or mixed."""
+        """Raises: UsageError if existing files would be lost or mixed with new ones."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"the output {self.path} is a file, but a distributed run writes a folder of parts")
         if self.manifest is None:
             found = sorted(set(os.listdir(self.path)) - {_WORK, _ROWS}) if self.path.exists() else []
             if found:
-                raise UsageError(f"the folder {self.path} holds {found[0]}", hint="name a new or empty folder with -o")
+                raise UsageError(
+                    f"the folder {self.path} contains {found[0]}", hint="name a new or empty folder with -o"
+                )
         elif not resume and not overwrite:
             raise UsageError(
-                f"{self.path} holds a distributed run", hint="continue it with --resume, or use --overwrite"
+                f"{self.path} contains a distributed run", hint="continue it with --resume, or use --overwrite"
             )
 
     def clear(self) -> None:
-        """Remove the files of an earlier run, and nothing else."""
+        """Remove only the files of an earlier run."""
         for number in range(self.manifest.num_parts if self.manifest else 0):
             path = self.part(number)
             for each in (path, record_path(path), journal_path(path)):
@@ -135,7 +137,7 @@ class PartFolder:
     def cut(
         self, lines: LineSource, parts: list[Ints], costs: list[int], duplicates: set[int], fingerprint: dict[str, str]
     ) -> None:
-        """Write the input lines of each part, and last the manifest."""
+        """Write the input lines of each part, then the manifest."""
         self.path.mkdir(exist_ok=True)
         (self.path / _WORK).mkdir(exist_ok=True)
         np.concatenate(parts).astype("<i8").tofile(self.path / _ROWS)
@@ -157,7 +159,7 @@ class PartFolder:
             file.write(msgspec.json.format(msgspec.json.encode(self.manifest)) + b"\n")
 
     def remove_work(self) -> None:
-        """Remove the inputs of the parts."""
+        """Remove the parts' input lines."""
         shutil.rmtree(self.path / _WORK, ignore_errors=True)
 
     def _input(self, number: int) -> Path:

@@ -1,4 +1,4 @@
-"""From an input file to parts that workers share: one pass that judges every row, and the cut. Used by the driver."""
+"""Cuts an input file into parts for workers, after one pass that checks every row. Used by the driver."""
 
 from dataclasses import dataclass, field
 
@@ -8,18 +8,18 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.distributed.partition import Ints, PrefixKeys
 from pagedcli.engine.admission import AdmissionLimits
 
-_PARTS_PER_WORKER = 8  # what a slow worker can be helped with is a whole part
-_MAX_PART_BYTES = 32 * 2**20  # a worker holds the lines of its parts
+_PARTS_PER_WORKER = 8  # a whole part is the smallest piece that can be taken from a slow worker
+_MAX_PART_BYTES = 32 * 2**20  # a worker keeps the lines of its parts in memory
 MAX_PARTS = 500  # files that merge has open at once
 _NO_LIMIT = _LARGEST_ID = 2**31
 
 
 @dataclass(slots=True)
 class InputPlan:
-    """What one pass over an input found."""
+    """The result of one pass over an input."""
 
     keys: PrefixKeys
-    duplicates: set[int] = field(default_factory=set)  # rows whose id an earlier row has
+    duplicates: set[int] = field(default_factory=set)  # rows with the id of an earlier row
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
     num_bytes: int = 0
 
@@ -53,7 +53,7 @@ def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, b
         else:
             token_ids = taken.prompt_token_ids
             if not all(0 <= token_id < _LARGEST_ID for token_id in token_ids):
-                token_ids = []  # the engine will refuse it
+                token_ids = []  # the engine will reject it
             plan.keys.add(token_ids, (taken.params.max_tokens or 0) * taken.params.n, taken.cache_salt)
     plan.ignored = dict(intake.parser.ignored)
     return plan

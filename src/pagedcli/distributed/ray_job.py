@@ -1,7 +1,7 @@
-"""A run on a Ray cluster: Ray Data's actor pool works through tickets, each of which is one part of the input.
+"""A run on a Ray cluster: Ray Data's actor pool processes tickets, each of which stands for one part of the input.
 
-The only module that imports ray. A ticket names no part: the coordinator gives the next one of the worker's own share,
-or steals one, and gives the same one again if Ray presents the ticket again because the worker died.
+The only module that imports ray. A ticket names no part: the coordinator assigns the next one of the worker's own
+share, or steals one, and assigns the same one again if Ray retries the ticket because the worker died.
 """
 
 import logging
@@ -39,7 +39,7 @@ class Pool:
 def cluster(address: str | None, pool: Pool) -> Iterator[None]:
     """A connection to a cluster; without an address a local one, for this run alone."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # on stderr; all of it is in the session's folder
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it is raised as well
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are also raised
     try:
         if address is not None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -63,7 +63,7 @@ def cluster(address: str | None, pool: Pool) -> Iterator[None]:
 
 
 class RayRun:
-    """The parts that are left of a run, on the cluster that is connected."""
+    """Runs the remaining parts on the connected cluster."""
 
     def __init__(self, job: WorkerJob, parts: list[int], costs: list[int], pool: Pool) -> None:
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
@@ -88,7 +88,7 @@ class RayRun:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end, at most so long. Returns whether it has come. Raises: PagedcliError if a worker failed."""
+        """Wait for the end, up to a timeout. Returns whether the run has ended. Raises: PagedcliError on failure."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             return False
@@ -100,7 +100,7 @@ class RayRun:
         return True
 
     def stop(self) -> None:
-        """Let the workers end after their current step."""
+        """Make the workers stop after their current step."""
         ray.get(self._coordinator.stop.remote())
 
     def snapshot(self) -> Snapshot:
@@ -122,13 +122,13 @@ def _tickets(num_tickets: int) -> Any:
 
 
 class _PartActor:
-    """A worker as Ray Data wants it: loaded once, called with one ticket after the other."""
+    """A worker as a callable class for Ray Data: loaded once, called with one ticket after another."""
 
     def __init__(self, job: WorkerJob, coordinator: Any) -> None:
         self._worker = Worker(job)
         self._coordinator = coordinator
         self._name = ray.get_runtime_context().get_actor_id()
-        self._sending = threading.Lock()  # so that no report overtakes a later one
+        self._sending = threading.Lock()  # one at a time, to keep reports in order
         threading.Thread(target=self._report_always, name="report", daemon=True).start()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class _PartActor:
 
 
 def cause_of(error: BaseException) -> str:
-    """Our own message inside what Ray raises, which holds the traceback of the worker as text; or its last line."""
+    """Our own message inside Ray's exception, whose text is the worker's traceback; otherwise its last line."""
     ours = re.findall(r"^pagedcli\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
     if ours:
         return str(ours[-1])

@@ -1,6 +1,6 @@
-"""An engine in a thread of its own: rows come from any thread at any time and share one continuous batch.
+"""An engine in its own thread: rows are submitted from any thread and share one continuous batch.
 
-Used by the actors of a cluster, where several batches or parts are in work at once; has no cluster itself.
+Used by the actors of a cluster, which process several batches or parts at once; independent of the cluster.
 """
 
 import queue
@@ -23,7 +23,7 @@ _IDLE_WAIT_S = 0.05  # how soon an idle engine sees a new row or the end
 
 
 class Receiver(Protocol):
-    """Gets the rows of a batch or a part, in completion order, in the thread of the engine."""
+    """Receives the rows of a batch or a part, in completion order, in the engine's thread."""
 
     def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None: ...
 
@@ -31,14 +31,14 @@ class Receiver(Protocol):
         """All rows of an engine step have been written."""
 
     def fail(self, error: BaseException) -> None:
-        """No more rows will come."""
+        """The stream ended with this error; no more rows will come."""
 
 
 class RowStream:
     """One engine that serves rows until `close`.
 
-    `observe` gets the counters after each step. An error in the engine's thread, or in a receiver, ends the stream: all
-    waiting receivers fail with it.
+    `observe` receives the counters after each step. An error in the engine's thread or in a receiver ends the stream,
+    and all waiting receivers fail.
     """
 
     full = False  # as a sink
@@ -88,9 +88,9 @@ class RowStream:
         return self._stopping
 
     def submit(self, line: Line, receiver: Receiver) -> None:
-        """Add a row; waits while enough others wait. Its index must be of no other row in work.
+        """Add a row; blocks while the queue is full. Its index must differ from those of all unfinished rows.
 
-        Raises: what ended the stream.
+        Raises: the error that ended the stream.
         """
         with self._lock:
             if self._error is not None:
@@ -105,11 +105,11 @@ class RowStream:
                     raise self._error from None
 
     def stop(self) -> None:
-        """End after this step: rows that are not done fail."""
+        """End after this step; unfinished rows fail."""
         self._stopping = True
 
     def close(self) -> None:
-        """End when all rows are done."""
+        """End once all rows are done."""
         self._came.put(None)
         self._thread.join()
 
@@ -127,7 +127,7 @@ class RowStream:
             receiver.fail(error)
 
     def _lines(self) -> Iterator[Line | None]:
-        """The rows for the run; None where none has come."""
+        """The rows for the run; None where none is waiting."""
         while True:
             try:
                 busy = self.engine.has_unfinished_requests()

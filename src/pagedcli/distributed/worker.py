@@ -1,4 +1,4 @@
-"""What a worker does: a part's rows through its engine, into its journal and its file. Has no cluster itself."""
+"""A worker: runs a part's rows through its engine, into its journal and its file. Independent of the cluster."""
 
 import threading
 import time
@@ -20,19 +20,19 @@ from pagedcli.distributed.parts import PartFolder, PartLine
 from pagedcli.distributed.row_stream import RowStream
 from pagedcli.errors import RequestError, UsageError
 
-_LOCK_WAIT_S = 30.0  # for a worker of a killed run to be gone
+_LOCK_WAIT_S = 30.0  # for a worker of a killed run to exit
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What every worker of a run needs to know."""
+    """The settings of every worker of a run."""
 
     folder: Path
     config: Config
     max_tokens_given: bool  # by a flag
 
     def options(self) -> BatchOptions:
-        """Without what is judged over the whole input: ids, limits and shards."""
+        """Without what is checked over the whole input: ids, limits and shards."""
         config = self.config
         return BatchOptions(
             defaults=config.sampling,
@@ -45,7 +45,7 @@ class WorkerJob:
 
 
 class Worker:
-    """One engine, which works on any number of parts at once."""
+    """One engine, which processes any number of parts at once."""
 
     def __init__(self, job: WorkerJob) -> None:
         self._job = job
@@ -66,7 +66,7 @@ class Worker:
             ),
             chat_template=run.chat_template,
         )
-        self._duplicates = BatchStats()  # rows that never reach the engine
+        self._duplicates = BatchStats()  # of rows that never reach the engine
         self._lock = threading.Lock()
 
     @property
@@ -75,11 +75,11 @@ class Worker:
         return total([self._stream.stats, self._duplicates])
 
     def stop(self) -> None:
-        """End what is in work; its finished rows are kept."""
+        """Stop unfinished parts; finished rows are kept."""
         self._stream.stop()
 
     def run_part(self, number: int) -> bool:
-        """Make a part, or the rest of it. Returns False if the worker was stopped before its end."""
+        """Process a part, or the rest of it. Returns False if the worker was stopped before its end."""
         if self._folder.is_done(number):
             return True
         lines = {each.line.index: each for each in self._folder.lines(number)}
@@ -112,7 +112,7 @@ class Worker:
         return FileSink(self._folder.part(number), self._journal(number), order="input", table=table)
 
     def _journal(self, number: int) -> Journal:
-        """The part's journal, which a worker that is being killed may hold for a moment longer."""
+        """The part's journal, which a dying worker may still have locked."""
         fingerprint = self._manifest.fingerprint | {"shard": self._manifest.shard(number)}
         deadline_s = time.monotonic() + _LOCK_WAIT_S
         while True:
@@ -138,7 +138,7 @@ class Worker:
 
 
 class _PartRun:
-    """The rows of one part, by their place in it."""
+    """The rows of one part, by their index in it."""
 
     def __init__(self, sink: FileSink, indexes: list[int]) -> None:
         self.sink = sink
@@ -154,13 +154,13 @@ class _PartRun:
         self.sink.write(self._places[each.line.index], each.line.digest, row, ok=False)
 
     def expect(self, num_rows: int) -> None:
-        """So many rows will be submitted."""
+        """Announce the number of rows that will be submitted."""
         self._num_left = num_rows
         if not num_rows:
             self._done.set()
 
     def wait(self) -> None:
-        """Until all rows are in the journal. Raises: what stopped the engine."""
+        """Wait until all rows are in the journal. Raises: the error that stopped the engine."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -173,7 +173,7 @@ class _PartRun:
 
     def flush(self) -> None:
         self.sink.flush()
-        if not self._num_left:  # only now: from here on the sink is its part's thread's alone
+        if not self._num_left:  # only now: from here on only the part's thread uses the sink
             self._done.set()
 
     def fail(self, error: BaseException) -> None:

@@ -85,7 +85,7 @@ class PoolLaws(View[PoolState]):
 
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
         if state.seq(event.seq_id) is not None:
-            refuse(event, f"seq {event.seq_id} exists already")
+            refuse(event, f"seq {event.seq_id} already exists")
         if not 1 <= event.num_prompt_tokens <= MOST_TOKENS or not 1 <= event.max_new_tokens <= MOST_TOKENS:
             refuse(
                 event,

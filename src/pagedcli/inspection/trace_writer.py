@@ -28,7 +28,7 @@ class TraceWriter:
     readable. `resume` writes the next part, `run.part2.jsonl`, next to what an earlier run has left. `overwrite`
     removes what is there when the engine has started. A file that cannot be written ends the recording, not the run:
     `close` says so.
-    Raises: UsageError for a name that is not a trace's, a missing folder, or a trace that exists already.
+    Raises: UsageError for a name that is not a trace's, a missing folder, or a trace that already exists.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -46,7 +46,7 @@ class TraceWriter:
         existing = [] if is_stream(path) or overwrite else parts(path)
         if existing and not resume:
             raise UsageError(
-                f"--record: {existing[0]} exists already",
+                f"--record: {existing[0]} already exists",
                 hint="use --overwrite, another name, or --resume to continue that run in a part of its own",
             )
         self.path = part_path(path, len(existing) + 1)  # of the finished trace
