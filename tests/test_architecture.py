@@ -16,7 +16,7 @@ LOW = {"config_keys", "errors", "events", "files", "line_files", "sampling_param
 ALLOWED = {
     "errors": set(),
     "events": {"errors"},
-    "files": {"errors"},
+    "files": {"errors", "interrupt"},
     "line_files": {"errors"},
     "config_keys": {"errors"},
     "sampling_params": {"config_keys", "errors"},
@@ -30,7 +30,7 @@ ALLOWED = {
     "batch": {*LOW, "kvcache", "engine", "models"},
     "printable": set(),
     "interrupt": set(),
-    "inspection": {"errors", "events", "files", "line_files", "kvcache", "printable"},
+    "inspection": {"errors", "events", "files", "interrupt", "line_files", "kvcache", "printable"},
     "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
     "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm"},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagedcli.errors import UsageError
+from pagedcli.interrupt import as_exceptions
 
 _STREAM_FOLDERS = ("/dev/fd/", "/proc/")
 _STREAM_NAMES = ("/dev/stdin", "/dev/stdout", "/dev/stderr")
@@ -113,14 +114,15 @@ class PendingFile:
 @contextmanager
 def whole_file(path: Path, *, overwrite: bool, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears when the block ends, and not at all if it raises; see PendingFile. Raises: OSError."""
-    pending = PendingFile(path, overwrite=overwrite, durable=durable)
-    try:
-        yield pending.file
-        pending.commit()
-    except BaseException:
-        with suppress(OSError):
-            pending.discard()
-        raise
+    with as_exceptions():
+        pending = PendingFile(path, overwrite=overwrite, durable=durable)
+        try:
+            yield pending.file
+            pending.commit()
+        except BaseException:
+            with suppress(OSError):
+                pending.discard()
+            raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,10 +1,12 @@
-"""Ctrl-C before and after a command runs, while modules are loaded and unloaded: a short message and exit code 130.
+"""Ctrl-C while modules are loaded and unloaded: a short message and exit code 130. Where a terminal or a file must be
+put in order: KeyboardInterrupt.
 
-Used by __main__ and cli.main; imports nothing slow.
+Used by __main__, cli.main, and whoever opens a screen or a temporary file; imports nothing slow.
 """
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,18 +21,20 @@ def install() -> None:
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Within the block Ctrl-C raises KeyboardInterrupt, which gives time to clean up files."""
-    if signal.getsignal(signal.SIGINT) is not _stop_at_once:
+    """Ctrl-C raises KeyboardInterrupt within this context, so that files and the terminal can be put in order."""
+    is_main = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
+    if not is_main or signal.getsignal(signal.SIGINT) is not _stop_at_once:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, _stop_at_once)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a run has set its own since then
+            signal.signal(signal.SIGINT, _stop_at_once)
 
 
 def _stop_at_once(number: int, frame: FrameType | None) -> None:
-    # an exception could be raised in an import or an exit handler, which print a traceback or swallow it
+    # an exception could fall into an import or an exit handler, which print a traceback or swallow it
     os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)

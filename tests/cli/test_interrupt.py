@@ -1,9 +1,17 @@
-"""Ctrl-C at any moment of a start ends with one word and exit code 130, never with a traceback."""
+"""Ctrl-C: during a start one word and exit code 130, never a traceback; later, screens and files are put in order."""
 
+import os
+import pty
+import signal
 import subprocess
 import sys
+import termios
+import time
+from contextlib import suppress
 
 import pytest
+from cli_harness import pagedcli
+from trace_harness import simulated, write
 
 # Ctrl-C arrives when a module is about to be imported
 PROGRAM = """
@@ -30,3 +38,63 @@ def test_an_early_interrupt_prints_no_traceback(tmp_path, module):
     assert "Traceback" not in result.stderr
     assert result.stderr.endswith("interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+# Ctrl-C arrives while a page, an export or a summary is half written
+HALF_WRITTEN = """
+import os, signal, sys
+from pathlib import Path
+from pagedcli import interrupt
+from pagedcli.files import whole_file
+interrupt.install()
+with whole_file(Path(sys.argv[1]), overwrite=False) as file:
+    file.write(b"half")
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_leaves_no_half_written_file(tmp_path):
+    command = [sys.executable, "-c", HALF_WRITTEN, str(tmp_path / "page.html")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "KeyboardInterrupt" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted_on_a_terminal(*arguments):
+    """The exit code and the output of a command that gets Ctrl-C while its screen is shown."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-m", "pagedcli", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        shown = b""
+        while b"q quit" not in shown:
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        os.set_blocking(ours, False)
+        while process.poll() is None:
+            with suppress(BlockingIOError):
+                shown += os.read(ours, 65536)
+            time.sleep(0.01)
+    assert termios.tcgetattr(theirs) == before, "echo and line mode are back"
+    with suppress(BlockingIOError):
+        shown += os.read(ours, 65536)
+    os.close(ours)
+    os.close(theirs)
+    assert shown.rfind(b"\x1b[?1049l") > shown.rfind(b"\x1b[?1049h"), "the alternate screen is left"
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "the cursor is shown"
+    return process.returncode, shown.decode(errors="replace")
+
+
+def test_an_interrupt_in_replay_restores_the_terminal(tmp_path):
+    code, shown = interrupted_on_a_terminal("replay", write(tmp_path / "run.jsonl", simulated()))
+    assert code == 130
+    assert "interrupted" in shown
+
+
+def test_an_interrupt_ends_attach_with_its_summary_and_a_whole_recording(tmp_path):
+    recording = tmp_path / "events.jsonl.zst"
+    code, shown = interrupted_on_a_terminal("attach", "tcp://127.0.0.1:9", "--record", recording)
+    assert code == 0
+    assert "blocks stored" in shown
+    assert "cut off" not in pagedcli("replay", recording).stderr

@@ -17,6 +17,7 @@ from pagedcli.cli.tables import Format, FormatOption, Table, print_tables
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
+from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.summary import facts, limits
@@ -96,7 +97,7 @@ def attach(
         return
     check_files({}, {"--record": record}, overwrite=overwrite)
     live = sys.stdin.isatty() and sys.stderr.isatty() and not no_live
-    with ExitStack() as stack:
+    with as_exceptions(), ExitStack() as stack:
         subscriber = _subscriber(stack, endpoints, replay or [], topic)
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))

@@ -5,6 +5,8 @@ import select
 import sys
 from types import TracebackType
 
+from pagedcli.interrupt import as_exceptions
+
 try:
     import termios
     import tty
@@ -20,7 +22,7 @@ _SEQUENCES = {
 
 
 class Keyboard:
-    """Puts the terminal of stdin into single-key mode while it is open. Ctrl-C stays an interrupt.
+    """Puts the terminal of stdin into single-key mode while it is open. Ctrl-C raises KeyboardInterrupt.
 
     Without a terminal (a pipe, a file) `read` never gives a key.
     """
@@ -28,8 +30,10 @@ class Keyboard:
     def __init__(self) -> None:
         self._fd: int | None = None
         self._pending = ""
+        self._interrupts = as_exceptions()
 
     def __enter__(self) -> "Keyboard":
+        self._interrupts.__enter__()
         if HAVE_TERMIOS and sys.stdin is not None and sys.stdin.isatty():
             self._fd = sys.stdin.fileno()
             self._saved = termios.tcgetattr(self._fd)
@@ -42,6 +46,7 @@ class Keyboard:
         if self._fd is not None:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._saved)
             self._fd = None
+        self._interrupts.__exit__(None, None, None)
 
     @property
     def available(self) -> bool:
