@@ -86,11 +86,11 @@ def test_export_for_perfetto(trace, tmp_path):
 
 
 def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
-    assert "there is no step 99999" in pagedcli("replay", trace, "--step", "99999", expect=2).stderr
+    assert "has no step 99999" in pagedcli("replay", trace, "--step", "99999", expect=2).stderr
     assert "cannot read" in pagedcli("replay", tmp_path / "absent.jsonl", "--check", expect=2).stderr
     assert "not named like a trace" in pagedcli("replay", tmp_path / "run.txt", expect=2).stderr
     assert "-o needs --export" in pagedcli("replay", trace, "-o", "x", expect=2).stderr
-    assert "there is no lookup of request 'zzz'" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
+    assert "has no lookup of request 'zzz'" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
     assert "no request 'zzz'" in pagedcli("replay", trace, "--follow", "zzz", "--no-live", expect=2).stderr
 
 
