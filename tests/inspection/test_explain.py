@@ -35,14 +35,14 @@ A, B, C, D = ([letter] * 4 for letter in range(4))
 def test_no_shared_prefix():
     first, second = Explained().run(A + B, C + D)
     assert (first.reason, second.reason) == ("no_shared_prefix", "no_shared_prefix")
-    assert second.why() == "no cached block begins like this prompt"
+    assert second.why() == "no cached block matches the start of this prompt"
     assert second.num_first == 2
 
 
 def test_a_shared_prefix_shorter_than_a_block():
     _, second = Explained().run(A + B, [0, 0, 0, 9, *B])
     assert second.reason == "shorter_than_block"
-    assert second.why() == "a prefix is shared, but it is shorter than a block: 3 more tokens shared, a block is 4"
+    assert second.why() == "the shared prefix is shorter than a block: 3 more tokens shared, a block is 4"
 
 
 def test_a_prompt_that_goes_its_own_way_behind_some_blocks():
@@ -95,7 +95,7 @@ def test_evicted_tells_when_and_how_many_more_blocks():
     assert again.evicted_step == 3
     assert again.num_evicted == 2
     assert again.why().startswith(
-        "the content was cached before, but evicted at step 3; keeping it through the same steps takes at least "
+        "the content had been cached, but was evicted at step 3; keeping it would take at least "
     )
 
 
@@ -203,7 +203,7 @@ def test_what_two_sequences_compute_at_the_same_time_is_taken_over_block_by_bloc
     first, second = explained.explainer.lookups
     assert (first.reason, first.late_tokens_hit) == ("no_shared_prefix", 4)
     assert (second.reason, second.event.tokens_hit, second.late_tokens_hit) == ("not_seen_before", 4, 4)
-    assert "4 tokens were taken over later from another sequence" in second.why()
+    assert "4 tokens were reused later from another sequence" in second.why()
     totals = explained.explainer.totals(own=False)
     assert (totals.hit, totals.late_hit, totals.first_seen, totals.last_block, totals.ideal) == (4, 8, 12, 2, 12)
 

@@ -106,7 +106,7 @@ def test_a_part_of_another_pool_is_not_joined_and_said(tmp_path):
         Simulation(3, 2, emit=writer).add([1, 2])
     reader = TraceReader(path)
     assert list(reader) == EVENTS
-    assert "run.part2.jsonl has another pool, 3 blocks of 2" in reader.notes[0]
+    assert "run.part2.jsonl was skipped, it has another pool (3 blocks of 2)" in reader.notes[0]
 
 
 def test_a_second_start_in_one_file_is_damage(tmp_path):

@@ -194,7 +194,7 @@ def test_the_reason_of_a_waiting_sequence_is_shown():
     out = console(140)
     print_step_tables(moment, out)
     assert "not scheduled: sequence limit (2 run)" in printed(out)
-    assert "place 2 of the queue" in printed(out)
+    assert "place 2 in the queue" in printed(out)
 
 
 def test_a_preemption_in_words():
@@ -307,7 +307,7 @@ def test_the_player_steps_jumps_and_plays(tmp_path, monkeypatch):
     assert seen[6:10] == [last, 0, 0, 3]
     assert seen[10:14] == [3, 3, 3, 2]  # there is no step 99
     assert "there is no step 99" in printed(out)
-    assert "no preemption before this" in printed(out)
+    assert "no earlier preemption" in printed(out)
 
     seen.clear()
     press(monkeypatch, [" "])

@@ -1,4 +1,4 @@
-"""Every law that a whole trace must keep: those of a pool (laws.py), and those of our scheduler and prefix cache.
+"""All invariants of a whole trace: those of a pool (laws.py), and those of our scheduler and prefix cache.
 
 Used by `pagedcli replay --check` and by the engine's tests.
 """
@@ -34,12 +34,12 @@ from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
 from pagedcli.kvcache.prefix_hash import compute_hash
 
-_CLOCK_SLACK_NS = 1_000_000_000  # a process may be put to sleep between the clock of a step and that of its parts
+_CLOCK_SLACK_NS = 1_000_000_000  # a process may be suspended between reading the clocks of a step and of its parts
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedTrace:
-    """A trace without a violation."""
+    """The result for a trace without a violation."""
 
     num_events: int
     num_steps: int
@@ -48,7 +48,7 @@ class CheckedTrace:
 
 
 def check_trace(source: EventSource) -> CheckedTrace:
-    """Fold a trace and verify every law. Raises TraceError with the place of the first violation."""
+    """Fold a trace and verify every law. Raises TraceError with the location of the first violation."""
     checker = TraceChecker()
     for _ in checker.fold.steps(source):
         pass
@@ -56,7 +56,7 @@ def check_trace(source: EventSource) -> CheckedTrace:
 
 
 def check_events(events: Iterable[Event]) -> CheckedTrace:
-    """The same for events in memory; the message names the number of the event, from 1."""
+    """check_trace for events in memory; errors name the event's number, from 1."""
     return check_trace(EventList(events))
 
 
@@ -69,11 +69,11 @@ class TraceChecker:
         self.state = self.fold.state
 
     def apply(self, event: Event) -> None:
-        """Take in the next event."""
+        """Check and apply the next event."""
         self.fold(event)
 
     def result(self, notes: Iterable[str]) -> CheckedTrace:
-        """What was checked. A trace may end within a step: that of a killed run does."""
+        """The result. A trace may end within a step, as that of a killed run does."""
         state, notes = self.state, list(notes)
         if state.engine is None:
             raise TraceError("no events: not a trace")
@@ -86,7 +86,7 @@ class TraceChecker:
 
 
 class TraceLaws(View[PoolState]):
-    """`check`, and its methods `before_...`, see the state before it has the event; `apply`, and `on_...`, after."""
+    """`check` (methods `before_...`) runs before the event is applied to the state, `apply` (`on_...`) after it."""
 
     _before: ClassVar[dict[type[Event], Handler]]
 
@@ -97,7 +97,7 @@ class TraceLaws(View[PoolState]):
         self._forget()
 
     def _forget(self) -> None:
-        self._lookups: dict[int, PrefixLookedUp] = {}  # the last of each running sequence
+        self._lookups: dict[int, PrefixLookedUp] = {}  # the latest of each running sequence
         self._just_sampled: set[int] = set()  # sequences, in this step
         self._released: tuple[int, ...] = ()  # by the last BlocksReleased
         self._chains: dict[int, list[int]] = {}  # hashes of the full blocks of live sequences, where tokens are known
@@ -129,7 +129,7 @@ class TraceLaws(View[PoolState]):
 
     def _check_ids(self, event: Event, token_ids: tuple[int, ...]) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 63:
-            refuse(event, "a token id that no vocabulary has")
+            refuse(event, "a token id outside any vocabulary")
 
     def before_request_finished(self, event: RequestFinished, state: PoolState) -> None:
         seq = state.seqs.get(event.seq_id)
@@ -175,7 +175,9 @@ class TraceLaws(View[PoolState]):
         num_running, step = len(state.running()), state.step
         if step is not None and step.preemptions:
             expected = event.reason == "preemption"
-        elif event.reason == "preemption":  # one step ahead, preempting waits until the tokens in flight are known
+        elif (
+            event.reason == "preemption"
+        ):  # with async scheduling, preemption waits until the tokens in flight are known
             expected = state.num_free_blocks <= 1
         else:
             expected = (event.reason == "max_num_seqs") == (num_running >= engine.max_num_seqs)
@@ -184,7 +186,7 @@ class TraceLaws(View[PoolState]):
         self._check_needed(event, state)
 
     def _check_needed(self, event: RequestWaiting, state: PoolState) -> None:
-        """All blocks of the sequence, less those of its prefix that are in use: exact where tokens are recorded."""
+        """Check the number of blocks needed: the sequence's, minus its prefix blocks in use. Exact with tokens."""
         seq, size = state.seqs[event.seq_id], state.block_size
         assert state.engine is not None
         total = -(-seq.num_tokens // size)
@@ -198,7 +200,7 @@ class TraceLaws(View[PoolState]):
             refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
 
     def _chain(self, seq: SeqState) -> list[int] | None:
-        """Hashes of the full blocks of a sequence. None without recorded tokens, or with a salt, which never is."""
+        """Hashes of the full blocks of a sequence. None without recorded tokens or with a salt (never recorded)."""
         token_ids = self._token_ids.get(seq.seq_id)
         if token_ids is None or seq.salted:
             return None
@@ -214,7 +216,7 @@ class TraceLaws(View[PoolState]):
         seq, engine = state.seqs.get(event.seq_id), state.engine
         assert engine is not None
         if seq is None:
-            return  # the fold says so
+            return  # the fold reports it
         if event.num_tokens != seq.num_tokens:
             refuse(event, f"seq {seq.seq_id} has {seq.num_tokens} tokens, not {event.num_tokens}")
         if event.reason != "continued" and (event.reason == "resumed") != (seq.num_preemptions > 0):
@@ -239,7 +241,7 @@ class TraceLaws(View[PoolState]):
         self._lookups[event.seq_id] = event
 
     def _check_prefix(self, event: PrefixLookedUp, seq: SeqState, end: int, state: PoolState) -> None:
-        """What the tokens say of the block after the last hit, where they are recorded."""
+        """Check the block after the last hit against the tokens, where they are recorded."""
         chain, size = self._chain(seq), state.block_size
         if chain is None:
             return
@@ -249,7 +251,7 @@ class TraceLaws(View[PoolState]):
         followers = self._followers.get(chain[end - 1] if end else None, ())
         longest = max((num_equal(wanted, self._block_tokens[block_id]) for block_id in followers), default=0)
         if event.partial_tokens != longest:
-            refuse(event, f"{longest} further tokens are those of a cached block, not {event.partial_tokens}")
+            refuse(event, f"{longest} further tokens match a cached block, not {event.partial_tokens}")
 
     def before_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
         token_ids, size = self._token_ids.get(event.seq_id), state.block_size
@@ -332,14 +334,14 @@ class TraceLaws(View[PoolState]):
                         refuse(event, f"block {block_id} is not {'full' if index < num_full else 'partial'}")
 
     def _check_budget(self, event: StepScheduled, state: PoolState) -> None:
-        """Whether the budget is used up where that is why a sequence waits, and only there."""
+        """Check that the token budget is used up if, and only if, that is why a sequence waits."""
         step, engine = state.step, state.engine
         assert step is not None, "a step is scheduled"
         assert engine is not None, "the engine has started"
         reason, num_new = None if step.waiting is None else step.waiting.reason, sum(event.num_new_tokens)
-        num_most = num_new + step.num_finished  # those that ended while the step was launched took part
+        num_most = num_new + step.num_finished  # includes those that finished while the step was launched
         if reason == "token_budget" and num_most < engine.max_num_batched_tokens:
-            refuse(event, f"one waits for the budget, of which {num_new} of {engine.max_num_batched_tokens} are used")
+            refuse(event, f"one waits for the budget, but only {num_new} of {engine.max_num_batched_tokens} are used")
         all_run = all(seq.seq_id in event.seq_ids for seq in state.running())
         if reason == "preemption" and not step.preemptions and all_run and not step.num_finished:
             refuse(event, "one waits for a preemption, but every running sequence got its tokens")

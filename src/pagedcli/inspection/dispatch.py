@@ -1,4 +1,4 @@
-"""Dispatch by the type of an event: one method per event, named after it. Used by the state, the laws and all views."""
+"""Dispatch by event type: one method per event, named after it. Used by the state, the laws and all views."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
@@ -10,8 +10,8 @@ Handler = Callable[..., None]
 
 
 def handlers_of(cls: type, prefix: str) -> dict[type[Event], Handler]:
-    """The methods of a class that are called `prefix` + the tag of an event. Raises TypeError for a name that is none,
-    which would never be called."""
+    """The methods of a class named `prefix` + the tag of an event. Raises TypeError for a method whose name matches no
+    event."""
     by_tag = {event_type.__struct_config__.tag: event_type for event_type in Event.__subclasses__()}
     names = [name for name in dir(cls) if name.startswith(prefix)]
     unknown = [name for name in names if name.removeprefix(prefix) not in by_tag]
@@ -21,8 +21,8 @@ def handlers_of(cls: type, prefix: str) -> dict[type[Event], Handler]:
 
 
 class View(Generic[S]):
-    """Something that is folded along a state S: a method `on_<event>(event, state)` for each type of event it needs,
-    called when the state has the event."""
+    """A view of a state S: a method `on_<event>(event, state)` for each event type it needs, called after the event has
+    been applied to the state."""
 
     _on: ClassVar[dict[type[Event], Handler]] = {}
 

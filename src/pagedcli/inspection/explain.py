@@ -1,4 +1,4 @@
-"""Why each prefix lookup hit or missed, and what the best possible cache would have saved: a view of PoolState.
+"""Why each prefix lookup hit or missed, and what an ideal cache would have saved: a view of PoolState.
 
 Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded it also finds where prompts diverge.
 """
@@ -60,7 +60,7 @@ class Explainer(View[PoolState]):
             self._settle(seq_id)
 
     def totals(self, *, own: bool) -> Totals:
-        """Of the requests' first lookups, or of those that repeat their own request (SeqState.repeats)."""
+        """Totals of the requests' first lookups, or of those that repeat their own request (SeqState.repeats)."""
         totals = Totals()
         for lookup in self.lookups:
             if lookup.own == own:
@@ -74,7 +74,7 @@ class Explainer(View[PoolState]):
     # ------------------------------------------------------------------ events
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
-        """A further part of a resumed run: its cache begins empty, so nothing earlier was ever in it."""
+        """Another part of a resumed run: it starts with an empty cache."""
         self.finish()
         self._forget_cache()
 
@@ -105,7 +105,7 @@ class Explainer(View[PoolState]):
             self._explain_miss(lookup, state)
 
     def _explain_miss(self, lookup: Lookup, state: PoolState) -> None:
-        """The reason, where it is known at the lookup already."""
+        """The reason for a miss, if it is already known at the lookup."""
         missing = lookup.event.missing_hash
         assert missing is not None, "a lookup that missed names the hash"
         if missing in state.hash_to_block_id:
@@ -115,7 +115,7 @@ class Explainer(View[PoolState]):
         elif (ghost := self._ghosts.get(missing)) is not None:
             lookup.reason = "evicted"
             lookup.evicted_step = ghost[1]
-            # an LRU pool larger by m blocks still holds the m contents evicted last, and those that copies displaced
+            # an LRU pool with m more blocks still holds the m contents evicted last, and those displaced by copies
             num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
             lookup.num_more_blocks = max(1, 1 + self._evictions.count_after(ghost[0]) - num_displaced)
         elif self._is_cached_under_another_salt(lookup, state):
@@ -130,7 +130,7 @@ class Explainer(View[PoolState]):
         self._drop_complete(event.seq_id)
 
     def on_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
-        """After a preemption: what an earlier lookup of the sequence asked for, whoever computed it since."""
+        """Settle, after a preemption, the sequence's earlier lookup, whoever has computed its blocks since."""
         table = state.seqs[event.seq_id].block_table
         if self._pending.get(event.seq_id):
             for index, block_id in enumerate(event.block_ids, len(table) - len(event.block_ids)):
@@ -184,7 +184,7 @@ class Explainer(View[PoolState]):
     # ------------------------------------------------------------------ parts
 
     def _learn(self, seq_id: int, index: int, block_hash: int) -> None:
-        """A block that a lookup missed is in the cache: who had computed it first, and when?"""
+        """Settle a missed block that is now in the cache: who computed it first, and when."""
         for since, lookup in self._pending.get(seq_id, ()):
             event = lookup.event
             if index != lookup.num_shared_blocks + lookup.num_first or index >= event.blocks_asked:
@@ -205,7 +205,7 @@ class Explainer(View[PoolState]):
             self._settle(seq_id)
 
     def _settle(self, seq_id: int) -> None:
-        """The reason of a miss by exclusion, once it is clear that nobody else computed the block."""
+        """The reason for a miss once it is clear that no other sequence computed the block."""
         for _, lookup in self._pending.pop(seq_id, ()):
             if lookup.reason != "not_known":
                 continue
@@ -217,7 +217,7 @@ class Explainer(View[PoolState]):
                 lookup.reason = "no_shared_prefix"
 
     def _is_cached_under_another_salt(self, lookup: Lookup, state: PoolState) -> bool:
-        """Whether the same tokens are cached at this moment, but under another hash: then the salt differs."""
+        """Whether the same tokens are cached now under another hash, i.e. with another salt."""
         event, twin = lookup.event, lookup.divergence
         index = event.blocks_hit
         if twin is None or not (lookup.salted or twin.other_salted):
@@ -232,7 +232,7 @@ class Explainer(View[PoolState]):
         return found is not None and found != event.missing_hash and found in state.hash_to_block_id
 
     def _diverge(self, token_ids: tuple[int, ...]) -> Divergence | None:
-        """Compare with the earlier sequence of the longest common prefix: a neighbour in sorted order."""
+        """Find the earlier sequence with the longest common prefix, which is a neighbour in sorted order."""
         place = bisect_left(self._earlier, (token_ids, -1, "", False))
         neighbours = self._earlier[max(0, place - 1) : place + 1]
         if not neighbours:
@@ -277,7 +277,7 @@ class _AliveCounter:
         self._num_alive = 0
 
     def append(self) -> int:
-        """The place of a new entry."""
+        """Add an entry and return its place."""
         place = len(self._tree)
         total, below = 1, place - 1
         while below > place - (place & -place):

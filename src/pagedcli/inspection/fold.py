@@ -1,7 +1,7 @@
-"""The one fold: events of any source in; the laws check them, the state changes, the views look at it.
+"""The fold: each event of a source is checked by the laws, applied to the state, then passed to the views.
 
-Used by every command that looks at events. To add a view, write a View (dispatch.py) and give it to `fold`; to add a
-source, write an EventSource, with a state of its own if it knows less than our engine.
+Used by every command that reads events. To add a view, write a View (dispatch.py) and pass it to `fold`; to add a
+source, write an EventSource, with its own state if its events carry less than our engine's.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,15 +15,15 @@ from pagedcli.inspection.state import PoolState
 
 
 class EventSource(Protocol):
-    """Events in their order: a trace file, or what another engine publishes."""
+    """Events in order: from a trace file, or published by another engine."""
 
-    notes: list[str]  # what was odd but harmless, complete after the last event
+    notes: list[str]  # harmless anomalies, complete after the last event
 
     def __iter__(self) -> Iterator[Event]: ...
 
     @property
     def place(self) -> str:
-        """Where the event given last stands, for messages: `run.jsonl:12`."""
+        """Location of the last event, for messages: `run.jsonl:12`."""
         ...
 
 
@@ -46,7 +46,7 @@ class EventList:
 
 
 class State(Protocol):
-    """What the events say of a cache. It trusts them: what cannot be is found by laws."""
+    """A cache's state according to the events. It trusts them: impossible events are caught by laws."""
 
     def apply(self, event: Event) -> None: ...
 
@@ -56,15 +56,15 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class Laws(Protocol[S_contra]):
-    """Refuses events that are impossible in the state they meet."""
+    """Refuses events that are impossible in the current state."""
 
     def check(self, event: Event, state: S_contra) -> None:
-        """Raises TraceError. Called before the state has the event."""
+        """Raises TraceError. Called before the event is applied."""
         ...
 
 
 class Fold(Generic[S]):
-    """A fold under way. Call it with each event: it is what a running engine takes as `emit`."""
+    """An incremental fold. Call it with each event; a running engine takes it as `emit`."""
 
     def __init__(self, state: S, *views: View[S], laws: Laws[S] | None = None) -> None:
         self.state = state
@@ -72,7 +72,7 @@ class Fold(Generic[S]):
         self._laws = laws
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event. Raises TraceError if it breaks a law; the state is then as before it."""
+        """Apply the next event. Raises TraceError if it breaks a law; the state is then unchanged."""
         if self._laws is not None:
             self._laws.check(event, self.state)
         self.state.apply(event)
@@ -80,7 +80,7 @@ class Fold(Generic[S]):
             view.apply(event, self.state)
 
     def steps(self, source: EventSource) -> Iterator[Event]:
-        """The events of a source, each after the fold has taken it in. A TraceError names its place."""
+        """Yield the events of a source, each after it was applied. A TraceError names its location."""
         for event in source:
             try:
                 self(event)
@@ -90,12 +90,12 @@ class Fold(Generic[S]):
 
 
 def pool_fold(*views: View[PoolState]) -> Fold[PoolState]:
-    """A fold of the events of our engine into the exact pool."""
+    """A fold of our engine's events into the exact pool."""
     return Fold(PoolState(), *views, laws=PoolLaws())
 
 
 def fold(source: EventSource, *views: View[PoolState]) -> PoolState:
-    """Fold all events of our engine. Raises TraceError, with the place, for an event that no pool could make."""
+    """Fold all events of our engine. Raises TraceError, with its location, for an impossible event."""
     folding = pool_fold(*views)
     for _ in folding.steps(source):
         pass

@@ -10,7 +10,7 @@ from pagedcli.interrupt import as_exceptions
 try:
     import termios
     import tty
-except ImportError:  # no POSIX terminal: the view works, the keys do not
+except ImportError:  # no POSIX terminal: the view works without keys
     HAVE_TERMIOS = False
 else:
     HAVE_TERMIOS = True
@@ -24,7 +24,7 @@ _SEQUENCES = {
 class Keyboard:
     """Puts the terminal of stdin into single-key mode while it is open. Ctrl-C raises KeyboardInterrupt.
 
-    Without a terminal (a pipe, a file) `read` never gives a key.
+    Without a terminal (a pipe, a file) `read` always returns None.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""What a pool can do: refuses each event that is impossible in the state it meets, so that the state trusts the rest.
+"""The laws of a block pool: refuses each event that is impossible in the current state, which can then trust events.
 
-Used by every fold of our engine's events. Further laws, which no state needs, are in check.py.
+Used by every fold of our engine's events. Laws that the state does not depend on are in check.py.
 """
 
 from itertools import islice
@@ -40,18 +40,20 @@ MOST_NS = 1 << 62
 
 
 def refuse(event: Event, what: str) -> NoReturn:
-    """Raise the TraceError of an event that cannot be."""
+    """Raise the TraceError for an impossible event."""
     raise TraceError(f"{event.__struct_config__.tag}: {what}")
 
 
 class PoolLaws(View[PoolState]):
-    """`check` is called before the state has the event. Some changes take several events; what is due next is kept."""
+    """`check` is called before an event is applied. Some changes take several events; `_due` holds what must follow."""
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
-        self._due: tuple[tuple[type[Event], ...], str] | None = None  # what must come next, in the middle of what
+        self._due: tuple[tuple[type[Event], ...], str] | None = (
+            None  # the events that must come next, and the change in progress
+        )
         self._evicted: set[int] = set()  # blocks not yet taken by BlocksAllocated
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
         self._lookup: PrefixLookedUp | None = None  # its hits are claimed next
@@ -65,7 +67,7 @@ class PoolLaws(View[PoolState]):
         if state.engine is None and type(event) is not EngineStarted:
             refuse(event, "comes before engine_started, which must be the first record")
         if type(event) is EngineStarted:
-            self._forget()  # a further part starts afresh, whatever the earlier run was killed in
+            self._forget()  # another part starts afresh, wherever the earlier run was killed
         due, self._due = self._due, None
         if due is not None and type(event) not in (*due[0], StepFailed):
             refuse(event, f"comes where {due[1]}")
@@ -78,7 +80,7 @@ class PoolLaws(View[PoolState]):
             refuse(
                 event,
                 f"a pool of {event.num_blocks:,} blocks of {event.block_size:,} tokens; "
-                f"at most {MOST_BLOCKS:,} blocks can be looked at",
+                f"at most {MOST_BLOCKS:,} blocks are supported",
             )
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
             refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
@@ -111,7 +113,7 @@ class PoolLaws(View[PoolState]):
             refuse(event, f"{event.blocks_hit} blocks from block {first} on are not {event.tokens_hit} tokens hit")
         if event.blocks_hit:
             claim = f"seq {seq.seq_id} claims the {event.blocks_hit} blocks of its lookup"
-            drops = continued and first < len(seq.block_table)  # its partial block gives way first
+            drops = continued and first < len(seq.block_table)  # its partial block is released first
             self._due = (BlocksReleased if drops else BlocksReused,), claim
             self._lookup = event
 
@@ -226,7 +228,7 @@ class PoolLaws(View[PoolState]):
     def on_step_started(self, event: StepStarted, state: PoolState) -> None:
         if not 0 <= event.time_ns <= MOST_NS or not 0 <= event.step <= MOST_TOKENS:
             refuse(event, f"step {event.step} at {event.time_ns} ns")
-        # a further part repeats the number of a step that the earlier run did not come to schedule
+        # another part repeats the number of a step that the earlier run did not schedule
         repeats, self._may_repeat = self._may_repeat and event.step == state.step_number, False
         if state.step is not None and event.step != state.step.step + 1 and not repeats:
             refuse(event, f"step {event.step} comes after step {state.step_number}")
@@ -236,7 +238,7 @@ class PoolLaws(View[PoolState]):
     def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
         self._current(event, event.step, state)
         if len(event.seq_ids) != len(event.num_new_tokens):
-            refuse(event, "as many counts as sequences are needed")
+            refuse(event, "the numbers of counts and sequences differ")
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
         for seq_id, num_new_tokens in zip(event.seq_ids, event.num_new_tokens, strict=True):
@@ -265,7 +267,7 @@ class PoolLaws(View[PoolState]):
         self._current(event, event.step, state)
         times = (event.time_ns, event.schedule_ns, event.forward_ns, event.sample_ns, event.observer_ns)
         if not 0 <= min(times) <= max(times) <= MOST_NS:
-            refuse(event, "a negative duration, or one of centuries")
+            refuse(event, "a negative or absurdly long duration")
 
     def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
         self._current(event, event.step, state)
@@ -281,7 +283,7 @@ class PoolLaws(View[PoolState]):
             self._live_seq(event, seq_id, state)
         running = {seq.seq_id for seq in state.running()}.difference(event.seq_ids)
         if running:
-            refuse(event, f"sequences {sorted(running)} keep running")
+            refuse(event, f"sequences {sorted(running)} are still running")
         self._evicted, self._hole, self._lookup = set(), None, None
 
     # ------------------------------------------------------------------ parts

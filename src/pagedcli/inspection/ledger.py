@@ -1,4 +1,4 @@
-"""Who owns which block, what is cached in it, and in which order free ones are taken: columns of N entries.
+"""Each block's owners and cached content, and the order of free blocks: columns of N entries.
 
 The block part of PoolState (state.py); mirrors the ledgers of kvcache.BlockManager without its tokens.
 """
@@ -42,11 +42,11 @@ class BlockLedger:
 
     @property
     def num_blocks_saved(self) -> int:
-        """Blocks that more would be in use if no sequence shared any."""
+        """How many more blocks would be in use without sharing."""
         return self.num_references - self.num_used_blocks
 
     def ref_count_histogram(self) -> dict[int, int]:
-        """ref_count -> blocks, rising, without the free ones."""
+        """ref_count -> number of blocks in use, ascending."""
         histogram = Counter(self.ref_counts)
         del histogram[0]
         return dict(sorted(histogram.items()))
@@ -54,7 +54,7 @@ class BlockLedger:
     # ------------------------------------------------------------------ changes
 
     def hold(self, block_id: int) -> None:
-        """One owner more."""
+        """Add an owner."""
         count = self.ref_counts[block_id]
         if count == 0:
             del self.free_block_ids[block_id]
@@ -64,8 +64,8 @@ class BlockLedger:
         self.num_references += 1
 
     def let_go(self, block_id: int) -> bool:
-        """One owner fewer. A block without owners joins the free list: at its back if cached, else at its front.
-        True if it did."""
+        """Remove an owner. A block without owners joins the free list: at its back if cached, else at its front.
+        Returns whether it did."""
         count = self.ref_counts[block_id] - 1
         self.ref_counts[block_id] = count
         self.num_references -= 1
@@ -80,7 +80,7 @@ class BlockLedger:
         return True
 
     def mark_full(self, block_id: int, block_hash: int, parent_hash: int | None, seq_id: int) -> None:
-        """A block in use is full: it can be found by its hash, unless a twin is found by it already."""
+        """Mark a block in use as full: lookups find it by its hash, unless they already find a duplicate."""
         self.hashes[block_id] = block_hash
         self.parent_hashes[block_id] = parent_hash
         self.filler_seq_ids[block_id] = seq_id
@@ -88,7 +88,7 @@ class BlockLedger:
         self.num_full_blocks += 1
 
     def evict(self, block_id: int, block_hash: int) -> None:
-        """A cached block loses its content; a twin with the same content keeps its own entry."""
+        """Drop a cached block's content; a duplicate with the same content keeps its own entry."""
         if self.hash_to_block_id.get(block_hash) == block_id:
             del self.hash_to_block_id[block_hash]
         self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
@@ -96,8 +96,7 @@ class BlockLedger:
         self.num_full_blocks -= 1
 
     def free_all(self, cached_block_ids: tuple[int, ...]) -> None:
-        """Nobody holds a block any more, and only these keep their content. They are free in this order, after the
-        empty ones."""
+        """Free all blocks; only these keep their content. They are free in this order, after the empty ones."""
         cached = set(cached_block_ids)
         empty = [block_id for block_id in range(self.num_blocks) if block_id not in cached]
         for block_id in empty:

@@ -1,7 +1,6 @@
 """The live view of a running engine: an observer of its events that draws, pauses and steps.
 
-Used by `pagedcli trace` and `pagedcli generate`. It only looks: events that contradict each other end the view, not
-the run.
+Used by `pagedcli trace` and `pagedcli generate`. It only observes: inconsistent events end the view, not the run.
 """
 
 import io
@@ -28,8 +27,8 @@ from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summ
 from pagedcli.printable import one_line, printable_json
 
 _REDRAW_S = 0.1
-_DRAW_SHARE = 0.1  # of the time, at most, goes into drawing
-SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: as fast as it goes
+_DRAW_SHARE = 0.1  # largest share of the time spent drawing
+SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: full speed
 KEYS = " q quit · space pause · . one step · + - speed "
 
 
@@ -47,12 +46,12 @@ class StepPrinter:
         self._as_json = as_json
 
     def on_event(self, event: Event) -> None:
-        """Take in an event of the engine. Raises TraceError if it contradicts the ones before."""
+        """Handle an event of the engine. Raises TraceError if it contradicts earlier ones."""
         self.fold(event)
         self.show(event)
 
     def show(self, event: Event) -> None:
-        """Print the step if this event, which the fold has, completes what its forward pass sees."""
+        """Print the step once this event completes what its forward pass sees."""
         if isinstance(event, StepScheduled) and self.only_step in (None, event.step):
             self.num_printed += 1
             if self._as_json:
@@ -62,12 +61,12 @@ class StepPrinter:
 
 
 class LiveView:
-    """A context manager whose `on_event` is given to the engine as `emit`.
+    """A context manager; pass its `on_event` to the engine as `emit`.
 
-    On a terminal a full screen from the engine's start on, redrawn at most every 100 ms and never for more than a
-    tenth of the time; space pauses, `.` makes one step, `q` is Ctrl-C. What others print to stderr meanwhile follows
-    when the screen is left. Elsewhere, or without a keyboard, it never pauses; without a terminal it prints a plain
-    line every ten seconds and for each preemption.
+    On a terminal it draws a full screen from engine start, at most every 100 ms and for at most a tenth of the time;
+    space pauses, `.` runs one step, `q` acts as Ctrl-C. Other output to stderr is held back until the screen closes.
+    Without a keyboard it never pauses; without a terminal it prints a plain line every ten seconds and for each
+    preemption.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class LiveView:
         self._next_draw = 0.0
         self._last_step = 0.0
         self._damage: str | None = None
-        self._is_ending = False  # the user has asked for the end: nothing is held any more
+        self._is_ending = False  # the user has quit: no more pausing
 
     def __enter__(self) -> "LiveView":
         return self
@@ -102,7 +101,7 @@ class LiveView:
             self._console.print(Text(f"the view ended early: {one_line(self._damage)}", "bold red"))
 
     def on_event(self, event: Event) -> None:
-        """Take in an event of the engine. While paused, this waits for a key."""
+        """Handle an event of the engine. Blocks while paused."""
         if self._damage is not None:
             return
         try:
@@ -118,11 +117,11 @@ class LiveView:
             self._print_line()
 
     def _open_screen(self) -> None:
-        # the console keeps the terminal; others would print into the screen and be lost with it
+        # only the console may write to the terminal: other output would garble the screen and be lost
         self._console.file = self._console.file
         self._screen.enter_context(redirect_stderr(self._held))
         self._screen.enter_context(self._keyboard)
-        self._paused = self._paused and self._keyboard.available  # else nothing could ever end the pause
+        self._paused = self._paused and self._keyboard.available  # otherwise nothing could end the pause
         self._live = self._screen.enter_context(
             Live(console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         )
@@ -130,7 +129,7 @@ class LiveView:
     # ------------------------------------------------------------------ a terminal
 
     def _pace(self) -> None:
-        """Draw if it is time, obey the keys, and hold the engine while paused or faster than asked for."""
+        """Draw if it is time, handle keys, and hold the engine while paused or above the chosen speed."""
         if self._live is None:
             return
         while (key := self._keyboard.read()) is not None:
@@ -145,8 +144,8 @@ class LiveView:
 
     @contextmanager
     def _noticing_signals(self) -> Iterator[None]:
-        """A signal that ends the run in order (it sets a flag and returns) ends the waiting, too."""
-        if threading.current_thread() is not threading.main_thread():  # only there Python delivers signals
+        """Make a signal that requests an orderly stop (it sets a flag and returns) also end the waiting."""
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
             yield
             return
 
@@ -177,7 +176,7 @@ class LiveView:
             self._speed_index = max(self._speed_index - 1, 0)
         elif key == "q":
             self._is_ending = True
-            signal.raise_signal(signal.SIGINT)  # what Ctrl-C does: the run ends after this step, in order
+            signal.raise_signal(signal.SIGINT)  # like Ctrl-C: an orderly stop after this step
 
     def _wait_for_step(self) -> None:
         self._draw()
@@ -210,7 +209,7 @@ class LiveView:
         end = time.monotonic()
         self._next_draw = end + max(_REDRAW_S, (end - start) / _DRAW_SHARE)
 
-    # ------------------------------------------------------------------ anything else
+    # ------------------------------------------------------------------ without a terminal
 
     def _print_line(self) -> None:
         state, now = self.moment.state, time.monotonic()

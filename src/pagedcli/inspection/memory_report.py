@@ -1,7 +1,7 @@
-"""Answers about memory: where it goes, how many blocks fit, how many requests that serves, and what N requests need.
+"""Memory reports: where it goes, how many blocks fit, how many requests they serve, and what N requests need.
 
-Used by `pagedcli profile-memory` and `pagedcli plan`. Arithmetic on numbers that others measured or predicted; rows
-have plain keys, bytes and ratios.
+Used by `pagedcli profile-memory` and `pagedcli plan`. Only arithmetic on measured or predicted numbers; rows have
+plain keys, bytes and ratios.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ from pagedcli.kvcache.budget import (
 )
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
-KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 is as bfloat16
+KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 equals bfloat16
 Row = dict[str, Any]
-_PREDICTED = ("weights", "activations", "kv_cache")  # the other terms cannot be known from a model's sizes
+_PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not follow from the model's sizes
 
 
 def waterfall_rows(
@@ -29,7 +29,7 @@ def waterfall_rows(
 ) -> list[Row]:
     """One row per term and the remainder. `labels` maps a term to its name and a note; terms without one are left out.
 
-    Beside a measurement, only what was predicted independently of it is shown; `difference` is their ratio minus 1.
+    Next to a measurement, only independent predictions are shown; `difference` is the ratio of both minus 1.
     """
     rows = []
     for term in [*(field.name for field in fields(MemoryTerms)), "kv_cache"]:
@@ -64,7 +64,7 @@ def block_formula(sizes: ModelSizes, block_size: int, kv_dtype: str) -> str:
 
 
 def size_rows(sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, dtypes: Iterable[str] = KV_DTYPES) -> list[Row]:
-    """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens that serves."""
+    """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
     rows = []
     for dtype in dtypes:
         for block_size in BLOCK_SIZES:
@@ -86,7 +86,7 @@ def size_rows(sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, dtypes: Iter
 def concurrency_rows(
     lengths: Mapping[str, int], *, num_blocks: int, block_size: int, shared_tokens: int | None = None
 ) -> list[Row]:
-    """How many requests of each length the pool serves at once, alone and when they share their first tokens."""
+    """How many requests of each length the pool serves at once, with and without a shared prefix."""
     rows = []
     for name, num_tokens in lengths.items():
         row: Row = {
@@ -110,8 +110,8 @@ def target_rows(
     block_bytes: int,
     shared_tokens: int = 0,
 ) -> list[Row]:
-    """What num_requests at once need at each length: blocks, KV bytes, and the utilization of this device that gives
-    them (above 1: it is too small). Shared tokens count once."""
+    """What num_requests concurrent requests need at each length: blocks, KV bytes, and the utilization of this device
+    (above 1: too small). Shared tokens count once."""
     rows = []
     spent = terms.total - terms.reserve - terms.kv_cache
     for name, num_tokens in lengths.items():
@@ -132,23 +132,23 @@ def target_rows(
 
 
 def missing_memory(terms: MemoryTerms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:
-    """For a device where no block fits: (who holds the memory and how much is missing, what to change)."""
+    """Message and hint for a device where no block fits: what uses the memory, how much is missing, what to change."""
     if terms.kv_cache >= block_bytes:
         return None
     held = {
         "other processes": terms.others,
-        "what the utilization keeps free": terms.reserve,
-        "the weights": terms.weights,
-        "the activations of the largest step": terms.activations,
-        "the runtime": terms.runtime,
+        "kept free by gpu_memory_utilization": terms.reserve,
+        "weights": terms.weights,
+        "activations of the largest step": terms.activations,
+        "runtime": terms.runtime,
         "CUDA graphs": terms.graphs,
     }
     ordered = sorted(((num_bytes, name) for name, num_bytes in held.items() if num_bytes > 0), reverse=True)
     parts = ", ".join(f"{name} {num_bytes / 2**30:.2f} GiB" for num_bytes, name in ordered)
     missing = block_bytes - terms.kv_cache
     message = (
-        f"no KV block fits: one needs {block_bytes / 2**20:.2f} MiB, {missing / 2**20:,.2f} MiB are missing; of "
-        f"{terms.total / 2**30:.2f} GiB these hold: {parts}"
+        f"no KV block fits: one needs {block_bytes / 2**20:.2f} MiB, {missing / 2**20:,.2f} MiB are missing; "
+        f"{terms.total / 2**30:.2f} GiB are used by: {parts}"
     )
     if holders:
         message += f" (other processes: {holders})"
@@ -156,7 +156,7 @@ def missing_memory(terms: MemoryTerms, block_bytes: int, holders: str = "") -> t
 
 
 def _remedy(terms: MemoryTerms, missing: int, largest: str) -> str:
-    """What to change, the surest first."""
+    """What to change, the most effective first."""
     ways = []
     if largest == "other processes" or terms.others >= missing:
         ways.append("end other processes on the device")

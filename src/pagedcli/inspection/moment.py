@@ -1,6 +1,6 @@
-"""Everything a screen shows of one moment of a run: the pool, the figures and the last events.
+"""Everything a screen shows of one moment of a run: the pool, the statistics and the last events.
 
-Used by the live view and by replay, so that they cannot disagree.
+Shared by the live view and replay, so they cannot disagree.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ _KEPT_EVENTS = 400
 class Moment(View[PoolState]):
     """A state, its statistics and a short memory of events.
 
-    `follow` is a request id, or `seq:31` for one sequence: its blocks are marked and all its events kept.
+    `follow` is a request id, or `seq:31` for one sequence: its blocks are highlighted and all its events kept.
     """
 
     def __init__(self, *, follow: str | None = None) -> None:
-        self.state = PoolState()  # that of the fold, from the first event on
+        self.state = PoolState()  # replaced by that of the fold at the first event
         self.stats = RunStats()
         self.follow = follow
         self.follow_seq_ids: set[int] = set()
@@ -54,7 +54,7 @@ class Moment(View[PoolState]):
         self._num_unsaid = 0  # events since new_words
 
     def apply(self, event: Event, state: PoolState) -> None:
-        """Take in an event that the state has."""
+        """Handle an event that has been applied to the state."""
         self.state = state
         self.stats.apply(event, state)
         if self.follow is None:
@@ -87,12 +87,12 @@ class Moment(View[PoolState]):
         return other
 
     def last_words(self, most: int, *, of_step: int | None = None) -> list[str]:
-        """The last events in words, oldest first; evictions of one step in one line."""
+        """The last events as text, oldest first; the evictions of a step share a line."""
         entries = [entry for entry in self._events if of_step is None or entry[0] == of_step]
         return self._in_words(entries[-4 * most :])[-most:]
 
     def new_words(self) -> list[str]:
-        """The events since the last call in words. Call it at least every few hundred events."""
+        """The events since the last call as text. Call it at least every few hundred events."""
         num_new, self._num_unsaid = self._num_unsaid, 0
         return self._in_words(list(self._events)[-num_new:]) if num_new else []
 
@@ -125,7 +125,7 @@ class Moment(View[PoolState]):
         )
 
     def summary(self) -> dict[str, Any]:
-        """The moment in plain keys, for `--format json`. Rates are shares (0 to 1), None where there was no lookup."""
+        """The moment with plain keys, for `--format json`. Rates are between 0 and 1, or None without lookups."""
         state, stats = self.state, self.stats
         step = state.step
         waiting = step.waiting if step is not None else None

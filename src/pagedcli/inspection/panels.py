@@ -1,4 +1,4 @@
-"""The parts of a screen: the map of the block pool, the sequences, the figures. Nothing is said by colour alone.
+"""The parts of a screen: block map, sequences, statistics. Nothing depends on colour alone.
 
 Used by view.py. Draws what Moment holds and decides nothing.
 """
@@ -19,7 +19,7 @@ from pagedcli.inspection.stats import ROLLING_STEPS, HitCounts, memory_use, num_
 from pagedcli.inspection.words import plural, waiting_reason
 from pagedcli.printable import one_line
 
-# state of a block: glyph, the same where only ASCII can be shown, style
+# block state: glyph, ASCII fallback, style
 _GLYPHS = {
     "empty": ("·", ".", "bright_black"),
     "cached": ("○", "o", "cyan"),
@@ -57,8 +57,8 @@ def byte_size(count: int) -> str:
 
 
 class PoolMap:
-    """The pool as a grid in the order of block ids. A pool larger than the space is summarised: one cell then stands
-    for several blocks and shows the commonest state of them, and `shared` or `followed` if any of them is."""
+    """The pool as a grid in the order of block ids. If it does not fit, each cell stands for several blocks and shows
+    their most common state, or `shared` or `followed` if any of them is."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
@@ -150,9 +150,9 @@ def pool_line(state: PoolState) -> Text:
 
 
 def block_ids_text(state: PoolState, block_table: Sequence[int], width: int | None = None) -> str:
-    """`0-3×2 7 9`: block ids in order, neighbours with the same ref_count as a range, ref_counts over 1 after a ×.
+    """`0-3×2 7 9`: block ids in order, adjacent ids with the same ref_count as a range, ref_counts above 1 after a ×.
 
-    Cut to a width, the middle gives way to the number of blocks left out: `0-3×2 …12… 9`.
+    Cut to a width, the middle is replaced by the number of omitted blocks: `0-3×2 …12… 9`.
     """
     runs: list[list[int]] = []  # first, last, ref_count
     for block_id in block_table:
@@ -182,7 +182,7 @@ def _run_text(first: int, last: int, ref_count: int) -> str:
 
 
 def sequence_table(moment: Moment, *, width: int, most: int) -> Table:
-    """Running sequences with their block tables, then waiting ones with the reason; at most so many rows."""
+    """Running sequences with their block tables, then waiting ones with the reason, up to a number of rows."""
     state = moment.state
     running, waiting = state.running(), state.waiting()
     if moment.follow is not None:
@@ -230,19 +230,19 @@ def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...
 
 
 def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:
-    """The reason that the scheduler gave for the first of the queue; the place in the queue for the others."""
+    """The scheduler's reason for the first in the queue, the place in the queue for the others."""
     engine, step = state.engine, state.step
     times = f" (preempted {plural(seq.num_preemptions, 'time')})" if seq.num_preemptions else ""
     if engine is not None and step is not None and step.waiting is not None and step.waiting.seq_id == seq.seq_id:
         return f"not scheduled: {waiting_reason(step.waiting, engine)}{times}"
-    return (f"place {place + 1} of the queue" if place else "next in the queue") + times
+    return (f"place {place + 1} in the queue" if place else "next in the queue") + times
 
 
 # ---------------------------------------------------------------------- figures
 
 
 def hits_table(moment: Moment) -> Table:
-    """Prefix hit rates: by window, by unit, and what a request finds again of itself apart."""
+    """Prefix hit rates by window and unit; hits on a request's own blocks are separate."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.add_column("prefix hits", no_wrap=True)
     for heading in ("run: tokens", "blocks", f"last {ROLLING_STEPS} steps: tokens", "blocks"):
@@ -258,7 +258,7 @@ def _rates(counts: HitCounts) -> tuple[str, str]:
 
 
 def histogram_table(state: PoolState, *, width: int, most: int) -> Table:
-    """How many blocks have which ref_count."""
+    """Number of blocks per ref_count."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("ref count", justify="right")
     table.add_column("blocks", justify="right")
@@ -298,7 +298,7 @@ def work_lines(moment: Moment) -> Text:
         lines.append(f"failed    {plural(stats.num_failed_steps, 'step')}: what was running waited again")
     if use.contiguous_times is not None:
         lines.append(
-            f"reserved  contiguously for the model's length it would be {byte_size(use.contiguous_bytes)}, "
+            f"contiguous allocation for the model's length would take {byte_size(use.contiguous_bytes)}, "
             f"{use.contiguous_times:.1f} times as much"
         )
     return Text("\n".join(lines), overflow="ellipsis")

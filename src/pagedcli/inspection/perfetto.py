@@ -19,14 +19,14 @@ _ENGINE, _SEQUENCES = 1, 2  # process ids in the viewer
 
 
 def export_perfetto(source: EventSource, file: BinaryIO) -> None:
-    """Write the whole trace. Raises TraceError like the source, or where the trace contradicts itself."""
+    """Write the whole trace. Raises TraceError if it is damaged or inconsistent."""
     stats, timelines = RunStats(), Timelines()
     rows = _Rows(_Writer(file), stats, timelines)
     rows.finish(fold(source, stats, timelines, rows))
 
 
 class _Rows(View[PoolState]):
-    """Writes each step when it is over, and each sequence when the end of its last phase is known."""
+    """Writes each step when it ends, and each sequence when its last phase ends."""
 
     def __init__(self, out: "_Writer", stats: RunStats, timelines: Timelines) -> None:
         self._out = out
@@ -62,7 +62,7 @@ class _Rows(View[PoolState]):
         self._ended.append(event.seq_id)
 
     def finish(self, state: PoolState) -> None:
-        """Write the sequences that the trace leaves unfinished."""
+        """Write the unfinished sequences."""
         self._timelines.finish(state)
         for seq in self._timelines.seqs.values():
             self._out.sequence(seq, self._starts, self._first_step)

@@ -1,4 +1,4 @@
-"""The screen of `pagedcli replay`: plays a trace, steps forward and back, jumps. Used by the command only."""
+"""The screen of `pagedcli replay`: play, step forward and back, jump. Used only by the command."""
 
 import time
 
@@ -51,7 +51,7 @@ class Player:
         return max(0.0, started + max(_REDRAW_S, 1 / (SPEEDS[self._speed_index] or 1e9)) - time.monotonic())
 
     def _play_on(self) -> None:
-        """As many steps as the speed asks for between two redraws."""
+        """Advance as many steps as the speed requires between two redraws."""
         speed = SPEEDS[self._speed_index]
         self._stop += max(1, round(speed * _REDRAW_S)) if speed is not None else max(1, self._replay.last_stop // 100)
         self._playing = self._stop < self._replay.last_stop
@@ -78,7 +78,7 @@ class Player:
         elif key.lower() in _LANDMARKS:
             name = _LANDMARKS[key.lower()]
             found = self._replay.next_landmark(name, backward=key.isupper())
-            self._said = "" if found is not None else f"no {name} {'before' if key.isupper() else 'after'} this"
+            self._said = "" if found is not None else f"no {'earlier' if key.isupper() else 'later'} {name}"
             self._stop = self._stop if found is None else found
         elif key in ("\n", "\r", "g") and typed:
             found = self._replay.stop_of_step(int(typed))

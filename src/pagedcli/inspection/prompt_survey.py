@@ -1,7 +1,7 @@
-"""What a prompt file would do to a KV cache, without generating: lengths, shared prefixes, ideal hit rates, waste.
+"""Predicts how a prompt file uses a KV cache: lengths, shared prefixes, ideal hit rates, waste.
 
 Used by `pagedcli plan` and `profile-memory --prompts`; handles neither text nor files. It receives each prompt's token
-ids once and keeps only hashes of prefixes, 12 to 20 bytes for each 8 tokens that no earlier prompt began with.
+ids once and keeps only hashes of prefixes: 12 to 20 bytes per 8 tokens that no earlier prompt began with.
 """
 
 import heapq
@@ -17,15 +17,15 @@ import xxhash
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.kvcache.budget import blocks_for
 
-SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels take no smaller ones
-MORE_SLOTS = 0.02  # that a larger block size may take than the best one
+SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
+MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MIN_RECENT = 65536
 Row = dict[str, Any]
 
 
 class PrefixIndex:
-    """Which prefixes of whole units came before, and in which row first: sorted arrays and a small recent dict."""
+    """Known prefixes of whole units and the row each first appeared in: sorted arrays and a small recent dict."""
 
     def __init__(self) -> None:
         self._digests = np.empty(0, dtype=np.uint64)
@@ -36,7 +36,7 @@ class PrefixIndex:
         return len(self._digests) + len(self._recent)
 
     def first_row(self, digest: int) -> int | None:
-        """The row that brought the prefix with this digest; None if none did."""
+        """The first row with the prefix of this digest; None if there is none."""
         row = self._recent.get(digest)
         if row is not None or not len(self._digests):
             return row
@@ -46,7 +46,7 @@ class PrefixIndex:
         return None
 
     def num_known(self, digests: Sequence[int]) -> int:
-        """How many leading ones of a prompt's digests are known. Known ones come first, so a bisection finds it."""
+        """How many leading digests of a prompt are known, by bisection."""
         low, high = 0, len(digests)
         while low < high:
             middle = (low + high) // 2
@@ -59,7 +59,7 @@ class PrefixIndex:
     def add(self, digests: Sequence[int], row: int) -> None:
         """Remember new prefixes."""
         self._recent.update(dict.fromkeys(digests, row))
-        # an eighth of the whole at a time: what a merge copies is paid for by what was added
+        # merge an eighth of the whole at a time: amortized linear copying
         if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
             self._merge()
 
@@ -71,7 +71,7 @@ class PrefixIndex:
 
 
 def prefix_digests(token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:
-    """xxh64 of every prefix of whole units, shortest first, and last of the whole prompt. A salt sets them apart."""
+    """xxh64 of every prefix of whole units, shortest first, then of the whole prompt. A salt changes them all."""
     data = memoryview(array("q", token_ids).tobytes())
     digest = xxhash.xxh64() if cache_salt is None else xxhash.xxh64(b"salt" + cache_salt.encode())
     digests = []
@@ -110,7 +110,7 @@ class _Shape:
 
     num_total: int  # of one sample, prompt and output
     num_samples: int = 1
-    num_prompt: int = 0  # 0 for a single sample, which shares no block with itself
+    num_prompt: int = 0  # 0 for a single sample, which shares no blocks
 
     def shared_blocks(self, block_size: int) -> int:
         return self.num_prompt // block_size
@@ -132,7 +132,7 @@ class PromptSurvey:
 
     num_prompts: int = 0
     prompt_tokens: int = 0
-    output_tokens: int = 0  # that the rows may generate, all samples counted
+    output_tokens: int = 0  # maximum that the rows may generate, over all samples
     num_repeated: int = 0  # prompts equal to an earlier one
     prompt_lengths: Counter[int] = field(default_factory=Counter)
     total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sample
@@ -147,8 +147,8 @@ class PromptSurvey:
     ) -> None:
         """Count a prompt with n samples of at most max_tokens tokens each. Token ids fit into 64 bits.
 
-        Hits are those of an unlimited cache that holds the earlier prompts; the last token is never one, because its
-        logits are the next token. What requests generate is not in the cache here.
+        Hits are those of an unlimited cache of the earlier prompts, without generated tokens; the last token is never a
+        hit, because its logits give the next token.
         """
         num_prompt = len(token_ids)
         num_total = num_prompt + max_tokens
@@ -190,8 +190,8 @@ class PromptSurvey:
     def block_size_rows(self) -> list[Row]:
         """Each block size with its hit rate and waste.
 
-        waste: share of the slots of all requests at full length that stay unfilled; slots: what the whole file would
-        take if nothing were evicted, shared blocks counted once.
+        waste: share of unfilled slots of all requests at full length; slots: what the whole file would take without
+        eviction, shared blocks counted once.
         """
         rows = []
         for size, tally in self._tallies.items():
@@ -210,15 +210,15 @@ class PromptSurvey:
         return rows
 
     def recommended_block_size(self) -> int:
-        """The largest block size of at least SMALLEST_RECOMMENDED at which the whole file takes at most MORE_SLOTS more
-        slots than at the best of them: larger blocks mean shorter tables, smaller ones more sharing."""
+        """The largest block size, at least SMALLEST_RECOMMENDED, at which the whole file takes at most MORE_SLOTS more
+        slots than at the best one: larger blocks mean shorter tables, smaller ones more sharing."""
         rows = [row for row in self.block_size_rows() if row["block_size"] >= SMALLEST_RECOMMENDED]
         most = min(row["num_slots"] for row in rows) * (1 + MORE_SLOTS)
         return max(int(row["block_size"]) for row in rows if row["num_slots"] <= most)
 
     def longest_shared(self, limit: int = 5) -> list[Row]:
-        """Shared prefixes, those that save most tokens first. A prefix is left out if a longer one is shared by just
-        as many prompts. num_tokens is exact to a unit below."""
+        """Shared prefixes, those that save most tokens first. A prefix is omitted if a longer one is shared by as many
+        prompts. num_tokens is rounded down to a whole unit."""
         for shared in self._shared.values():
             parent = self._shared.get(shared.parent) if shared.parent is not None else None
             if parent is not None and parent.num_rows == shared.num_rows:
@@ -270,8 +270,8 @@ class PromptSurvey:
         ]
 
     def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
-        """Pools of different sizes, in blocks, and what each is enough for. The last row is there only for a block
-        size of BLOCK_SIZES, whose hits are counted."""
+        """Pool sizes, in blocks, and what each is enough for. The last row exists only for block sizes in BLOCK_SIZES,
+        whose hits are counted."""
         num_seqs = min(max_num_seqs, sum(shape.num_samples * count for shape, count in self._shapes.items()))
         rows = [
             {"enough_for": "the longest row alone", "num_blocks": self._longest_blocks(1, block_size)},
@@ -289,12 +289,12 @@ class PromptSurvey:
         return rows
 
     def recommended_num_blocks(self, block_size: int, max_num_seqs: int) -> int:
-        """The smallest pool that surely preempts nothing, at a block size of BLOCK_SIZES."""
+        """The smallest pool that guarantees no preemption, at a block size of BLOCK_SIZES."""
         return min(self._longest_blocks(max_num_seqs, block_size), self._all_blocks(block_size))
 
     def _longest_blocks(self, num_seqs: int, block_size: int) -> int:
-        """The most blocks that requests with num_seqs sequences in all take, at least, without sharing between
-        requests. Rows are whole: the last one taken may bring more samples than are left."""
+        """An upper bound on the blocks of requests with num_seqs sequences in total, without sharing between requests.
+        Rows are not split: the last one may exceed num_seqs."""
 
         def per_sequence(shape: _Shape) -> float:
             return shape.num_blocks(block_size) / shape.num_samples
@@ -315,7 +315,7 @@ class PromptSurvey:
 
 
 def percentile(lengths: Counter[int], share: float) -> int:
-    """The smallest length that at least this share of all is not above. `lengths` is not empty."""
+    """The smallest length that at least this share of all lengths do not exceed. `lengths` is not empty."""
     wanted, num_seen = share * lengths.total(), 0
     for length in sorted(lengths):
         num_seen += lengths[length]

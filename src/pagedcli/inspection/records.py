@@ -11,7 +11,7 @@ Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
 
 @dataclass(slots=True)
 class SeqState:
-    """What the events say of one sequence. Counts are tokens unless named otherwise."""
+    """A sequence, according to the events. Counts are tokens unless named otherwise."""
 
     seq_id: int
     request_id: str
@@ -45,12 +45,12 @@ class SeqState:
 
     @property
     def repeats(self) -> bool:
-        """Whether its request's prompt was computed before, for it before a preemption or for an earlier sample: what
-        it finds in the prefix cache is then its request's own."""
+        """Whether its request's prompt was computed before, by itself before a preemption or by an earlier sample: its
+        prefix hits are then the request's own blocks."""
         return self.num_preemptions > 0 or self.sample_index > 0
 
     def preempt(self, queue_place: int) -> None:
-        """It waits again, and what was computed is dropped."""
+        """Return to waiting and drop what was computed."""
         self.status = "preempted"
         self.queue_place = queue_place
         self.num_preemptions += 1
@@ -89,7 +89,7 @@ class StepRecord:
 
     @property
     def busy_ns(self) -> int:
-        """The step's time without observers, 0 while it runs."""
+        """The step's duration without observers, 0 while it runs."""
         return 0 if self.end_ns is None else max(0, self.end_ns - self.start_ns - self.observer_ns)
 
     def copy(self) -> "StepRecord":

@@ -1,4 +1,4 @@
-"""Time travel through a trace file: the moment of any step, forward and back. No terminal here.
+"""Time travel through a trace file: the moment of any step. Independent of the terminal.
 
 A stop is the moment right after a step was scheduled, which is what its forward pass sees, or after it failed before
 that; the last stop is the end.
@@ -19,10 +19,10 @@ _SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
 
 
 class Replay:
-    """All stops of a trace. The events stay encoded; snapshots of the fold make going back cheap.
+    """All stops of a trace. The events stay encoded; snapshots of the fold make stepping back cheap.
 
-    A trace that breaks a law in the middle can be looked at up to there; `damage` then says what is wrong.
-    Raises: TraceError if not even one step is sound; UsageError if the source cannot be read.
+    A trace that breaks a law can be viewed up to that point; `damage` then says what is wrong.
+    Raises: TraceError if not even one step is valid; UsageError if the source cannot be read.
     """
 
     def __init__(self, source: EventSource, *, follow: str | None = None) -> None:
@@ -80,7 +80,7 @@ class Replay:
         if not stops or stops[-1] != len(self.steps):
             stops.append(len(self.steps))
 
-    # ------------------------------------------------------------------ going there
+    # ------------------------------------------------------------------ navigation
 
     @property
     def position(self) -> int:
@@ -96,7 +96,7 @@ class Replay:
         return self._moment
 
     def go(self, stop: int) -> Moment:
-        """Show a stop; one before the first or after the last means these."""
+        """Show a stop, clamped to the first and last."""
         stop = min(max(stop, 0), self.last_stop)
         nearest = stop - stop % self._interval
         nearest = nearest if nearest in self._snapshots else -1

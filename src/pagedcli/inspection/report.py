@@ -1,6 +1,6 @@
 """One self-contained HTML page of a recorded run: report.html with the folded trace inside. No network, no libraries.
 
-Used by `pagedcli report`. The page draws; everything that is counted is counted here, by the same folds as elsewhere.
+Used by `pagedcli report`. The page only draws; all counting is done here, by the same folds as elsewhere.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from pagedcli.inspection.stats import StepSeries
 from pagedcli.inspection.timeline import Timelines
 from pagedcli.inspection.trace_file import TraceReader
 
-MAX_FRAMES = 20_000  # steps drawn one by one; longer runs are summed up in groups, which the page says
+MAX_FRAMES = 20_000  # steps drawn individually; longer runs are summarised in groups, as the page notes
 MAX_LOOKUPS = 20_000  # rows of the table of lookups
 _GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "saved")
 _STATUSES = ("waiting", "prefill", "decode", "preempted")
-_MOST_SHARED = 11  # owners of a block told apart on the map
+_MOST_SHARED = 11  # largest number of owners distinguished on the map
 
 _Blocks = BlocksReused | BlocksAllocated | BlocksFilled | BlocksReleased | SequenceForked
 Decode = Callable[[tuple[int, ...]], str]
@@ -47,7 +47,7 @@ Decode = Callable[[tuple[int, ...]], str]
 def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
     """The page, in UTF-8. `decode` turns recorded token ids into text; without it they stay numbers.
 
-    Raises: TraceError like the reader, or where the trace contradicts itself.
+    Raises: TraceError if the trace is damaged or inconsistent.
     """
     moment, series, timelines, explainer, frames = Moment(), StepSeries(), Timelines(), Explainer(), BlockFrames()
     state = fold(reader, moment, series, timelines, explainer, frames)
@@ -77,7 +77,7 @@ def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
 
 
 def embedded_json(document: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever text it carries."""
+    """JSON that is safe inside a script element, whatever text it contains."""
     text = msgspec.json.encode(document).decode()
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -85,7 +85,7 @@ def embedded_json(document: Any) -> str:
 
 
 class BlockFrames(View[PoolState]):
-    """The pool at every step as the changes since the step before: block_id * 16 + what it is.
+    """The pool at every step as changes since the previous step: block_id * 16 + code.
 
     0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more.
     """
@@ -97,7 +97,7 @@ class BlockFrames(View[PoolState]):
         self._touched: set[int] = set()
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
-        self._touched.update(range(len(self._codes)))  # a further part begins with an empty pool
+        self._touched.update(range(len(self._codes)))  # another part begins with an empty pool
 
     def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
         self._add_step(event.step, state)
@@ -121,7 +121,7 @@ class BlockFrames(View[PoolState]):
     on_blocks_reused = on_blocks_allocated = on_blocks_filled = on_blocks_released = on_sequence_forked = _touch
 
     def add(self, state: PoolState) -> None:
-        """A frame of the pool as it stands."""
+        """Append a frame of the current pool."""
         codes = self._codes
         if not codes:
             codes.extend(bytes(state.num_blocks))
@@ -136,7 +136,7 @@ class BlockFrames(View[PoolState]):
         self.deltas.append(delta)
 
     def grouped(self, group: int) -> list[list[int]]:
-        """A frame per group of steps, with the changes of all of them, and one for the end of the run."""
+        """One frame per group of steps, with all their changes, and one for the end of the run."""
         if group == 1:
             return [delta.tolist() for delta in self.deltas]
         *steps, end = self.deltas
@@ -146,7 +146,7 @@ class BlockFrames(View[PoolState]):
 
 
 def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
-    """Gauges as they stand at the end of each group of steps, counts summed up over it."""
+    """Per group of steps: gauges at its end, counts summed over it."""
     columns = {}
     for name, column in series.columns.items():
         if group == 1:

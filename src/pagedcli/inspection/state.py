@@ -1,4 +1,4 @@
-"""The pool rebuilt from the engine's events: all that our engine says of its cache. Every view of a trace stands on it.
+"""The pool rebuilt from the engine's events. The basis of every view of a trace.
 
 Used by all of inspection; no engine, no torch. It trusts the events: the laws (laws.py) check them first.
 """
@@ -50,7 +50,7 @@ class PoolState(BlockLedger):
         self.step: StepRecord | None = None  # the current one, or the last
         self.num_events = 0
         self._hole = 0  # index in a block table that BlockCopied fills
-        self._queue_head = 0  # place of the foremost waiting sequence
+        self._queue_head = 0  # place of the first waiting sequence
 
     # ------------------------------------------------------------------ questions
 
@@ -70,11 +70,11 @@ class PoolState(BlockLedger):
         return [seq for seq in self.seqs.values() if seq.running]
 
     def waiting(self) -> list[SeqState]:
-        """In order of the queue."""
+        """Waiting sequences in queue order."""
         return sorted((seq for seq in self.seqs.values() if not seq.running), key=lambda seq: seq.queue_place)
 
     def num_unfilled_slots(self) -> int:
-        """Slots of blocks in use that hold no token (yet): the cost of whole blocks."""
+        """Slots of blocks in use without a token: internal fragmentation."""
         seen: set[int] = set()
         unfilled = 0
         for seq in self.seqs.values():
@@ -90,7 +90,7 @@ class PoolState(BlockLedger):
         other = copy.copy(self)
         self._copy_ledger(other)
         other.seqs = {seq_id: seq.copy() for seq_id, seq in self.seqs.items()}
-        other.finished = self.finished.copy()  # a finished sequence changes no more
+        other.finished = self.finished.copy()  # finished sequences no longer change
         other.refused = self.refused.copy()
         other.step = None if self.step is None else self.step.copy()
         return other
@@ -98,7 +98,7 @@ class PoolState(BlockLedger):
     # ------------------------------------------------------------------ the fold
 
     def apply(self, event: Event) -> None:
-        """Take in the next event, which is possible in this state."""
+        """Apply the next event, which must be possible in this state."""
         self._on[type(event)](self, event)
         self.num_events += 1
 
@@ -169,7 +169,7 @@ class PoolState(BlockLedger):
         seq = self.seqs.get(event.seq_id) or self.finished[event.seq_id]
         if len(event.block_ids) == len(seq.block_table):
             seq.block_table = []
-        else:  # one block: it is replaced by a copy, or by what a continued lookup has hit
+        else:  # one block: replaced by a copy, or by a hit of a continued lookup
             self._hole = seq.block_table.index(event.block_ids[0])
             del seq.block_table[self._hole]
         for block_id in event.block_ids:
@@ -250,7 +250,7 @@ class PoolState(BlockLedger):
             self.step.end_ns = event.time_ns
 
     def _front_place(self) -> int:
-        """A place before all others of the waiting queue."""
+        """A place before all others in the waiting queue."""
         self._queue_head -= 1
         return self._queue_head
 

@@ -1,4 +1,4 @@
-"""Figures of a run, each with its window and unit: hit rates, work lost, memory. Views of PoolState.
+"""Statistics of a run, each with its window and unit: hit rates, recomputed work, memory. Views of PoolState.
 
 Used by the views and the report; draws nothing.
 """
@@ -25,7 +25,7 @@ ROLLING_STEPS = 100
 
 @dataclass(slots=True)
 class HitCounts:
-    """Prefix lookups added up. The rates are None where there was nothing to hit."""
+    """Totals of prefix lookups. Rates are None if there was nothing to hit."""
 
     num_lookups: int = 0
     tokens: int = 0  # of the sequences that looked up
@@ -43,7 +43,7 @@ class HitCounts:
 
     @property
     def token_rate(self) -> float | None:
-        # in a rolling window what was taken over later may outweigh what was looked up
+        # in a rolling window, blocks reused later can exceed those looked up
         return min(1.0, self.tokens_hit / self.tokens) if self.tokens else None
 
     @property
@@ -53,11 +53,11 @@ class HitCounts:
 
 @dataclass(slots=True)
 class Hits:
-    """A window's lookups, a request's first ones and its later ones apart.
+    """A window's lookups, with requests' first and later lookups kept separate.
 
-    A first lookup can only hit what other requests computed; one after a preemption, or of a further sample, finds
-    the request's own blocks again, which is no sharing between requests. What a prompt in chunks takes over later from
-    another one (a continued lookup) adds hits, but no tokens: these were looked up at its admission.
+    A first lookup can only hit what other requests computed; one after a preemption, or of another sample, finds the
+    request's own blocks, which is not sharing between requests. A continued lookup (blocks that a chunked prompt reuses
+    later) adds hits but no tokens: these were counted at admission.
     """
 
     from_others: HitCounts = field(default_factory=HitCounts)
@@ -80,7 +80,7 @@ class RunStats(View[PoolState]):
         self.num_generated_tokens = 0
         self.num_preemptions = 0
         self.num_dropped_tokens = 0
-        self.num_duplicate_blocks = 0  # filled while a block of equal hash was cached already
+        self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
         self.peak_used_blocks = 0
         self.busy_ns = 0  # steps without the time of observers
         self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
@@ -150,7 +150,7 @@ def _copy(counts: HitCounts) -> HitCounts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What the running sequences cost at one moment, in blocks and bytes."""
+    """Memory of the running sequences at one moment, in blocks and bytes."""
 
     used_blocks: int
     used_bytes: int
@@ -164,7 +164,7 @@ class MemoryUse:
 
 
 def memory_use(state: PoolState) -> MemoryUse:
-    """The cost of whole blocks and the gain of sharing, as the state stands."""
+    """The current cost of partial blocks and gain of sharing."""
     engine = state.engine
     assert engine is not None, "a state has an engine"
     used, unfilled = state.num_used_blocks, state.num_unfilled_slots()
@@ -202,7 +202,7 @@ def num_recomputed_tokens(state: PoolState) -> int:
 
 
 class StepSeries(View[PoolState]):
-    """One number per step and column, for curves. The pool is seen as the step's forward pass sees it."""
+    """One number per step and column, for charts. The pool is as the step's forward pass sees it."""
 
     COLUMNS = (
         "start_ns", "busy_ns", "used", "shared", "cached", "running", "waiting", "new_tokens", "sampled",

@@ -45,7 +45,7 @@ class Timelines(View[PoolState]):
         self.seqs: dict[int, SeqTimeline] = {}
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
-        """A further part: what the earlier run left unfinished ends with it."""
+        """Another part: close what the earlier run left unfinished."""
         for seq_id, seq in state.finished.items():
             if seq_id in self.seqs and seq.finish_reason is None:
                 self._cut(seq, state)
@@ -97,11 +97,11 @@ class Timelines(View[PoolState]):
 
     def _end(self, seq: SeqTimeline, last_step: int) -> None:
         seq.phases[-1].last_step = last_step
-        if last_step < seq.phases[-1].first_step:  # it did not last a step
+        if last_step < seq.phases[-1].first_step:  # it lasted less than a step
             seq.phases.pop()
 
 
 def _now(state: PoolState) -> int:
-    """The current step; between two steps the next one, to which what happens belongs."""
+    """The current step; between steps the next one, to which events there belong."""
     step = state.step
     return 0 if step is None else step.step + (step.end_ns is not None)

@@ -1,6 +1,6 @@
 """Reads trace files: an EventSource. Streams and decodes line by line.
 
-Used by everything that looks at a recorded run. Names of files are in trace_parts.py.
+Used by everything that reads a recorded run. File names are in trace_parts.py.
 """
 
 from collections.abc import Iterator
@@ -15,34 +15,33 @@ from pagedcli.line_files import LineReader, has_compressed_name
 
 
 class TraceReader:
-    """Iterates over the events of a trace. Afterwards `notes` says what was odd but harmless.
+    """Iterates over the events of a trace. Afterwards, `notes` lists harmless anomalies.
 
-    The parts of a resumed run (`run.part2.jsonl` ...) follow the first one, with steps, sequences and times numbered
-    on; a part that is named itself is read alone. A run that was killed is read under the name it had while it was
-    written.
-    Raises: UsageError if the file cannot be read; TraceError, naming file and line, if it is no trace, of another
-    schema version, damaged, or out of all proportion. A torn last line, which a killed run leaves, is dropped with a
-    note.
+    The parts of a resumed run (`run.part2.jsonl` ...) follow the first one, with steps, sequences and times renumbered
+    continuously; a part given by its own name is read alone. The trace of a killed run is read under the name it had
+    while it was written. A torn last line, which a killed run leaves, is dropped with a note.
+    Raises: UsageError if the file cannot be read; TraceError, naming file and line, if it is not a trace, has another
+    schema version, is damaged, or is implausibly large.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: list[str] = []
-        self._lines = LineReader(path, "trace", self.notes)  # of the part that is read
+        self._lines = LineReader(path, "trace", self.notes)  # of the current part
         self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
     @property
     def line_number(self) -> int:
-        """Of the event given last, from 1, in its file."""
+        """Line of the last event in its file, from 1."""
         return self._lines.line_number
 
     @property
     def place(self) -> str:
-        """File and line of the event given last."""
+        """File and line of the last event."""
         return f"{self._lines.path}:{self.line_number}"
 
     def __iter__(self) -> Iterator[Event]:
-        has_compressed_name(self.path, "trace")  # a name that is none is said first
+        has_compressed_name(self.path, "trace")  # refuses an invalid name first
         first, *others = parts(self.path) or [self.path]
         if first != self.path:
             self.notes.append(f"{self.path} was never finished: this is {first.name}, as the killed run left it")
@@ -56,7 +55,9 @@ class TraceReader:
                 for event in self._events(path):
                     if isinstance(event, EngineStarted) and not shift.fits(event):
                         pool = f"{event.num_blocks:,} blocks of {event.block_size}"
-                        self.notes.append(f"{path.name} has another pool, {pool}: it is not read here; name it itself")
+                        self.notes.append(
+                            f"{path.name} was skipped, it has another pool ({pool}): read it by its own name"
+                        )
                         return
                     yield shift.observe(shift.shifted(event))
             except _EmptyFile:
@@ -93,7 +94,7 @@ class TraceReader:
 
 
 class _EmptyFile(TraceError):
-    """A file without a line, which a run leaves that is killed as it begins."""
+    """An empty file, left by a run that was killed as it began."""
 
 
 class _Head(msgspec.Struct):
@@ -103,7 +104,7 @@ class _Head(msgspec.Struct):
 
 
 class _Shift:
-    """Numbers the events of a further part on from those before it."""
+    """Renumbers the events of another part to continue those before it."""
 
     def __init__(self, number: int = 1, step: int = 0, seq_id: int = 0, last_ns: int | None = None) -> None:
         self._number = number
@@ -126,19 +127,19 @@ class _Shift:
         return engine is None or (engine.num_blocks, engine.block_size) == (event.num_blocks, event.block_size)
 
     def observe(self, event: Event) -> Event:
-        """Take note of the numbers that an event uses up."""
+        """Record the numbers that an event uses."""
         if isinstance(event, EngineStarted):
             self._engine = event
         elif isinstance(event, StepStarted | StepFinished):
             self._last_ns = event.time_ns
         elif isinstance(event, StepScheduled):
-            self._next_step = event.step + 1  # the number of a step that was never scheduled is used again
+            self._next_step = event.step + 1  # the number of a step that was never scheduled is reused
         else:
             self._next_seq_id = max(self._next_seq_id, getattr(event, "seq_id", -1) + 1)
         return event
 
     def shifted(self, event: Event) -> Event:
-        """The event with the numbers that it has in the whole run."""
+        """The event, numbered within the whole run."""
         if isinstance(event, EngineStarted):
             return msgspec.structs.replace(event, part=self._number)
         changes: dict[str, object] = {}

@@ -11,19 +11,19 @@ _SUFFIXES = (".jsonl.zst", ".jsonl")
 
 
 def part_path(path: Path, number: int) -> Path:
-    """Where the n-th part goes, from 1: `run.jsonl`, `run.part2.jsonl` ..."""
+    """Path of the n-th part, from 1: `run.jsonl`, `run.part2.jsonl` ..."""
     name, suffix = _split(path)
     return path if number == 1 else path.with_name(f"{name}.part{number}{suffix}")
 
 
 def recording_path(path: Path) -> Path:
-    """The name of a part while it is written, which a killed run leaves: a trace, but not the whole of it."""
+    """The name of a part while it is written; a killed run leaves its incomplete trace under it."""
     name, suffix = _split(path)
     return path.with_name(f"{name}.recording{suffix}")
 
 
 def parts(path: Path) -> list[Path]:
-    """The parts that exist, in order; one that was never finished under the name it had while it was written."""
+    """The existing parts, in order; an unfinished one under the name it had while it was written."""
     found: list[Path] = []
     while True:
         part = part_path(path, len(found) + 1)

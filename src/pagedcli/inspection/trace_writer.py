@@ -1,6 +1,6 @@
 """Writes a trace file: one JSON object per event and line, `.jsonl` or `.jsonl.zst`. Line n is event n.
 
-Used as the observer of an engine. Nothing is on disk before the engine has started, so a refused run leaves no trace.
+Used as an engine's observer. Nothing is written before the engine has started, so a refused run leaves no file.
 """
 
 import time
@@ -21,8 +21,8 @@ _COMPRESS_EVERY_NS = 50_000_000  # compressing step by step took 5 % of the thro
 
 
 class TraceWriter:
-    """Writes each event it is called with. What a step wrote is on disk when the step is over; in a compressed file,
-    when a step ends 50 ms or more after the last time.
+    """Writes each event it is called with. A step's events are on disk when it ends; in a compressed file, at the end
+    of a step at least 50 ms after the last write.
 
     The file is `run.recording.jsonl` until `close`, then `run.jsonl`; a killed run leaves it under the first name,
     readable. `resume` writes the next part, `run.part2.jsonl`, next to what an earlier run has left. `overwrite`
@@ -47,7 +47,7 @@ class TraceWriter:
         if existing and not resume:
             raise UsageError(
                 f"--record: {existing[0]} already exists",
-                hint="use --overwrite, another name, or --resume to continue that run in a part of its own",
+                hint="use --overwrite, another name, or --resume to continue that run in a new part",
             )
         self.path = part_path(path, len(existing) + 1)  # of the finished trace
 
@@ -75,7 +75,7 @@ class TraceWriter:
             self._lines = LineWriter(self.path, "trace", self._file.file)
 
     def flush(self) -> None:
-        """Bring everything so far to the file, readable even if the process dies next."""
+        """Flush everything so far, readable even if the process then dies."""
         if self._lines is not None:
             with self._noting_problems():
                 self._lines.flush()
@@ -88,7 +88,7 @@ class TraceWriter:
             self._problem, self._lines = error, None
 
     def close(self) -> None:
-        """Give the trace its name. Raises: TraceError if it could not be written whole."""
+        """Give the trace its final name. Raises: TraceError if it could not be written completely."""
         if self._lines is not None:
             with self._noting_problems():
                 self._lines.finish()

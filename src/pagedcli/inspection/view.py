@@ -1,6 +1,6 @@
 """How a moment of a run looks in a terminal: as a full screen, or as the tables of one step.
 
-Used by live.py and player.py. rich stands only in these files and panels.py.
+Used by live.py and player.py. Only these files and panels.py import rich.
 """
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -28,7 +28,7 @@ from pagedcli.printable import one_line
 
 
 class MomentScreen:
-    """A full screen: head line, pool map, sequences, figures, last events, keys. Fits itself to the terminal."""
+    """A full screen, sized to the terminal: head line, pool map, sequences, statistics, last events, keys."""
 
     def __init__(self, moment: Moment, *, title: str, keys: str, note: str = "") -> None:
         self._moment = moment
@@ -150,7 +150,7 @@ def print_step_tables(moment: Moment, console: Console) -> None:
 
 
 def print_summary(moment: Moment, console: Console) -> None:
-    """Print the pool as it stands and the figures of the run."""
+    """Print the current pool and the statistics of the run."""
     state = moment.state
     if state.seqs:
         rest = f", {plural(len(state.seqs), 'sequence')} unfinished"
@@ -165,7 +165,7 @@ def print_summary(moment: Moment, console: Console) -> None:
 
 
 def _full_sequence_table(moment: Moment, *, wide: bool) -> Table:
-    """Every sequence, or the followed ones; without room, not the columns that follow from others."""
+    """Every sequence, or the followed ones; columns implied by others are omitted if space is short."""
     state, step = moment.state, moment.state.step
     new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
     rows = []

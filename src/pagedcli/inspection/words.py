@@ -44,7 +44,7 @@ def waiting_reason(event: RequestWaiting, engine: EngineStarted) -> str:
 
 
 def lookup_outcome(event: PrefixLookedUp) -> str:
-    """What a prefix lookup found, and why not more."""
+    """The outcome of a prefix lookup, and why it hit no more."""
     found = f"hit {event.blocks_hit} of {plural(event.blocks_asked, 'block')} ({plural(event.tokens_hit, 'token')})"
     if event.miss_reason == "caching_off":
         return "prefix caching is off"
@@ -58,7 +58,7 @@ def lookup_outcome(event: PrefixLookedUp) -> str:
 
 
 def describe(event: Event, step: int | None, engine: EngineStarted) -> str | None:
-    """The event in words, `step N` first. None for what every step does."""
+    """The event as text, starting with `step N`. None for events of every step."""
     words = _words(event, engine)
     return None if words is None else f"step {'-' if step is None else step} {words}"
 
@@ -80,7 +80,7 @@ def _words(event: Event, engine: EngineStarted) -> str | None:
         case PrefixLookedUp():
             if event.reason == "continued":
                 taken = f"{plural(event.blocks_hit, 'block')} ({plural(event.tokens_hit, 'token')})"
-                return f"take over for seq {event.seq_id}: {taken} that another sequence has computed meanwhile"
+                return f"reuse for seq {event.seq_id}: {taken} meanwhile computed by another sequence"
             verb = "admit" if event.reason == "new" else "resume"
             return f"{verb} seq {event.seq_id}: {lookup_outcome(event)}"
         case BlockEvicted():
