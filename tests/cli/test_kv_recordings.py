@@ -42,7 +42,7 @@ def test_replay_gives_one_json_object_per_message(recording):
 def test_replay_shows_the_tree_after_one_message(recording):
     document = json.loads(pagedcli("replay", recording, "--step", "1", "--format", "json").stdout)
     assert document["num_resident_blocks"] == 1
-    assert "there is no message 9: the last one" in pagedcli("replay", recording, "--step", "9", expect=2).stderr
+    assert "there is no message 9: the last message" in pagedcli("replay", recording, "--step", "9", expect=2).stderr
 
 
 def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would_have_kept(recording):

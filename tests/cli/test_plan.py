@@ -227,7 +227,8 @@ def test_the_reason_for_the_block_size_is_the_rule_that_chose_it():
     assert slots[8] * 1.02 < slots[16]
     screen = " ".join(plan("-", stdin=lines).stdout.split())
     assert (
-        "recommended block size: 16, the largest from 16 on that takes at most 2% more slots than the best of" in screen
+        "recommended block size: 16, the largest of at least 16 that needs at most 2% more slots than the best one"
+        in screen
     )
 
 

@@ -88,7 +88,7 @@ def test_a_card_by_name_needs_neither_card_nor_weights(qwen3):
 def test_no_block_says_who_holds_the_memory_and_what_to_change(qwen3):
     result = profile_memory("-m", qwen3, "--gpu-memory", "4GiB", *KNOWN[2:], expect=2)
     assert "no KV block fits: one needs 1.75 MiB" in result.stderr
-    assert "other processes 2.55 GiB, the weights 1.14 GiB" in result.stderr
+    assert "other processes 2.55 GiB, weights 1.14 GiB" in result.stderr
     assert "hint: end other processes" in result.stderr
     assert "= room for KV" in result.stdout
 
@@ -196,7 +196,7 @@ def test_a_prompt_file_gives_lengths_and_sharing(tmp_path):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": 5}]))
     arguments = ("--device", "cpu", "--num-gpu-blocks-override", 62, "--prompts", prompts, "--target-concurrency", 20)
     result = profile_memory(*arguments, *SMALL, "--format", "json")
-    assert "1 of 11 rows are bad" in result.stderr
+    assert "1 of 11 rows are invalid" in result.stderr
     found = json.loads(result.stdout)
     assert found["num_kvcache_blocks"] == 62
     assert found["shared_prefix_tokens"] == 32

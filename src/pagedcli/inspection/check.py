@@ -175,9 +175,7 @@ class TraceLaws(View[PoolState]):
         num_running, step = len(state.running()), state.step
         if step is not None and step.preemptions:
             expected = event.reason == "preemption"
-        elif (
-            event.reason == "preemption"
-        ):  # with async scheduling, preemption waits until the tokens in flight are known
+        elif event.reason == "preemption":  # async scheduling: preemption waits until the tokens in flight are known
             expected = state.num_free_blocks <= 1
         else:
             expected = (event.reason == "max_num_seqs") == (num_running >= engine.max_num_seqs)
