@@ -194,7 +194,7 @@ def test_copying_a_block_copies_its_tokens(name):
         cache[free] = cache[old]
         cache[old] = float("nan")
     batch.block_table[0, 1] = free
-    batch.plan = None
+    batch.work = None
     backend.prepare(batch)
     result = backend.attend(case.q[19:], k_cache, v_cache, batch, case.layer)
     assert worst_error(result, case.expected()) < TOLERANCE[F32]

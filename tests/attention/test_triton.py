@@ -142,17 +142,17 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, monkeypatch):
     batch = make_batch([(total, 1) for total in totals], table, [0] * len(totals), "cpu")
     batch.max_total = 4096  # what a graph is captured for
     backend.prepare(batch)
-    device = batch.plan
+    device = batch.work
     monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", 0)
     backend.prepare(batch)
-    host, num_items = batch.plan, batch.plan.num_items.item()
+    host, num_items = batch.work, batch.work.num_items.item()
     assert num_items == sum(-(-total // paged.SPLIT) for total in totals)
     assert device.num_items.item() == num_items
-    for plan in (device, host):  # each split of a sequence that has several gets a place of its own
-        starts = zip(plan.first_part.tolist(), totals, strict=True)
+    for work in (device, host):  # each split of a sequence that has several gets a place of its own
+        starts = zip(work.first_part.tolist(), totals, strict=True)
         places = [first + split for first, total in starts for split in range(-(-total // paged.SPLIT)) if total > 256]
         assert len(set(places)) == len(places)
-        assert all(0 <= place < plan.num_parts for place in places)
+        assert all(0 <= place < work.num_parts for place in places)
     assert device.item_seq[:num_items].tolist() == host.item_seq[:num_items].tolist()
     assert device.item_split[:num_items].tolist() == host.item_split[:num_items].tolist()
     assert device.capacity == len(totals) * 16

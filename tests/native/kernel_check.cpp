@@ -103,11 +103,11 @@ void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_
     const int64_t strides[4] = {kv_heads * head_dim, head_dim, kv_heads * head_dim, head_dim};
     paged_write((int)dtype, &geometry, total, 1, k.stored.data(), v.stored.data(), strides, k_cache.data(), v_cache.data(), slots.data());
     const int32_t cu_q[2] = {0, num_new};
-    Plan* plan = paged_plan_new(&geometry, 1, cu_q, &total, table.data(), blocks, 2);
+    StepWork* work = paged_work_new(&geometry, 1, cu_q, &total, table.data(), blocks, 2);
     std::vector<E> out(q.stored.size());
     const float scale = 1 / std::sqrt((float)head_dim);
-    expect(paged_attend((int)dtype, &geometry, plan, q.stored.data(), heads * head_dim, head_dim, k_cache.data(), v_cache.data(), out.data(), scale, 0) == 0, "a block is missing", 0);
-    paged_plan_free(plan);
+    expect(paged_attend((int)dtype, &geometry, work, q.stored.data(), heads * head_dim, head_dim, k_cache.data(), v_cache.data(), out.data(), scale, 0) == 0, "a block is missing", 0);
+    paged_work_free(work);
     std::vector<double> ours, exact;
     for (int64_t t = 0; t < num_new; t++)
         for (int64_t h = 0; h < heads; h++) {

@@ -37,7 +37,7 @@ class PagedBatch:
     max_total: int  # largest num_tokens, on the host
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
-    plan: Any = None  # what the backend's prepare() computed for this step, shared by all layers
+    work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
     logits_rows: Tensor | None = None  # [R] int64, ascending: the new tokens whose logits are wanted; None: all
 
 
@@ -86,7 +86,7 @@ class AttentionBackend(Protocol):
     name: str
     capabilities: Capabilities
     # Address of the cache's description (native/paged_cache.h), for a decoder that attends within its own native call
-    # with the address of batch.plan. None: the backend has none.
+    # with the address of batch.work. None: the backend has none.
     geometry_address: int | None = None
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class AttentionBackend(Protocol):
         return
 
     def prepare(self, batch: PagedBatch) -> None:
-        """Called once per step before the first layer; may set batch.plan."""
+        """Called once per step before the first layer; may set batch.work."""
         return
 
     def write(

@@ -21,7 +21,7 @@ MAX_INT8_HEAD_DIM = 512  # a longer product of whole numbers does not fit into 3
 _int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-class _Plan:
+class _StepWork:
     """One step's pieces of work, made and freed by the library. Keeps the tensors alive that it points into."""
 
     def __init__(self, library: ctypes.CDLL, address: int, tensors: tuple[Tensor, ...]) -> None:
@@ -30,7 +30,7 @@ class _Plan:
         self._tensors = tensors
 
     def __del__(self) -> None:
-        self._library.paged_plan_free(self.address)
+        self._library.paged_work_free(self.address)
 
 
 class CpuAttention(AttentionBackend):
@@ -66,7 +66,7 @@ class CpuAttention(AttentionBackend):
     def prepare(self, batch: PagedBatch) -> None:
         cu_q, num_tokens = batch.cu_q.contiguous(), batch.num_tokens.contiguous()
         table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
-        address = self._library.paged_plan_new(
+        address = self._library.paged_work_new(
             self.geometry_address,
             num_tokens.shape[0],
             cu_q.data_ptr(),
@@ -75,7 +75,7 @@ class CpuAttention(AttentionBackend):
             table.stride(0),
             torch.get_num_threads(),
         )
-        batch.plan = _Plan(self._library, address, (cu_q, num_tokens, table))
+        batch.work = _StepWork(self._library, address, (cu_q, num_tokens, table))
 
     def write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
@@ -98,7 +98,7 @@ class CpuAttention(AttentionBackend):
         )
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
-        if batch.plan is None:
+        if batch.work is None:
             self.prepare(batch)
         self.check_cache(k_cache, v_cache)
         q = _dense_rows(q)
@@ -106,7 +106,7 @@ class CpuAttention(AttentionBackend):
         failed = self._attend(
             DTYPE_CODES[self._spec.dtype],
             self.geometry_address,
-            batch.plan.address,
+            batch.work.address,
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
@@ -136,10 +136,10 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
     """Declare the C functions whose names begin with paged_."""
-    library.paged_plan_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int]
-    library.paged_plan_new.restype = _pointer
-    library.paged_plan_free.argtypes = [_pointer]
-    library.paged_plan_free.restype = None
+    library.paged_work_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int]
+    library.paged_work_new.restype = _pointer
+    library.paged_work_free.argtypes = [_pointer]
+    library.paged_work_free.restype = None
     library.paged_attend.argtypes = [
         _int,
         *(_pointer for _ in range(3)),

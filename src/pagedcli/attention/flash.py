@@ -56,7 +56,7 @@ class Flash2Attention(ReferenceAttention):
         self._varlen = varlen
 
     def prepare(self, batch: PagedBatch) -> None:
-        batch.plan = cumulative_lengths(batch)
+        batch.work = cumulative_lengths(batch)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
@@ -71,14 +71,14 @@ class Flash2Attention(ReferenceAttention):
                 causal=True,
             )
             return out.squeeze(1)
-        if batch.plan is None:
+        if batch.work is None:
             self.prepare(batch)
         ragged: Tensor = self._varlen(
             q,
             k_cache,
             v_cache,
             cu_seqlens_q=batch.cu_q,
-            cu_seqlens_k=batch.plan,
+            cu_seqlens_k=batch.work,
             max_seqlen_q=batch.max_new,
             max_seqlen_k=batch.max_total,
             softmax_scale=layer.scale,

@@ -55,7 +55,7 @@ class SdpaAttention(AttentionBackend):
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
     def prepare(self, batch: PagedBatch) -> None:
-        batch.plan = [self._group(batch, chunks) for chunks in self._calls(batch)]
+        batch.work = [self._group(batch, chunks) for chunks in self._calls(batch)]
 
     def write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layer: AttentionLayer
@@ -67,13 +67,13 @@ class SdpaAttention(AttentionBackend):
         v_cache[block, :, offset] = v[rows]
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
-        if batch.plan is None:
+        if batch.work is None:
             self.prepare(batch)
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = k_cache.shape[1]
         group_size = num_heads // num_kv_heads
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in batch.plan:
+        for group in batch.work:
             n, k_len = group.mask.shape[0], group.mask.shape[3]
             keys, values = (_gather(cache, group) for cache in (k_cache, v_cache))
             # The heads of a group become more queries of one head: K and V are never repeated.

@@ -34,7 +34,7 @@ PROGRAMS_PER_SM = 3
 
 
 @dataclass(slots=True)
-class _Plan:
+class _StepWork:
     """One step's work lists, in one buffer on the device."""
 
     capacity: int  # decode items
@@ -99,7 +99,7 @@ class TritonAttention(AttentionBackend):
         num_seqs = batch.num_tokens.shape[0]
         most_items = num_seqs * -(-batch.max_total // SPLIT)
         if batch.max_new == 1 and batch.slots.shape[0] == num_seqs and most_items <= DEVICE_LIST_ITEMS:
-            batch.plan = decode_plan(batch.num_tokens, batch.max_total)
+            batch.work = decode_work(batch.num_tokens, batch.max_total)
             return
         starts = np.asarray(batch.cu_q_host or batch.cu_q.tolist())
         totals = np.asarray(batch.num_tokens_host or batch.num_tokens.tolist())
@@ -113,7 +113,7 @@ class TritonAttention(AttentionBackend):
         first_part = np.where(decodes, np.cumsum(parts) - parts, -1)
         lists = np.concatenate(([num_items], first_part, item_seq, item_split))
         device = batch.cu_q.device
-        batch.plan = _Plan(
+        batch.work = _StepWork(
             capacity=num_items,
             buffer=_send(torch.from_numpy(lists.astype(np.int32)), device),
             num_sequences=num_seqs,
@@ -156,14 +156,14 @@ class TritonAttention(AttentionBackend):
         )
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
-        if not isinstance(batch.plan, _Plan):
+        if not isinstance(batch.work, _StepWork):
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         factor, cap = layer.scale * LOG2E * layer.k_scale, (layer.soft_cap or 0.0) * LOG2E
-        if batch.plan.has_decode:
+        if batch.work.has_decode:
             self._run_decode(q, k_cache, v_cache, out, batch, factor, cap, layer.v_scale)
-        if batch.plan.prefill_items is not None:
+        if batch.work.prefill_items is not None:
             self._run_prefill(q, k_cache, v_cache, out, batch, factor, cap, layer.v_scale)
         return out
 
@@ -178,8 +178,8 @@ class TritonAttention(AttentionBackend):
         cap: float,
         v_scale: float,
     ) -> None:
-        spec, plan = self._spec, batch.plan
-        partial, partial_stat = self._partial_buffers(plan.num_parts)
+        spec, work = self._spec, batch.work
+        partial, partial_stat = self._partial_buffers(work.num_parts)
         shape = {"H": spec.num_heads, "G": spec.num_kv_heads, "D": spec.head_dim, "BLOCK_D": self._block_d}
         kernels.decode_kernel[(self._programs,)](
             q,
@@ -188,10 +188,10 @@ class TritonAttention(AttentionBackend):
             out,
             partial,
             partial_stat,
-            plan.first_part,
-            plan.item_seq,
-            plan.item_split,
-            plan.num_items,
+            work.first_part,
+            work.item_seq,
+            work.item_split,
+            work.num_items,
             batch.cu_q,
             batch.num_tokens,
             batch.block_table,
@@ -212,11 +212,11 @@ class TritonAttention(AttentionBackend):
             num_warps=self._decode.num_warps,
         )
         if batch.max_total > SPLIT:
-            kernels.combine_kernel[(plan.num_sequences, spec.num_kv_heads)](
+            kernels.combine_kernel[(work.num_sequences, spec.num_kv_heads)](
                 partial,
                 partial_stat,
                 out,
-                plan.first_part,
+                work.first_part,
                 batch.cu_q,
                 batch.num_tokens,
                 **shape,
@@ -236,7 +236,7 @@ class TritonAttention(AttentionBackend):
         cap: float,
         v_scale: float,
     ) -> None:
-        spec, items = self._spec, batch.plan.prefill_items
+        spec, items = self._spec, batch.work.prefill_items
         kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
             q,
             k_cache,
@@ -285,7 +285,7 @@ class TritonAttention(AttentionBackend):
         return self._partials
 
 
-def decode_plan(num_tokens: Tensor, max_total: int) -> _Plan:
+def decode_work(num_tokens: Tensor, max_total: int) -> _StepWork:
     """The work list of a step of one new token per sequence, made on the device: the host need not wait, and a captured
     graph makes the next step's list itself.
 
@@ -299,7 +299,7 @@ def decode_plan(num_tokens: Tensor, max_total: int) -> _Plan:
     item = torch.arange(capacity, dtype=torch.int32, device=num_tokens.device)
     item_seq = torch.searchsorted(ends, item, right=True, out_int32=True).clamp_(max=num_seqs - 1)
     buffer = torch.cat((ends[-1:], first_item, item_seq, item - first_item[item_seq]))
-    return _Plan(capacity, buffer, num_seqs, num_parts=capacity if max_total > SPLIT else 0, has_decode=True)
+    return _StepWork(capacity, buffer, num_seqs, num_parts=capacity if max_total > SPLIT else 0, has_decode=True)
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:

@@ -34,13 +34,13 @@ class VarlenAttention(ReferenceAttention):
         self._function = function
 
     def prepare(self, batch: PagedBatch) -> None:
-        batch.plan = varlen_arguments(batch)
+        batch.work = varlen_arguments(batch)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
-        if batch.plan is None:
+        if batch.work is None:
             self.prepare(batch)
         grouped = q.shape[1] != k_cache.shape[2]
-        out: Tensor = self._function(q, k_cache, v_cache, **batch.plan, scale=layer.scale, enable_gqa=grouped)
+        out: Tensor = self._function(q, k_cache, v_cache, **batch.work, scale=layer.scale, enable_gqa=grouped)
         return out
 
 

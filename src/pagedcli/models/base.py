@@ -43,7 +43,7 @@ class CausalLM(Protocol):
 
         Shapes:  input_ids, positions [T] int64; kv_cache [2, L, N, ...], where kv_cache[0, i] and kv_cache[1, i] are K
                  and V of layer i in the backend's kv_shape; returns [T, E] in the model's dtype.
-        Changes: kv_cache at batch.slots, batch.plan.
+        Changes: kv_cache at batch.slots, batch.work.
         """
         ...
 

@@ -94,7 +94,7 @@ class CpuDecoder:
             positions=positions.data_ptr(),
             slots=slots.data_ptr(),
             geometry=backend.geometry_address,
-            plan=batch.plan.address,
+            work=batch.work.address,
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
             layer_bytes=kv_cache.stride(1) * kv_cache.element_size(),

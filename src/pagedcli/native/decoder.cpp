@@ -111,7 +111,7 @@ template <class T> int forward(const Model& m, const Step& step) {
         norm_and_rotate<T>(m, layer, step, qkv);
         paged_write((int)m.dtype, step.geometry, tokens, threads, qkv + H * D, qkv + (H + G) * D, strides, k_cache, v_cache,
                     step.slots);
-        if (paged_attend((int)m.dtype, step.geometry, step.plan, qkv, width, D, k_cache, v_cache, wide,
+        if (paged_attend((int)m.dtype, step.geometry, step.work, qkv, width, D, k_cache, v_cache, wide,
                          1.f / std::sqrt((float)D), 0.f))
             return 1;
         if (i == m.num_layers - 1 && step.num_rows < tokens) {  // behind the last attention no token looks at another

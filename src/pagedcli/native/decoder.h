@@ -23,7 +23,7 @@ struct Step {
     const int64_t* positions;
     const int32_t* slots;
     const Geometry* geometry;
-    const Plan* plan;
+    const StepWork* work;
     void *k_cache, *v_cache;  // of the first layer
     int64_t layer_bytes;      // from one layer's cache to the next
     const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are

@@ -23,7 +23,7 @@ template <class A, class T> struct Attention {
     using Elem = typename T::Elem;
     using Row = typename A::Elem;
     Geometry g;
-    const Plan& plan;
+    const StepWork& work;
     const Row* q;
     const Elem *k, *v;
     int64_t q_token_stride, q_head_stride;
@@ -39,7 +39,7 @@ template <class A, class T> struct Attention {
     int64_t partial_floats() const { return g.width() + 2; }  // of one row
     State partial(const Part& part, int64_t head, int64_t split) const {
         const int64_t rows = part.num_rows(g);
-        float* p = partials + (head * plan.partial_rows + part.partial + split * rows) * partial_floats();
+        float* p = partials + (head * work.partial_rows + part.partial + split * rows) * partial_floats();
         return {p, p + rows, p + 2 * rows};
     }
 
@@ -47,7 +47,7 @@ template <class A, class T> struct Attention {
         const int64_t group = g.group();
         for (int64_t t = part.q_begin; t < part.q_end; t++)
             for (int64_t j = 0; j < group; j++, row++) {
-                const Row* from = q + (plan.cu_q[part.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
+                const Row* from = q + (work.cu_q[part.b] + t) * q_token_stride + (head * group + j) * q_head_stride;
                 typename T::Op* to = w.q + row * w.q_stride;
                 if constexpr (T::SCALED) {
                     Largest largest;
@@ -118,9 +118,9 @@ template <class A, class T> struct Attention {
 
     // Tiles of tokens t ... end-1 where they cannot be read as they lie.
     bool pack_tiles(const Buffers<T>& w, const Part& part, int64_t head, int64_t t, int64_t end, Tiles<T>& tiles) const {
-        const int32_t* table = plan.table + part.b * plan.table_stride;
+        const int32_t* table = work.table + part.b * work.table_stride;
         for (tiles.count = 0; t < end; t += VL, tiles.count++)
-            if (!pack(w, table, head, t, std::min<int64_t>(VL, plan.num_tokens[part.b] - t), tiles)) return false;
+            if (!pack(w, table, head, t, std::min<int64_t>(VL, work.num_tokens[part.b] - t), tiles)) return false;
         return true;
     }
 
@@ -151,7 +151,7 @@ template <class A, class T> struct Attention {
     void store(const State& s, const Part& part, int64_t head) const {
         const int64_t group = g.group(), width = g.width();
         for (int64_t r = 0; r < part.num_rows(g); r++) {
-            int64_t token = plan.cu_q[part.b] + part.q_begin + r / group;
+            int64_t token = work.cu_q[part.b] + part.q_begin + r / group;
             Row* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
             const float *from = s.out + r * width, inverse = 1.f / s.sum[r];
             for (int64_t d = 0; d < g.head_dim; d += VL) store_some<A>(to + d, loadf(from + d) * inverse, g.head_dim - d);
@@ -160,7 +160,7 @@ template <class A, class T> struct Attention {
 
     // Some splits of a part are in their places; the last item to say so adds all of them up.
     void finish_splits(const State& total, const Part& part, int64_t head, int32_t count) const {
-        if (unfinished[head * plan.num_merges + part.merge].fetch_sub(count, std::memory_order_acq_rel) > count) return;
+        if (unfinished[head * work.num_merges + part.merge].fetch_sub(count, std::memory_order_acq_rel) > count) return;
         const int64_t rows = part.num_rows(g), width = g.width();
         copy(total, partial(part, head, 0), rows, width);
         for (int64_t s = 1; s < part.num_splits; s++) merge(total, partial(part, head, s), rows, width);
@@ -170,16 +170,16 @@ template <class A, class T> struct Attention {
     bool run(const Item& it) const {
         static thread_local Arena arena;
         Buffers<T> w(arena, g, max_rows());
-        const Part *parts = &plan.parts[it.first], &first = parts[0];
+        const Part *parts = &work.parts[it.first], &first = parts[0];
         const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
         const int64_t begin = it.split_begin * KEYS;
-        const int64_t end = std::min<int64_t>(plan.end(first), it.split_end * KEYS);
+        const int64_t end = std::min<int64_t>(work.end(first), it.split_end * KEYS);
         const bool keep = first.partial >= 0;  // for others to add up
         int64_t rows = 0;
         for (int32_t n = 0; n < it.count; n++) rows += parts[n].num_rows(g);
         Tiles<T> tiles, ahead;
         tiles.joined = g.packed() || g.block_size % (2 * VL) == 0;
-        Upcoming next{plan.table + first.b * plan.table_stride, begin, end, it.head_end, it.head_begin, begin};
+        Upcoming next{work.table + first.b * work.table_stride, begin, end, it.head_end, it.head_begin, begin};
         for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
             if (!find_next(next, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
@@ -190,12 +190,12 @@ template <class A, class T> struct Attention {
                                               : take_tiles((tokens + VL - 1) / VL, next, tiles, ahead);
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
-                end_values(w, std::min<int64_t>(VL, plan.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
+                end_values(w, std::min<int64_t>(VL, work.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
                 const State& state = split == 0 && !keep ? w.total : w.split;
                 all_scores(w, rows, tiles, ahead, steps);
                 for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
                     for (int64_t r = 0; r < parts[n].num_rows(g); r++) {
-                        const int64_t visible = plan.begin(parts[n]) + r / g.group() + 1 - t;
+                        const int64_t visible = work.begin(parts[n]) + r / g.group() + 1 - t;
                         softmax_row<T>(w, state, row + r, visible, tiles, factor, cap);
                     }
                 add_values(w, rows, tiles, ahead, width, state.out);
@@ -212,16 +212,16 @@ template <class A, class T> struct Attention {
 
     int run_all() {
         static thread_local Arena arena;
-        const int64_t heads = g.num_kv_heads, counters = heads * plan.num_merges;
-        const int64_t floats = heads * plan.partial_rows * partial_floats();
+        const int64_t heads = g.num_kv_heads, counters = heads * work.num_merges;
+        const int64_t floats = heads * work.partial_rows * partial_floats();
         arena.reserve(floats * sizeof(float) + counters * 4 + 256);
         partials = arena.take<float>(floats);
         unfinished = arena.take<std::atomic<int32_t>>(counters);
-        for (const Part& part : plan.parts)
+        for (const Part& part : work.parts)
             for (int64_t h = 0; h < heads && part.partial >= 0; h++)
-                unfinished[h * plan.num_merges + part.merge] = part.num_splits;
-        parallel_for(plan.threads, (int64_t)plan.items.size(), [&](int64_t i) {
-            if (!run(plan.items[i])) bad_block = true;
+                unfinished[h * work.num_merges + part.merge] = part.num_splits;
+        parallel_for(work.threads, (int64_t)work.items.size(), [&](int64_t i) {
+            if (!run(work.items[i])) bad_block = true;
         });
         return bad_block ? 1 : 0;
     }
@@ -231,7 +231,7 @@ template <class A, class T> struct Attention {
 
 extern "C" {
 
-int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const void* q, int64_t q_token_stride,
+int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap) {
     return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
         return with_kernel(cache_type, geometry->head_dim % 32 == 0, [&](auto kernel) {
@@ -239,7 +239,7 @@ int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const vo
             using T = decltype(kernel);
             using E = typename T::Elem;
             using Row = typename A::Elem;
-            Attention<A, T> attention{*geometry,  *plan, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
+            Attention<A, T> attention{*geometry,  *work, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
                                       q_head_stride, (Row*)out, scale * LOG2E, soft_cap * LOG2E};
             return attention.run_all();
         });

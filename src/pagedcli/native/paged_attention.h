@@ -1,18 +1,18 @@
 // The C functions of paged attention, as the library exports them and the decoder calls them.
 #pragma once
 
-#include "paged_plan.h"
+#include "paged_work.h"
 
 extern "C" {
 
 // The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
-Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
+StepWork* paged_work_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
                      const int32_t* table, int64_t table_stride, int threads);
-void paged_plan_free(Plan* plan);
+void paged_work_free(StepWork* work);
 
 // 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16, of q and out
 // and, unless geometry says int8, of the cache. scale is positive; soft_cap 0: scores are not capped.
-int paged_attend(int dtype, const Geometry* geometry, const Plan* plan, const void* q, int64_t q_token_stride,
+int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap);
 
 // strides: four int64, k and v, token and head, in elements.

@@ -6,7 +6,7 @@
 #include <new>
 #include <type_traits>
 
-#include "paged_plan.h"
+#include "paged_work.h"
 #include "paths.h"
 
 // Memory that grows and is never given back: an allocation of this size per call would fault its pages in each time.

@@ -45,7 +45,7 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("num_tokens", "threads")),
-        *((name, _pointer) for name in ("residual", "positions", "slots", "geometry", "plan", "k_cache", "v_cache")),
+        *((name, _pointer) for name in ("residual", "positions", "slots", "geometry", "work", "k_cache", "v_cache")),
         ("layer_bytes", _int64),
         ("rows", _pointer),
         ("num_rows", _int64),

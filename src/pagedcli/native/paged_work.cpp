@@ -6,47 +6,47 @@
 namespace {
 
 // Cuts a step into items.
-struct Planner {
+struct WorkSplitter {
     const Geometry& g;
-    Plan& plan;
+    StepWork& work;
     int64_t num_sequences;
     double share = 0;                  // an item of more work than this, of one head, could keep one thread busy alone
     std::vector<int32_t> common = {};  // by part: splits that it shares with the part before it
 
     void run() {
         const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
-        double work = 0;  // query rows x keys of all heads
+        double total_cost = 0;  // query rows x keys of all heads
         std::vector<Part> others;
         for (int32_t b = 0; b < num_sequences; b++) {
-            const int32_t num_new = plan.cu_q[b + 1] - plan.cu_q[b];
-            work += double(num_new) * plan.num_tokens[b] * group * g.num_kv_heads;
+            const int32_t num_new = work.cu_q[b + 1] - work.cu_q[b];
+            total_cost += double(num_new) * work.num_tokens[b] * group * g.num_kv_heads;
             for (int32_t end = num_new; end > 0;) {  // the longest first
                 const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
                 Part part{b, begin, end};
-                part.num_splits = (int32_t)((plan.end(part) + KEYS - 1) / KEYS);
+                part.num_splits = (int32_t)((work.end(part) + KEYS - 1) / KEYS);
                 const bool may_share = num_new * group * 2 <= ROWS && old_splits(part) > 0;
-                (may_share ? plan.parts : others).push_back(part);
+                (may_share ? work.parts : others).push_back(part);
                 end = begin;
             }
         }
-        share = work / (8.0 * plan.threads);
-        std::sort(plan.parts.begin(), plan.parts.end(), [&](const Part& x, const Part& y) {
+        share = total_cost / (8.0 * work.threads);
+        std::sort(work.parts.begin(), work.parts.end(), [&](const Part& x, const Part& y) {
             const int32_t *a = table(x), *b = table(y);
             return std::lexicographical_compare(a, a + old_blocks(x), b, b + old_blocks(y));
         });
-        const int32_t num_sharing = (int32_t)plan.parts.size();
-        plan.parts.insert(plan.parts.end(), others.begin(), others.end());
-        common.assign(plan.parts.size() + 1, 0);
-        for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(plan.parts[i - 1], plan.parts[i]);
+        const int32_t num_sharing = (int32_t)work.parts.size();
+        work.parts.insert(work.parts.end(), others.begin(), others.end());
+        common.assign(work.parts.size() + 1, 0);
+        for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(work.parts[i - 1], work.parts[i]);
         add_shared(0, num_sharing, 0);
-        for (int32_t i = 0; i < (int32_t)plan.parts.size(); i++)
-            add(i, 1, std::max(common[i], common[i + 1]), plan.parts[i].num_splits);
+        for (int32_t i = 0; i < (int32_t)work.parts.size(); i++)
+            add(i, 1, std::max(common[i], common[i + 1]), work.parts[i].num_splits);
     }
 
-    const int32_t* table(const Part& part) const { return plan.table + part.b * plan.table_stride; }
+    const int32_t* table(const Part& part) const { return work.table + part.b * work.table_stride; }
 
     // Splits that end before the part's first token, and the blocks that they lie in.
-    int64_t old_splits(const Part& part) const { return plan.begin(part) / KEYS; }
+    int64_t old_splits(const Part& part) const { return work.begin(part) / KEYS; }
     int64_t old_blocks(const Part& part) const { return (old_splits(part) * KEYS + g.block_size - 1) / g.block_size; }
 
     int32_t common_splits(const Part& x, const Part& y) const {
@@ -62,7 +62,7 @@ struct Planner {
         if (least > split) {
             for (int32_t i = first, next = first; i < end; i = next) {
                 int64_t rows = 0;
-                while (next < end && (rows += plan.parts[next].num_rows(g)) <= ROWS) next++;
+                while (next < end && (rows += work.parts[next].num_rows(g)) <= ROWS) next++;
                 add(i, next - i, split, least);
             }
         }
@@ -75,24 +75,24 @@ struct Planner {
     // Splits begin ... end-1 of parts first ... first+count-1, which share them.
     void add(int32_t first, int32_t count, int32_t begin, int32_t end) {
         int64_t rows = 0;
-        for (int32_t i = first; i < first + count; i++) rows += plan.parts[i].num_rows(g);
+        for (int32_t i = first; i < first + count; i++) rows += work.parts[i].num_rows(g);
         const int32_t heads = (int32_t)g.num_kv_heads;
-        const int64_t keys = std::min<int64_t>(end * KEYS, plan.end(plan.parts[first])) - begin * KEYS;
+        const int64_t keys = std::min<int64_t>(end * KEYS, work.end(work.parts[first])) - begin * KEYS;
         const double cost = double(rows) * keys;
-        const bool cut = end - begin > 1 && plan.threads > 1 && cost > share;
+        const bool cut = end - begin > 1 && work.threads > 1 && cost > share;
         const int32_t splits = cut ? 1 : end - begin;
         // As many heads in a row as a fair share allows: from one to the next the cache is fetched ahead.
         const double fair = share / cost * (cut ? end - begin : 1);
-        const int32_t step = plan.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(fair, 1, heads);
+        const int32_t step = work.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(fair, 1, heads);
         for (int32_t i = first; i < first + count; i++) {
-            Part& of = plan.parts[i];
+            Part& of = work.parts[i];
             if (of.partial >= 0 || splits == of.num_splits) continue;
-            of.partial = (int32_t)plan.partial_rows, of.merge = (int32_t)plan.num_merges++;
-            plan.partial_rows += of.num_splits * of.num_rows(g);
+            of.partial = (int32_t)work.partial_rows, of.merge = (int32_t)work.num_merges++;
+            work.partial_rows += of.num_splits * of.num_rows(g);
         }
         for (int32_t h = 0; h < heads; h += step)
             for (int32_t s = begin; s < end; s += splits)
-                plan.items.push_back({first, count, h, std::min(heads, h + step), s, s + splits});
+                work.items.push_back({first, count, h, std::min(heads, h + step), s, s + splits});
     }
 };
 
@@ -100,14 +100,14 @@ struct Planner {
 
 extern "C" {
 
-Plan* paged_plan_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
+StepWork* paged_work_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
                      const int32_t* table, int64_t table_stride, int threads) {
-    auto plan = std::make_unique<Plan>();
-    plan->cu_q = cu_q, plan->num_tokens = num_tokens, plan->table = table, plan->table_stride = table_stride;
-    plan->threads = threads;
-    Planner{*geometry, *plan, num_sequences}.run();
-    return plan.release();
+    auto work = std::make_unique<StepWork>();
+    work->cu_q = cu_q, work->num_tokens = num_tokens, work->table = table, work->table_stride = table_stride;
+    work->threads = threads;
+    WorkSplitter{*geometry, *work, num_sequences}.run();
+    return work.release();
 }
 
-void paged_plan_free(Plan* plan) { delete plan; }
+void paged_work_free(StepWork* work) { delete work; }
 }

@@ -24,7 +24,7 @@ struct Item {
 };
 
 // Reads the tables when it is made: they must not change before it is used.
-struct Plan {
+struct StepWork {
     const int32_t *cu_q, *num_tokens, *table;
     int64_t table_stride;
     int threads;
