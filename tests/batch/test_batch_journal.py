@@ -165,7 +165,7 @@ def test_a_journal_with_rows_needs_resume_or_overwrite(tmp_path):
     sink = open_sink(tmp_path)
     write_all(sink)
     sink.abandon()
-    with pytest.raises(UsageError, match="run that was stopped") as refused:
+    with pytest.raises(UsageError, match="stopped run") as refused:
         open_sink(tmp_path)
     assert "--resume" in refused.value.hint
     assert open_sink(tmp_path, resume=True).resumed_rows == 4

@@ -107,8 +107,8 @@ def numbered(*numbers):
     [
         (numbered(0, 1, 9), "line 3 (row 2) is not the one"),
         (numbered(0, 1, 3), "line 3 (row 2) is not the one"),
-        (numbered(0, 1), "it had 4 rows and ends after 2 now"),
-        ("", "it had 4 rows and ends after 0 now"),
+        (numbered(0, 1), "it had 4 rows and now ends after 2"),
+        ("", "it had 4 rows and now ends after 0"),
     ],
 )
 def test_a_file_that_is_cut_or_rewritten_while_it_is_read_is_an_error_that_says_where(tmp_path, changed, said):

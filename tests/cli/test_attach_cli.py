@@ -73,7 +73,7 @@ def test_the_summary_counts_what_was_published(publisher):
     assert document["churn"][0] == {
         "cause": "evicted",
         "num_blocks": 1,
-        "meaning": "their place was taken for other blocks",
+        "meaning": "evicted to make room for other blocks",
     }
     assert "no requests" in document["limits"][0]
 

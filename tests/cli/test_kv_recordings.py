@@ -52,7 +52,7 @@ def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would
     }  # fmt: skip
     assert [(row["num_more_blocks"], row["num_blocks_kept"]) for row in document["larger_cache"]] == [(1, 1), (2, 2)]
     said = pagedcli("explain", recording).stdout
-    assert re.search(r"evicted +2 +their place was taken", said)
+    assert re.search(r"evicted +2 +evicted to make room", said)
 
 
 def test_explain_shows_where_near_twins_part_in_text(tmp_path):

@@ -66,7 +66,7 @@ def test_a_copy_that_comes_back_from_another_medium_is_not_computed_twice():
 
 def test_a_late_start_is_said():
     state = state_of(message(5, stored(3, parent=2)), message(6, removed(9)))
-    assert "tcp://host:1: what happened before message 5 is not known" in limits(state)
+    assert "tcp://host:1: what happened before message 5 is unknown" in limits(state)
     assert facts(state)["num_unknown_removals"] == 1
     assert cache_rows(state)[0]["num_orphans"] == 1
 

@@ -144,10 +144,10 @@ def test_a_subscriber_that_starts_late_says_so_and_a_replay_tells_it_everything(
             sim.run()
             received(late, publisher, without)
             received(told, publisher, with_replay)
-        assert any("is not known" in line for line in limits(without))
+        assert any("is unknown" in line for line in limits(without))
         (tree,) = with_replay.trees
         assert {node.hash for node in tree.resident()} == sim.block_manager.hash_to_block_id.keys()
-        assert not any("is not known" in line for line in limits(with_replay))
+        assert not any("is unknown" in line for line in limits(with_replay))
 
 
 def test_what_was_published_before_is_caught_up_with_although_nothing_new_comes():

@@ -1,23 +1,23 @@
-"""Chat messages as OpenAI defines them, reduced to what a text model's chat template takes."""
+"""Chat messages in OpenAI's format, reduced to what a text model's chat template accepts."""
 
 from typing import Any
 
 from pagedcli.errors import RequestError
 
-Message = dict[str, Any]  # role, content (text) and what the template may also want: name, tool_calls, tool_call_id
+Message = dict[str, Any]  # role, content (text), and what templates may use: name, tool_calls, tool_call_id
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPTIONAL = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """Checked messages with their content as one text. Raises: RequestError 'invalid_messages'."""
+    """Validated messages, each with its content as one text. Raises: RequestError 'invalid_messages'."""
     if not isinstance(messages, list) or not messages:
         raise _invalid("'messages' must be a list with at least one message")
     return [_read_message(message, place) for place, message in enumerate(messages)]
 
 
 def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """The messages after `system_prompt`, unless they bring their own."""
+    """The messages preceded by `system_prompt`, unless they have a system message."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
@@ -32,7 +32,7 @@ def _read_message(message: Any, place: int) -> Message:
         raise _invalid(f"{where}.role is {str(role)[:40]!r}, known: {', '.join(ROLES)}")
     content = _read_content(message.get("content"), where, may_be_absent=bool(message.get("tool_calls")))
     extras = {name: message[name] for name in _OPTIONAL if message.get(name) is not None}
-    # templates know 'system'; 'developer' is OpenAI's newer name for it
+    # templates expect 'system'; 'developer' is OpenAI's newer name for it
     return {"role": "system" if role == "developer" else role, "content": content, **extras}
 
 

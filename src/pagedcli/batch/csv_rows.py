@@ -1,6 +1,6 @@
 """Rows as lines of a CSV table, one per sample. Used by batch.sinks.
 
-Tokens of a request are on the line of its first sample, so that the sum of a column is that of the run.
+Token counts of a request are on its first sample's line only: the sum of a column is the total of the run.
 """
 
 import csv
@@ -16,7 +16,7 @@ COLUMNS = (
     "sample",  # 0 to n - 1; empty for an error
     "text",
     "finish_reason",
-    "prompt_tokens",  # here and below: of the whole request, on its first line
+    "prompt_tokens",  # from here on: of the whole request, on its first line
     "cached_tokens",
     "completion_tokens",
     "logprobs",  # JSON, as in a row of JSONL
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def csv_lines(rows: Iterable[bytes]) -> Iterator[bytes]:
-    """The header and the lines, each with its line end, of rows as batch.rows writes them."""
+    """The header and the lines, with line ends, of rows as batch.rows writes them."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

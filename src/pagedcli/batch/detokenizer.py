@@ -1,6 +1,6 @@
-"""Output text token by token, and the search for stop strings in it. Used for requests that have any.
+"""Incremental detokenization and the search for stop strings. Used for requests that have any.
 
-The pieces add up to what decoding all tokens at once gives (a test compares them).
+The pieces equal the text of decoding all tokens at once (tested).
 """
 
 from collections.abc import Sequence as Ids
@@ -10,7 +10,7 @@ from pagedcli.sampling_params import SamplingParams
 
 
 class IncrementalDetokenizer:
-    """Gives the text that each new token adds. Bytes of an unfinished character are held back until it is whole."""
+    """Returns the text that each new token adds. Bytes of an incomplete character are held back."""
 
     __slots__ = ("_decoded_from", "_decoded_text", "_skip_special_tokens", "_token_ids", "_tokenizer")
 
@@ -18,14 +18,14 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         tail, text = tokenizer.prompt_tail(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        # _token_ids begins with tokens whose text was given out (_decoded_text): what they are decoded with
-        # decides, for example, whether the next word begins with a space
+        # _token_ids begins with tokens whose text was already returned (_decoded_text): this context decides,
+        # for example, whether the next word begins with a space
         self._token_ids = tail
         self._decoded_text = text
         self._decoded_from = len(tail)
 
     def add(self, token_id: int) -> str:
-        """The text that this token adds; empty while a character is unfinished."""
+        """The text that this token adds; empty while a character is incomplete."""
         self._token_ids.append(token_id)
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
         new_text = text_after(self._decoded_text, text)
@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
 
 
 class StopStringChecker:
-    """Receives each token of one sample and finds stop strings in the text, also across token borders.
+    """Receives each token of one sample and finds stop strings in the text, even across token boundaries.
 
     A stop string counts only if it ends after `min_tokens` tokens. Then `stopped` is True and `text` is cut before
     it (after it with include_stop_str_in_output).
@@ -74,13 +74,13 @@ class StopStringChecker:
         return stop
 
     def _find(self, stop: str, num_before: int) -> int | None:
-        """Where `stop` begins, if it ends in the text after the first `num_before` characters."""
+        """Index of `stop` in the text, if it ends after the first `num_before` characters."""
         start = self.text.find(stop, max(0, num_before - len(stop) + 1))
         return start if start >= 0 else None
 
 
 class StopCheckers:
-    """The checkers of one request: the engine calls this once per sample for a fresh one."""
+    """Makes the checkers of one request: the engine calls it once per sample."""
 
     __slots__ = ("_made", "_params", "_prompt_token_ids", "_tokenizer")
 

@@ -1,6 +1,6 @@
-"""What decides the rows of a run. A run must not be resumed under another fingerprint.
+"""The fingerprint of a run: everything that determines its rows. A resumed run must have the same one.
 
-Left out on purpose: block size, pool size, batch limits, device and attention backend, which do not change tokens.
+Excludes block size, pool size, batch limits, device and attention backend, which do not change tokens.
 """
 
 import re
@@ -19,11 +19,11 @@ from pagedcli.errors import UsageError
 _PIECE_BYTES, _NUM_PIECES = 2**16, 64  # read of each weights file; one of up to 4 MiB is read whole
 
 
-HINT_OTHER_RUN = "use --resume with the same input and settings, or --overwrite to start anew"
+HINT_OTHER_RUN = "use --resume with the same input and settings, or --overwrite to start over"
 
 
 def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard: str) -> dict[str, str]:
-    """Named digests and values, without those of the input."""
+    """Named digests and values, except those of the input."""
     run, engine = config.run, config.engine
     sampling = {
         f"sampling.{name}": msgspec.json.encode(value).decode()
@@ -50,14 +50,14 @@ def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard
 
 
 def input_fingerprint(scan: InputScan | None) -> dict[str, str]:
-    """The part about the input. None: read once, so that the journal compares its lines one by one."""
+    """The part about the input. None: it can be read only once, and the journal compares its lines one by one."""
     if scan is None:
         return {"input": "stdin"}
     return {"input": scan.digest, "input rows": str(scan.num_rows)}
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One text per changed key: `temperature: 0.0 -> 0.5`, or `tokenizer: changed` where the values are digests."""
+    """One text per changed key: `temperature: 0.0 -> 0.5`, or `tokenizer: changed` for digests."""
     names = [*before, *(name for name in now if name not in before)]
     return [
         f"{name}: {_shown(before.get(name))} -> {_shown(now.get(name))}"
@@ -75,13 +75,13 @@ def check_same_run(path: Path, before: Mapping[str, str], now: Mapping[str, str]
 
 
 def run_key(fingerprint: dict[str, str]) -> str:
-    """One short word for the whole fingerprint."""
+    """A short digest of the whole fingerprint."""
     return _digest(msgspec.json.encode(sorted(fingerprint.items())).decode())
 
 
 def _model_digest(folder: Path) -> str:
-    """Of the configuration, and of each weights file its name, its size and pieces from all over it: reading all of a
-    large one takes too long, and other weights of the same shapes (a later checkpoint) differ everywhere."""
+    """Digest of the configuration, and of each weights file's name, size and samples from all over it: reading a
+    large file takes too long, and other weights of the same shapes (a later checkpoint) differ everywhere."""
     digest = xxhash.xxh3_64()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():

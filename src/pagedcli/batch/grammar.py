@@ -1,4 +1,4 @@
-"""Structured output: a JSON schema or a regular expression decides which token may come next. Used by batch.run and the
+"""Structured output: a JSON schema or a regular expression restricts the next token. Used by batch.run and the
 Python interface; the only place that talks to llguidance.
 """
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 16  # compiled grammars: lines of one file mostly share a few
 _MAX_LEXER_STATES = 50_000  # of one grammar, at 1 to 2 kB each
-# JSON on one line. Where any white space is allowed, a model that likes it writes it until its tokens end, and even a
-# good one pays for every line end. A schema may ask for it: {"x-guidance": {"whitespace_flexible": true}, ...}.
+# JSON on one line. With free white space some models write it until their tokens run out, and all spend tokens on line
+# ends. A schema may allow it: {"x-guidance": {"whitespace_flexible": true}, ...}.
 _JSON_STYLE: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarGuide:
-    """Follows one sample; see engine.sequence.Guide. `error` says why the grammar could not be followed to its end."""
+    """Follows one sample; see engine.sequence.Guide. `error` is the reason if the grammar could not be followed."""
 
     __slots__ = ("_end_tokens", "_matcher", "allowed_tokens", "error")
 
@@ -43,7 +43,7 @@ class GrammarGuide:
 
 
 class Guides:
-    """The guides of one request: the engine calls this once per sample for a fresh one."""
+    """Makes the guides of one request: the engine calls it once per sample."""
 
     __slots__ = ("_made", "_new")
 
@@ -63,10 +63,10 @@ class Guides:
 
 
 class Grammars:
-    """Compiles the grammars of requests for one model, and keeps the latest.
+    """Compiles the grammars of requests for one model, and caches the latest.
 
-    `end_token_ids`: the model's end-of-sequence tokens, allowed where a text may end. The vocabulary is prepared when
-    the first grammar comes: about a second for 150,000 tokens.
+    `end_token_ids`: the model's end-of-sequence tokens, allowed where a text may end. The vocabulary is prepared for
+    the first grammar, in about a second for 150,000 tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, end_token_ids: Iterable[int], vocab_size: int) -> None:
@@ -77,14 +77,16 @@ class Grammars:
         self._compiled = lru_cache(maxsize=_MAX_KEPT)(self._compile)
 
     def guides(self, params: SamplingParams) -> Guides | None:
-        """What makes guides for a request's samples; None if it asks for no grammar.
+        """The factory of guides for a request's samples; None if it has no grammar.
 
         Raises: RequestError 'invalid_schema' or 'invalid_regex', with the reason; 'unsupported_parameter'.
         """
         if not params.guided:
             return None
         if params.ignore_eos:
-            raise RequestError("invalid_parameter", "ignore_eos excludes a grammar, which says where the text ends")
+            raise RequestError(
+                "invalid_parameter", "ignore_eos cannot be used with a grammar, which decides where the text ends"
+            )
         if not self._end_token_ids:
             raise RequestError("unsupported_parameter", "a grammar needs a model with an end-of-sequence token")
         matcher, allowed_tokens = self._compiled(_grammar(params), "regex" if params.regex is not None else "schema")
@@ -92,7 +94,7 @@ class Grammars:
         return Guides(lambda: GrammarGuide(matcher.deep_copy(), allowed_tokens, end_tokens))
 
     def _compile(self, grammar: str, kind: str) -> "tuple[LLMatcher, bytes]":
-        """A matcher at the beginning, and the tokens that it allows there."""
+        """A matcher at its start, and the tokens that it allows there."""
         from llguidance import LLMatcher, LLParserLimits
 
         self._vocabulary = self._vocabulary or self._new_vocabulary()
@@ -111,7 +113,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to see it."""
+    """Our tokenizer in llguidance's interface."""
 
     bos_token_id = None
 
@@ -125,15 +127,15 @@ class _Vocabulary:
         self._longest = max(map(len, self._id_of))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of exactly these bytes. The tokenizer's own, unless it changes the text: SentencePiece's puts a space
-        before it, and a grammar that forces the text would then force the space."""
+        """Tokens of exactly these bytes: the tokenizer's, unless it changes the text. SentencePiece prepends a space,
+        which a grammar that forces the text would then force too."""
         token_ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         if b"".join(self.tokens[token_id] for token_id in token_ids) == text:
             return token_ids
         return self._longest_matches(text)
 
     def _longest_matches(self, text: bytes) -> list[int]:
-        """Tokens of the text, the longest first; they end where no token has the next byte."""
+        """Greedy longest-match tokens of the text, up to the first byte that no token begins with."""
         token_ids, start = [], 0
         while start < len(text):
             ends = range(min(len(text), start + self._longest), start, -1)
@@ -146,11 +148,11 @@ class _Vocabulary:
 
 
 def _grammar(params: SamplingParams) -> str:
-    """llguidance's own form of what a request asks for."""
+    """The request's grammar in llguidance's format."""
     from llguidance import LLMatcher, regex_to_lark
 
     if params.regex is not None:
-        # \d as in JSON Schema: 0 to 9, not the 600 digits of Unicode; a pattern without a character is no pattern there
+        # \d as in JSON Schema: 0 to 9, not the 600 digits of Unicode; llguidance does not accept an empty pattern
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(params.regex, 'd') or '()'}/")
     assert params.response_format is not None, "a guided request has a regex or a format"
     described = params.response_format.get("json_schema", {})
@@ -164,6 +166,6 @@ def _grammar(params: SamplingParams) -> str:
 
 
 def _one_line(message: str) -> str:
-    """What matters of the library's messages, which have pictures of the grammar around it."""
+    """The essential part of the library's messages, which also picture the grammar."""
     lines = message.strip().splitlines() or ["no reason given"]
     return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")[:300]

@@ -1,7 +1,7 @@
-"""From a line to a request that the engine can take: parsed, tokenized, with its final sampling parameters.
+"""Turns a line into a request for the engine: parsed, tokenized, with its final sampling parameters.
 
-Used by batch.run and by whoever judges a file without running it. Whatever is wrong with a line becomes a Refused;
-engine.admission then says whether a Prepared fits.
+Used by batch.run and by commands that check a file without running it. An invalid line becomes a Refused;
+engine.admission then decides whether a Prepared fits.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from pagedcli.sampling_params import SamplingParams, seed_for
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How a run treats its lines."""
+    """Settings for the lines of a run."""
 
     defaults: SamplingParams
-    max_tokens_given: bool = False  # by a flag: then it is not lowered to what fits
-    seed: int = 0  # of requests that bring none
-    system_prompt: str | None = None  # makes plain text prompts chats, too
+    max_tokens_given: bool = False  # set by a flag: then it is not lowered to what fits
+    seed: int = 0  # for requests without one
+    system_prompt: str | None = None  # also turns plain text prompts into chats
     strict: bool = False  # unknown fields are errors
     limit: int | None = None  # rows of the input
     max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
-    reorder: Literal["none", "prefix"] = "none"  # prefix: requests that begin alike are started one after the other
-    check_ids: bool = True  # False: the lines are a part of an input whose ids were checked as a whole
+    reorder: Literal["none", "prefix"] = "none"  # prefix: requests with a common prefix are started one after another
+    check_ids: bool = True  # False: the lines are part of an input whose ids have been checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Refused:
 
 
 class Intake:
-    """Prepares one line after the other; `parser.ignored` counts fields without effect.
+    """Prepares lines one by one; `parser.ignored` counts fields without effect.
 
-    `select` takes the part of a line that is the request, where it is not the whole line.
+    `select` extracts the request from a line, if it is not the whole line.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Intake:
         self._seen_ids = SeenIds()
 
     def prepare(self, line: Line, *, done: bool = False) -> Prepared | Refused | None:
-        """The request of a line. None for one that is done already: of it only the id is remembered."""
+        """The request of a line. None for one that is already done: only its id is remembered."""
         head = RowHead(line.index, line.number)
         try:
             document = decode_line(line.content)
@@ -98,7 +98,7 @@ class Intake:
         params, limits = request.params, self._limits
         changes: dict[str, int] = {}
         if params.seed is None:
-            # from the row's index, so that a resumed run draws the same
+            # from the row's index: a resumed run draws the same
             changes["seed"] = seed_for(self._options.seed, index)
         if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
             room = limits.max_model_len - num_prompt
@@ -110,7 +110,7 @@ class Intake:
 
 
 def encode_request(tokenizer: Tokenizer, request: BatchRequest, system_prompt: str | None) -> list[int]:
-    """Prompt token ids of a request; a system prompt makes text prompts chats. Raises: RequestError."""
+    """Prompt token ids of a request; a system prompt turns text prompts into chats. Raises: RequestError."""
     messages = request.messages
     if messages is None and system_prompt is not None and isinstance(request.prompt, str):
         messages = [{"role": "user", "content": request.prompt}]

@@ -1,6 +1,6 @@
-"""A batch job: the files, the fingerprint and the engine of one run, put together. Does not use the terminal.
+"""A batch job: combines the files, the fingerprint and the engine of one run. Does not use the terminal.
 
-Used by cli.session, which reports what happens. The steps come in the order of the methods; each may refuse the job.
+Used by cli.session, which reports progress. The methods are the steps, in order; each may reject the job.
 """
 
 import time
@@ -40,7 +40,7 @@ METRICS_BEGINNING, SUMMARY_BEGINNING = b"# HELP pagedcli_", b'{\n  "pagedcli":'
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run and where the rows go."""
+    """What to run, and where to write the rows."""
 
     loaded: LoadedConfig
     input_name: str  # a path, or '-' for stdin
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def output_file(self) -> Path | None:
-        """The regular file for the rows, if they go to one: it appears whole at the end."""
+        """The output, if it is a regular file: it appears at the end, complete."""
         return None if self.output is None or is_stream(self.output) else self.output
 
     @property
@@ -83,7 +83,7 @@ class Job:
 
 
 def batch_options(loaded: LoadedConfig, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
-    """How a run of this configuration treats its lines."""
+    """The batch settings of this configuration."""
     config = loaded.config
     return BatchOptions(
         defaults=config.sampling,
@@ -118,7 +118,7 @@ class OpenJob:
         self._fingerprint: dict[str, str] = {}
 
     def finished(self) -> RunRecord | None:
-        """The record of the run, if it is to be resumed and has nothing left to do. Raises: UsageError."""
+        """The record of the run, if it is being resumed and already complete. Raises: UsageError."""
         job, config = self.job, self.job.loaded.config
         if not job.resume or job.output_file is None or is_to_be_replaced(job.output_file):
             return None
@@ -137,7 +137,7 @@ class OpenJob:
         self._fingerprint = run_fingerprint(config, folder, self._tokenizer, shard=self.job.shard_name)
 
     def open_sink(self, stdout: BinaryIO) -> Sink:
-        """Where rows go; a stream is opened or, if the job names none, `stdout` is taken."""
+        """The sink of the rows: a file or stream is opened; without one it is `stdout`."""
         job = self.job
         scan = self.lines.scan()
         if scan is not None:
@@ -185,7 +185,7 @@ class OpenJob:
 
 
 def _parquet_rows(job: Job, lines: LineSource) -> ParquetRows | None:
-    """How rows become a Parquet table, if the output is one. Raises: UsageError for what a table cannot be."""
+    """The Parquet writer, if the output is a table. Raises: UsageError for settings that a table does not support."""
     if job.output is None or not is_parquet(job.output):
         return None
     require_pyarrow()

@@ -1,4 +1,4 @@
-"""OUT.partial: every finished row, on disk in completion order, so that a killed run can be resumed.
+"""OUT.partial: the journal of finished rows in completion order, from which a killed run can be resumed.
 
 Used by batch.sinks. Its first line is the header with the run's fingerprint; every further line is
 `{"line":"<xxh64 of the input line>","ok":true,"index":12,"row":{...}}`. Memory: 8 bytes per row.
@@ -17,7 +17,7 @@ from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
 from pagedcli.errors import PagedcliError, UsageError
 
 SCHEMA_VERSION = 1
-_SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this time; a killed process loses none
+_SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this interval; a killed process loses none
 _DIGEST = slice(len(b'{"line":"'), len(b'{"line":"') + 16)
 _ROW = b',"row":'
 JOURNAL_BEGINNING = b'{"pagedcli_journal":'
@@ -28,8 +28,8 @@ class Header(msgspec.Struct, frozen=True):
 
     pagedcli_journal: int  # schema version
     created_s: int  # Unix time of the run's first start
-    fingerprint: dict[str, str]  # everything that decides the rows
-    overwrite: bool = False  # whether the run may replace an output that exists
+    fingerprint: dict[str, str]  # everything that determines the rows
+    overwrite: bool = False  # whether the run may replace an existing output
 
 
 class _Record(msgspec.Struct, frozen=True, gc=False):
@@ -49,14 +49,14 @@ class Journal:
         self.num_failed_rows = 0
         self._fd = file_descriptor
         self._end = os.fstat(file_descriptor).st_size
-        self._offsets = array("Q")  # where the record of each row index begins; 0 where there is none (yet)
+        self._offsets = array("Q")  # offset of each row's record; 0 where there is none (yet)
         self._buffer: list[bytes] = []
         self._buffered_bytes = 0
         self._synced_s = time.monotonic()
 
     @classmethod
     def create(cls, path: Path, fingerprint: dict[str, str], *, overwrite: bool = False) -> "Journal":
-        """A new journal in place of any old one. Raises: UsageError, PagedcliError."""
+        """A new journal, replacing any old one. Raises: UsageError, PagedcliError."""
         header = Header(SCHEMA_VERSION, int(time.time()), fingerprint, overwrite)
         journal = cls(path, _open_locked(path), header)
         os.ftruncate(journal._fd, 0)
@@ -71,7 +71,7 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path, fingerprint: dict[str, str]) -> "Journal":
-        """The journal of a stopped run. Damaged or torn lines are dropped: their rows are made again.
+        """The journal of a stopped run. Damaged or torn lines are dropped: their rows are generated again.
 
         Raises: UsageError naming each field of the fingerprint that differs.
         """
@@ -105,14 +105,14 @@ class Journal:
         return True
 
     def append(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
-        """Add a row; it is on its way to the disk after `flush`."""
+        """Add a row; `flush` writes it."""
         self._remember(index, self._end + self._buffered_bytes, ok=ok)
         self._append(
             b'{"line":"%016x","ok":%s,"index":%d,"row":%s}\n' % (line_digest, b"true" if ok else b"false", index, row)
         )
 
     def flush(self, *, sync: bool = False) -> None:
-        """Hand all rows to the operating system, and about once a second (or with `sync`) to the disk itself.
+        """Write all rows to the operating system, and about once a second (or with `sync`) to the disk itself.
 
         Raises: PagedcliError if the disk is full or fails, or if another program has changed the file.
         """
@@ -128,13 +128,14 @@ class Journal:
                 self._synced_s = time.monotonic()
         except OSError as error:
             raise PagedcliError(
-                f"cannot write {self.path}: {error.strerror}", hint="make room, then run the same command with --resume"
+                f"cannot write {self.path}: {error.strerror}",
+                hint="free some space, then run the same command with --resume",
             ) from error
         finally:
             self._buffer, self._buffered_bytes = [], 0
 
     def rows(self, order: Literal["input", "completion"]) -> Iterator[bytes]:
-        """The rows as they belong into the output file, also if the journal has been deleted meanwhile.
+        """The rows in the order of the output file, even if the journal has been deleted meanwhile.
 
         Raises: PagedcliError if another program has changed the file.
         """
@@ -149,14 +150,14 @@ class Journal:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the file is no longer under its name, so that a later run cannot find it."""
+        """Whether the file is no longer under its name: a later run could not find it."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self._fd))
         except OSError:
             return True
 
     def remove(self) -> None:
-        """Delete the file, but not another one that has taken its name."""
+        """Delete the file, but not one that has replaced it."""
         if not self.is_lost:
             self.path.unlink()
 
@@ -171,7 +172,7 @@ class Journal:
         return PagedcliError(
             f"another program has changed {self.path}: it has {os.fstat(self._fd).st_size:,} bytes,"
             f" of which this run wrote {self._end:,}",
-            hint="use --resume: rows that are still whole are kept, the others are made again",
+            hint="use --resume: intact rows are kept, the others are generated again",
         )
 
     def _append(self, record: bytes) -> None:
@@ -186,7 +187,7 @@ class Journal:
         self.num_failed_rows += not ok
 
     def _load(self, lines: Iterator[bytes], offset: int) -> int:
-        """Remember every whole record. Returns the offset after the last whole line."""
+        """Index every complete record. Returns the offset after the last complete line."""
         decoder = msgspec.json.Decoder(_Record)
         for line in lines:
             if not line.endswith(b"\n"):
@@ -205,12 +206,12 @@ class Journal:
 
 
 def journal_path(path: Path) -> Path:
-    """Where the journal of an output stands."""
+    """The path of an output's journal."""
     return path.with_name(path.name + ".partial")
 
 
 def has_rows(path: Path) -> bool:
-    """Whether the file holds more than a header."""
+    """Whether the file contains more than a header."""
     if not path.exists():
         return False
     with path.open("rb") as file:
@@ -218,7 +219,7 @@ def has_rows(path: Path) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    """The file, for this process alone."""
+    """Open and lock the file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
@@ -238,7 +239,7 @@ def _open_locked(path: Path) -> int:
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a journal; None if there is no file, or only the beginning of one. Raises: UsageError."""
+    """The header of a journal; None if there is no file, or only an incomplete header. Raises: UsageError."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -246,7 +247,7 @@ def read_header(path: Path) -> Header | None:
 
 
 def _decode_header(path: Path, line: bytes) -> Header | None:
-    """None if the header was never written to its end."""
+    """None if the header is incomplete."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -256,6 +257,6 @@ def _decode_header(path: Path, line: bytes) -> Header | None:
     if header.pagedcli_journal != SCHEMA_VERSION:
         raise UsageError(
             f"{path} is a journal of version {header.pagedcli_journal}, this pagedcli reads version {SCHEMA_VERSION}",
-            hint="finish it with the pagedcli that began it, or use --overwrite",
+            hint="finish it with the version that began it, or use --overwrite",
         )
     return header

@@ -1,6 +1,6 @@
-"""Lines of a JSONL file, read one at a time: a file, a gzip file, stdin or a named pipe, whatever they mean.
+"""Reads JSONL lines one at a time, without parsing them, from a file, a gzip file, stdin or a named pipe.
 
-Used by batch.run. A line is never held beyond MAX_LINE_BYTES, so a file without line ends costs no memory.
+Used by batch.run. At most MAX_LINE_BYTES of a line are kept, so memory is bounded even without line ends.
 """
 
 import gzip
@@ -28,7 +28,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of the input. Blank lines are no rows: they get no index, but they count as lines."""
+    """One row of the input. Blank lines are not rows: they get no index, but count as lines."""
 
     index: int  # 0-based, among the rows
     number: int  # 1-based, among all lines, as editors show it
@@ -37,7 +37,7 @@ class Line:
 
 
 class InputScan(msgspec.Struct, frozen=True):
-    """What was read of an input."""
+    """Digest and size of an input."""
 
     digest: str  # xxh3-128 of its rows, in hex
     num_rows: int
@@ -62,12 +62,12 @@ class InputDigest:
 class LineSource:
     """The rows of an input file; '-' is stdin, a name that ends in .gz is decompressed.
 
-    What is no regular file (stdin, a named pipe, <(command)) is read only once, and its lines may come slowly:
-    `is_live`. A file that was scanned gives exactly the rows of the scan or an error, whatever happens to it meanwhile.
+    Anything but a regular file (stdin, a named pipe, <(command)) can be read only once, and its lines may arrive
+    slowly: `is_live`. A scanned file gives exactly the rows of the scan, or an error if it has changed.
     """
 
     is_live = False
-    has_grown = False  # whether rows were added after the scan; they are not read
+    has_grown = False  # whether rows were added after the scan; these are not read
     _row_digests: "array[int] | None" = None  # of the scan
     _opened: BinaryIO | None = None
 
@@ -77,10 +77,10 @@ class LineSource:
         if self.is_live:
             self._opened = self._open()
         else:
-            self._open().close()  # tells now what is wrong with the path, not after the model was loaded
+            self._open().close()  # a wrong path is reported now, not after the model was loaded
 
     def __iter__(self) -> Iterator[Line]:
-        """Raises: PagedcliError if the file cannot be read to its end, or is not as it was when it was scanned."""
+        """Raises: PagedcliError if the file cannot be read to its end, or has changed since the scan."""
         scanned = self._row_digests
         num_rows = 0
         for line in self._lines():
@@ -92,7 +92,7 @@ class LineSource:
             num_rows += 1
             yield line
         if scanned is not None and num_rows < len(scanned):
-            raise self._changed(f"it had {len(scanned):,} rows and ends after {num_rows:,} now")
+            raise self._changed(f"it had {len(scanned):,} rows and now ends after {num_rows:,}")
 
     def scan(self) -> InputScan | None:
         """Digest and number of rows, from one pass over the file; None for an input that can be read only once."""
@@ -108,11 +108,11 @@ class LineSource:
     def _changed(self, what: str) -> PagedcliError:
         return PagedcliError(
             f"{self.name} was changed while it was read: {what}",
-            hint="no row was made from a changed line; put the old file back and use --resume, or start again",
+            hint="no row was generated from a changed line; restore the old file and use --resume, or start over",
         )
 
     def _lines(self) -> Iterator[Line]:
-        """The rows as they are now."""
+        """The rows as they are in the file now."""
         number = 0
         try:
             file, self._opened = self._opened or self._open(), None
@@ -139,9 +139,9 @@ class LineSource:
 
 
 def as_they_come(lines: Iterable[Line | None], wait_s: Callable[[], float]) -> Iterator[Line | None]:
-    """Lines of a slow source, read in the background; None when none has come within `wait_s()` seconds.
+    """Lines of a slow source, read in the background; None when none arrives within `wait_s()` seconds.
 
-    The engine keeps working on the lines it has, and Ctrl-C is noticed while nothing comes.
+    The engine keeps working on the lines it has, and Ctrl-C still works while none arrive.
     """
     came: queue.Queue[Line | BaseException | None] = queue.Queue(maxsize=1024)  # None: the end
 
@@ -150,7 +150,7 @@ def as_they_come(lines: Iterable[Line | None], wait_s: Callable[[], float]) -> I
             for line in lines:
                 came.put(line)
         except BaseException as error:
-            came.put(error)  # raised where the lines are used
+            came.put(error)  # raised in the thread that uses the lines
         else:
             came.put(None)
 
@@ -169,15 +169,15 @@ def as_they_come(lines: Iterable[Line | None], wait_s: Callable[[], float]) -> I
 
 
 def _stdin() -> BinaryIO:
-    """Standard input through a reader of its own: at exit, Python closes sys.stdin's, which a thread may be using."""
+    """Standard input with a separate reader: at exit Python closes sys.stdin's, which a thread may be using."""
     try:
         return open(os.dup(sys.stdin.fileno()), "rb")
-    except io.UnsupportedOperation:  # something in memory stands for it
+    except io.UnsupportedOperation:  # replaced by something in memory
         return sys.stdin.buffer
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Lines without their ends; None for one over MAX_LINE_BYTES, the rest of which is skipped piece by piece."""
+    """Lines without their ends; None for one over MAX_LINE_BYTES, the rest of which is skipped in chunks."""
     first = True
     while line := file.readline(MAX_LINE_BYTES + 2):
         if first:

@@ -1,4 +1,4 @@
-"""The outputs of all shards of a run become one file. Used by cli.merge."""
+"""Merges the outputs of all shards of a run into one file. Used by cli.merge."""
 
 import gzip
 import zlib
@@ -29,7 +29,7 @@ class _Row(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Merged:
-    """What the merged file holds."""
+    """The content of the merged file."""
 
     num_rows: int = 0
     num_failed: int = 0  # rows
@@ -41,10 +41,10 @@ class Merged:
 def merge_shards(
     paths: list[Path], output: Path, *, overwrite: bool = False, allow_duplicate_ids: bool = False
 ) -> Merged:
-    """Write the rows of all shards to `output`, in the order of the input where the shards have kept it.
+    """Write the rows of all shards to `output`, in the order of the input if the shards have kept it.
 
-    Raises: UsageError if the files are not all shards, and each once, of one run; PagedcliError for a shard that is not
-            as it was written, and for a row id in two shards; nothing has been written then.
+    Raises: UsageError if the files are not all shards of one run, each exactly once; PagedcliError for a shard that was
+            changed, and for a row id in two shards. Nothing is written in either case.
     """
     shards = _read_shards(paths)
     merged = Merged(in_input_order=all(shard.order == "input" for _, shard in shards))
@@ -69,9 +69,7 @@ def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
     shards = sorted(((path, read_record(path)) for path in paths), key=lambda pair: pair[1].number)
     first_path, first = shards[0]
     if first.num_shards == 1:
-        raise UsageError(
-            f"{first_path} is the output of a whole run", hint="merge puts together what generate --shard wrote"
-        )
+        raise UsageError(f"{first_path} is the output of a whole run", hint="merge joins outputs of generate --shard")
     for (path, shard), (before, earlier) in zip(shards[1:], shards, strict=False):
         if shard.num_shards != first.num_shards:
             raise UsageError(f"{first_path} is shard {first.shard}, but {path} is shard {shard.shard}")
@@ -100,7 +98,7 @@ def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
 
 
 class _ShardReader:
-    """Rows of one shard, checked against its description."""
+    """Rows of one shard, checked against its record."""
 
     def __init__(self, path: Path, shard: RunRecord, stack: ExitStack) -> None:
         self._path = path
@@ -144,7 +142,7 @@ def _count(merged: Merged, row: bytes, seen: SeenIds) -> None:
     try:
         decoded = msgspec.json.decode(row, type=_Row)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return  # its shard's digest will tell
+        return  # the shard's digest will show it
     merged.num_failed += decoded.error is not None
     row_id = decoded.custom_id if decoded.custom_id is not None else decoded.id
     known_duplicate = decoded.error is not None and decoded.error.get("code") == "duplicate_id"
@@ -159,5 +157,5 @@ def _duplicates(merged: Merged) -> PagedcliError:
     named = ", ".join(repr(row_id) for row_id in merged.duplicate_ids)
     return PagedcliError(
         f"{merged.num_duplicate_ids:,} row ids are in more than one shard: {named}",
-        hint="one run would have refused these lines; --allow-duplicate-ids keeps all rows",
+        hint="a single run would have rejected these lines; --allow-duplicate-ids keeps all rows",
     )

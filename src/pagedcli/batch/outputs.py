@@ -1,6 +1,6 @@
-"""The place of an output: what may be written there, and whether a run has finished it. Used by batch.job.
+"""The output path: what may be overwritten there, and whether a run has finished it. Used by batch.job.
 
-Next to OUT stand OUT.partial, the journal of an unfinished run, and OUT.run.json, the record of a finished one.
+Next to OUT are OUT.partial, the journal of an unfinished run, and OUT.run.json, the record of a finished one.
 """
 
 import gzip
@@ -28,12 +28,12 @@ def open_rows(path: Path) -> BinaryIO:
 
 
 def output_files(path: Path) -> dict[str, Path]:
-    """Every file of a run that writes `path`, for files.check_distinct."""
+    """All files of a run that writes `path`, for files.check_distinct."""
     return {"the output": path, "the journal": journal_path(path), "the record of the run": record_path(path)}
 
 
 def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Look at the output's place before anything expensive starts.
+    """Check the output path before anything expensive starts.
 
     Raises: UsageError if a file there would be lost.
     """
@@ -46,14 +46,14 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
         return
     if has_rows(partial):
         raise UsageError(
-            f"{partial} holds the rows of a run that was stopped",
-            hint="continue it with --resume, or start anew with --overwrite",
+            f"{partial} contains the rows of a stopped run",
+            hint="continue it with --resume, or start over with --overwrite",
         )
     check_new("the output", path)
 
 
 def is_to_be_replaced(path: Path) -> bool:
-    """Whether there is no output, or one that the stopped run next to it was allowed to replace."""
+    """Whether there is no output, or one that the stopped run was allowed to replace."""
     if not path.exists():
         return True
     header = read_header(journal_path(path))
@@ -63,10 +63,10 @@ def is_to_be_replaced(path: Path) -> bool:
 def check_finished(
     path: Path, fingerprint: dict[str, str], lines: LineSource, *, order: str, limit: int | None
 ) -> RunRecord:
-    """The record of the run that wrote `path`, if it is this very run on this very input.
+    """The record of the run that wrote `path`, if it had the same settings and input.
 
-    Changes: reads `lines`; removes the journal of a run that was killed right after it had finished.
-    Raises: UsageError that says what differs, or that nothing tells which run wrote the output.
+    Changes: reads `lines`; removes the journal of a run that was killed just after it had finished.
+    Raises: UsageError that says what differs, or that the output has no record.
     """
     record = read_record(path)
     check_same_run(path, {**record.fingerprint, "order": record.order}, {**fingerprint, "order": order})

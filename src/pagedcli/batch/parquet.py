@@ -1,4 +1,4 @@
-"""Parquet tables: in as the lines that JSONL would have, out as typed columns after those that came in.
+"""Parquet tables: read as JSONL lines, written as typed columns after those of the input.
 
 Used by batch.sources and batch.sinks; loads pyarrow only when a Parquet file is named. Memory is bounded by the largest
 row group.
@@ -40,7 +40,7 @@ def require_pyarrow() -> None:
 
 
 class ParquetSource(LineSource):
-    """The rows of Parquet files as plain lines: the columns that a line may have, without nulls.
+    """The rows of Parquet files as plain lines, from the columns that a line may have, without nulls.
 
     Columns are named as the fields of a JSONL line; a `body` column (a struct, or JSON in a string) is merged into
     the line. Other columns are not read.
@@ -54,7 +54,7 @@ class ParquetSource(LineSource):
         self.schema: Any = schemas[0]  # pyarrow.Schema
         for path, schema in zip(self._paths, schemas, strict=True):
             if not schema.equals(self.schema):
-                raise UsageError(f"{path} has other columns than {self._paths[0]}")
+                raise UsageError(f"{path} and {self._paths[0]} have different columns")
         names = self.schema.names
         self.columns = [column for column in names if column in LINE_FIELDS]
         if not {"prompt", "messages", "body"} & set(self.columns):
@@ -83,7 +83,7 @@ class ParquetSource(LineSource):
                 raise PagedcliError(f"{path} is damaged: {error}") from error
 
     def check_answer_columns(self) -> None:
-        """Raises: UsageError if a column has the name of one that the output adds."""
+        """Raises: UsageError if a column has the name of an output column."""
         taken = [name for name in self.schema.names if name in ANSWER_COLUMNS]
         if taken:
             raise UsageError(
@@ -109,7 +109,7 @@ def _schema_of(path: Path) -> Any:
 
 
 def lines_of(batch: Any) -> Iterator[dict[str, Any]]:
-    """The lines of a record batch or a table, of columns that a line may have."""
+    """The lines of a record batch or a table whose columns a line may have."""
     for row in batch.to_pylist():
         yield _line(row)
 
@@ -121,12 +121,12 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A cell as JSON has it: structs without nulls, maps as objects, JSON text decoded."""
+    """A cell as a JSON value: structs without nulls, maps as objects, JSON text decoded."""
     if name in _JSON_FIELDS and isinstance(value, str):
         try:
             return msgspec.json.decode(value)
         except msgspec.DecodeError:
-            return value  # the request parser says what is wrong with it
+            return value  # the request parser reports the error
     if isinstance(value, dict):
         return {key: _plain("", item) for key, item in value.items() if item is not None or key == "content"}
     if isinstance(value, list):
@@ -135,7 +135,7 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain("", item) for item in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
-    if isinstance(value, float) and value.is_integer():  # pandas has no integers in a column with nulls
+    if isinstance(value, float) and value.is_integer():  # pandas stores integers with nulls as floats
         return int(value)
     return value
 
@@ -148,7 +148,7 @@ class ParquetRows:
     output_token_ids: bool = False
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """`rows` as batch.rows writes them, those of the first rows of `carried`, in its order."""
+        """Write `rows`, in batch.rows' format, for the first rows of `carried` and in its order."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -162,7 +162,7 @@ class ParquetRows:
         writer.close()
 
     def _groups(self, rows: Iterator[bytes]) -> Iterator[tuple[list[Any], list[str]]]:
-        """Columns and names, one row group after the other; one without rows if there are none."""
+        """Columns and names per row group; one empty group if there are no rows."""
         import pyarrow as pa
 
         schema = answer_schema(output_token_ids=self.output_token_ids)
@@ -191,7 +191,7 @@ class ParquetRows:
 
 
 def answer_schema(*, output_token_ids: bool = False) -> Any:
-    """The columns that an answer has. All are typed, also where no row has a value."""
+    """The columns of an answer. All are typed, even if no row has a value."""
     import pyarrow as pa
 
     token_ids = [("token_ids", pa.list_(pa.int32()))] if output_token_ids else []
@@ -219,7 +219,7 @@ def columns_of(answers: list[dict[str, Any]], fields: list[Any]) -> list[Any]:
 
 
 def answer_of(row: dict[str, Any]) -> dict[str, Any]:
-    """The cells of a row as batch.rows writes it, plain or OpenAI."""
+    """The cells of a row in batch.rows' format, plain or OpenAI."""
     if "response" not in row:
         answer = row | {"id": None if row["id"] is None else str(row["id"])}
         samples = [_sample(sample) for sample in row.get("outputs", [row])]
@@ -231,7 +231,7 @@ def answer_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """A sample of a plain row, or a choice. The logprobs of the completions endpoint have another form: left out."""
+    """A sample of a plain row, or a choice. The completions endpoint's logprobs differ in form and are left out."""
     logprobs = sample.get("logprobs")
     return {
         "index": sample["index"],

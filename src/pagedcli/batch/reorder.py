@@ -1,5 +1,5 @@
-"""A window of waiting requests, given out so that those with a common beginning follow each other and meet in the
-prefix cache. Used by batch.run. Rows keep their place in the output.
+"""A window of waiting requests, sorted so that those with a common prefix follow each other and hit the prefix cache.
+Used by batch.run. The output keeps its order.
 """
 
 from pagedcli.batch.intake import Prepared
@@ -10,14 +10,14 @@ MAX_TOKENS = 2**20  # of the prompts in a window: about 40 MB
 
 
 class PrefixWindow:
-    """Requests in the order of their tokens. One window is given out while the next one fills, so that two of them are
-    all that is held, and a request waits for at most one window."""
+    """Requests in the order of their tokens. One window is drained while the next fills: at most two are in memory, and
+    a request waits for at most one window."""
 
     def __init__(self, *, max_rows: int = MAX_ROWS, max_tokens: int = MAX_TOKENS) -> None:
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._filling: list[tuple[Line, Prepared]] = []
-        self._num_tokens = 0  # of the one that fills
+        self._num_tokens = 0  # of the window being filled
         self._sorted: list[tuple[Line, Prepared]] = []  # last one first
 
     def __len__(self) -> int:
@@ -25,7 +25,7 @@ class PrefixWindow:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is wanted before a request is taken."""
+        """Whether a request must be taken before another can be added."""
         return len(self._filling) >= self._max_rows or self._num_tokens >= self._max_tokens
 
     def add(self, line: Line, request: Prepared) -> None:
@@ -33,7 +33,7 @@ class PrefixWindow:
         self._num_tokens += len(request.prompt_token_ids)
 
     def take(self, *, partial: bool) -> tuple[Line, Prepared] | None:
-        """The next request; None while a window fills. `partial`: nothing more comes now, so it need not be full."""
+        """The next request; None while a window fills. `partial`: no more input for now, so it need not be full."""
         if not self._sorted and self._filling and (self.full or partial):
             self._sorted, self._filling, self._num_tokens = self._filling, [], 0
             self._sorted.sort(key=_prefix_order, reverse=True)

@@ -1,6 +1,6 @@
-"""One line of the input becomes one request: plain, chat or OpenAI batch line, with its own sampling parameters.
+"""Parses a line of the input into a request: plain, chat or OpenAI batch line, with its own sampling parameters.
 
-Used by batch.run. Everything wrong with a line is a RequestError with a stable code; nothing here raises otherwise.
+Used by batch.run. Any error in a line is a RequestError with a stable code; nothing else is raised.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ _ALIASES = {"max_completion_tokens": "max_tokens", "guided_regex": "regex"}
 _GRAMMAR_FIELDS = ("response_format", "regex")
 _REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs", "guided_json"))
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
-# arguments of apply_chat_template that are no variables of the template
+# arguments of apply_chat_template that are not template variables
 _TEMPLATE_SETTINGS = frozenset(
     ("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors")
 ) | frozenset(("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "continue_final_message"))
@@ -29,8 +29,8 @@ _TEMPLATE_SETTINGS = frozenset(
 _HARMLESS_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
 )
-# would change the answer if they were honoured: ignoring them would give something else than what was asked
-_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
+# would change the answer: ignoring them would give something other than requested
+_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without effect
     "audio": (),
     "best_of": (1,),
     "continue_final_message": (False,),
@@ -58,7 +58,7 @@ LINE_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RowHead:
-    """What every output row repeats from its line, known even if the rest of the line is wrong."""
+    """What every output row repeats from its line, even if the rest of the line is invalid."""
 
     index: int  # 0-based, among the rows of the input
     line_number: int  # 1-based
@@ -73,7 +73,7 @@ class BatchRequest:
     prompt: str | list[int] | None
     messages: list[Message] | None  # exactly one of the two is given
     params: SamplingParams
-    max_tokens_given: bool  # by the line itself
+    max_tokens_given: bool  # set by the line itself
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class RequestParser:
             given["response_format"] = _json_schema_format(body["guided_json"])
         if not given:
             return self._defaults
-        if any(name in given for name in _GRAMMAR_FIELDS):  # a line's own grammar takes the place of the run's
+        if any(name in given for name in _GRAMMAR_FIELDS):  # a line's own grammar replaces the run's
             given = dict.fromkeys(_GRAMMAR_FIELDS) | given
         if (
             "max_tokens" not in given
@@ -177,7 +177,7 @@ def decode_line(content: bytes | None) -> dict[str, Any]:
 
 
 def read_head(document: dict[str, Any], index: int, line_number: int) -> RowHead:
-    """Row id and shape of a line, without judging the rest. Raises: RequestError for an unknown url."""
+    """Row id and shape of a line, without checking the rest. Raises: RequestError for an unknown url."""
     row_id = document.get("custom_id")
     row_id = document.get("id") if row_id is None else row_id
     if (
@@ -194,7 +194,7 @@ def read_head(document: dict[str, Any], index: int, line_number: int) -> RowHead
 
 
 def check_head(document: dict[str, Any], head: RowHead) -> None:
-    """Raises: RequestError for an id or url that cannot be used."""
+    """Raises: RequestError for an invalid id or url."""
     for name in ("custom_id", "id"):
         if document.get(name) is not None and head.id is None:
             raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
@@ -207,7 +207,7 @@ def check_head(document: dict[str, Any], head: RowHead) -> None:
 
 
 def _read_prompt(prompt: Any) -> str | list[int]:
-    """Text or token ids. The completions endpoint also knows a list of prompts: here it may hold just one."""
+    """Text or token ids. The completions endpoint also accepts a list of prompts; here it may contain only one."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -226,7 +226,7 @@ def _read_prompt(prompt: Any) -> str | list[int]:
 
 
 def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
-    """vLLM's one number from OpenAI's two fields (chat) or one (completions); the type is checked later."""
+    """vLLM's single number from OpenAI's two fields (chat) or one (completions); the type is checked later."""
     if logprobs is True and shape != "text_completion":
         return 0 if top_logprobs is None else top_logprobs
     if logprobs is False and top_logprobs is None:
@@ -250,14 +250,14 @@ def _json_schema_format(schema: Any) -> dict[str, Any]:
 
 
 def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template. A line brings no template of its own: that is a program, which may never end."""
+    """Variables for the chat template. A line must not contain a template: that is a program, which may never end."""
     given: dict[str, Any] = _typed(body, "chat_template_kwargs", dict[str, Any], {})
     for name in given:
         if name in _TEMPLATE_SETTINGS:
             raise RequestError(
                 "unsupported_parameter",
-                f"chat_template_kwargs may not hold {name!r}",
-                hint="give a template to the whole run with --chat-template",
+                f"chat_template_kwargs must not contain {name!r}",
+                hint="set a template for the whole run with --chat-template",
             )
     return given
 
@@ -277,6 +277,6 @@ def _json_type(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, cut to one short line."""
+    """A value for a message, shortened to one line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,6 +1,6 @@
-"""Output rows: what is written for a finished request or for a line that could not be served.
+"""Output rows, for finished requests and for lines that could not be served.
 
-Used by batch.run. A plain line gives a plain row; an OpenAI batch line gives exactly OpenAI's fields.
+Used by batch.run. A plain line gives a plain row; an OpenAI batch line gives a row with exactly OpenAI's fields.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SampleText = Callable[[int, list[int]], str]  # sample index, its token ids
 
 @dataclass(frozen=True, slots=True)
 class RowWriter:
-    """Encodes rows as JSON. `run_key` and `created_s` make ids and times that a resumed run repeats."""
+    """Encodes rows as JSON. `run_key` and `created_s` determine ids and times, which a resumed run repeats."""
 
     tokenizer: Tokenizer
     model: str  # as the user named it
@@ -149,11 +149,11 @@ def _usage(output: "RequestOutput") -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        # what ran before decides it: the one number in which a resumed run may differ
+        # depends on what ran before: the only number in which a resumed run may differ
         "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
     }
 
 
 def _json_logprob(logprob: float) -> float:
-    """-inf has no JSON form; OpenAI writes -9999.0 for a token that is not possible."""
+    """JSON cannot represent -inf; OpenAI writes -9999.0 for an impossible token."""
     return max(logprob, -9999.0)

@@ -1,6 +1,6 @@
-"""The batch run: lines in, requests through the engine, rows out. Pulls lines only as the engine needs them.
+"""The batch run: lines in, requests through the engine, rows out. Reads lines only as the engine needs them.
 
-Used by batch.job; does not use the terminal. Whatever is wrong with a line becomes its row.
+Used by batch.job; does not use the terminal. An invalid line becomes an error row.
 """
 
 import time
@@ -36,12 +36,12 @@ class BatchResult:
 
     outcome: Outcome
     stats: BatchStats
-    ignored: dict[str, int] = field(default_factory=dict)  # field name -> lines where it had no effect
+    ignored: dict[str, int] = field(default_factory=dict)  # field name -> number of lines where it had no effect
 
 
 @dataclass(frozen=True, slots=True)
 class _InWork:
-    """What is kept of a line while the engine works on it."""
+    """The state of a line while the engine works on it."""
 
     head: RowHead
     line_digest: int
@@ -51,9 +51,9 @@ class _InWork:
 
 
 def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: InputDigest) -> Iterator[Line | None]:
-    """The lines of this run's shard, up to the limit. None, where nothing has come yet, is passed on.
+    """The lines of this run's shard, up to the limit. None (no line yet) is passed through.
 
-    Changes: `read` gets every line up to the limit.
+    Changes: `read` receives every line up to the limit.
     """
     place, num_shards = options.shard
     for line in lines:
@@ -70,9 +70,9 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: Inpu
 class BatchRun:
     """One pass over an input.
 
-    `live`: lines may come slowly, and those that are there are served meanwhile. `num_rows`: of the output, if known.
-    `observe` is called after each step with the counters; `stop_requested` is asked before each step, and True ends
-    the run after the rows so far are written.
+    `live`: lines may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if known.
+    `observe` is called with the counters after each step; `stop_requested` is called before each step, and True ends
+    the run once the rows so far are written.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class BatchRun:
         self._read = InputDigest()
         self._lines = wanted_lines(lines, options, self._read)
         self._in_work: dict[str, _InWork] = {}
-        # one engine step may end every running request: as many again are tokenized and ready to follow
+        # one engine step may finish every running request: keep as many again tokenized and ready
         self._max_in_work = 2 * engine.plan.max_num_seqs
         self._window = PrefixWindow() if options.reorder == "prefix" else None
         self._exhausted = False  # whether the input has ended
         self.stats = BatchStats(num_rows=num_rows, num_blocks=engine.plan.num_blocks)
 
     def run(self) -> BatchResult:
-        """Serve every line. The sink is finished if the run is complete, and abandoned if it stops early."""
+        """Serve every line. Finishes the sink if the run is complete, and abandons it if the run stops early."""
         start_s = time.perf_counter()
         try:
             outcome = self._serve(start_s)
@@ -130,7 +130,7 @@ class BatchRun:
         self.stats.num_resumed_failed = self._sink.resumed_failed_rows
         while not self._stop_requested():
             self._pull()
-            self._sink.flush()  # also what the last step finished: on its way to the disk before the next one ends
+            self._sink.flush()  # rows of the last step are written before the next one ends
             if options.max_errors is not None and self.stats.num_failed >= options.max_errors:
                 return "too_many_errors"
             if not engine.has_unfinished_requests():
@@ -147,9 +147,9 @@ class BatchRun:
     # ------------------------------------------------------------------ lines to requests
 
     def _pull(self) -> None:
-        """Read the lines that there is room for, and give the engine what it has room for."""
+        """Read lines while there is room, and submit requests while the engine has room."""
         max_errors, waits = self._options.max_errors, False
-        for _ in range(self._max_in_work):  # a run of bad lines must not keep the engine and Ctrl-C waiting
+        for _ in range(self._max_in_work):  # a sequence of invalid lines must not delay the engine or Ctrl-C
             if (
                 self._exhausted
                 or not self._has_room()
@@ -174,7 +174,7 @@ class BatchRun:
         return len(self._in_work) < self._max_in_work if self._window is None else not self._window.full
 
     def _take(self, line: Line) -> None:
-        """Start the request of a line, or write its error row, unless the journal has its row already."""
+        """Queue the request of a line or write its error row, unless the journal already has its row."""
         taken = self._intake.prepare(line, done=self._sink.holds(line.index, line.digest))
         if isinstance(taken, Refused):
             self._write_error(taken.head, line.digest, taken.error)
@@ -191,7 +191,7 @@ class BatchRun:
             self._start(*item)
 
     def _start(self, line: Line, request: Prepared) -> None:
-        """Give a request to the engine, or write the row that says why it cannot be served."""
+        """Submit a request to the engine, or write the error row of one that cannot be served."""
         ids, params = request.prompt_token_ids, request.params
         stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
         request_id = str(line.index)

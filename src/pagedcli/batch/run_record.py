@@ -1,4 +1,4 @@
-"""OUT.run.json, next to a finished output: which run wrote it, for `--resume` and for `pagedcli merge`.
+"""OUT.run.json, next to a finished output: the record of the run, for `--resume` and `pagedcli merge`.
 
 Written by batch.sinks, read by batch.outputs and batch.merge.
 """
@@ -27,8 +27,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     num_failed_rows: int
     digest: str  # xxh3-128 of the lines of the output, in hex
-    input: InputScan  # the rows that were read; of a shard also those of the others
-    fingerprint: dict[str, str]  # what decides the rows, apart from the input; see batch.fingerprint
+    input: InputScan  # the rows that were read; for a shard, including those of the others
+    fingerprint: dict[str, str]  # what determines the rows, apart from the input; see batch.fingerprint
 
     @property
     def shard(self) -> str:
@@ -46,7 +46,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineDigest:
-    """Digests the lines of an output while they pass through."""
+    """Digests the lines of an output as they pass through."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
@@ -66,7 +66,7 @@ class LineDigest:
 
 
 def record_path(path: Path) -> Path:
-    """Where the record of an output stands."""
+    """The path of an output's record."""
     return path.with_name(path.name + ".run.json")
 
 
@@ -77,7 +77,7 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def read_record(path: Path) -> RunRecord:
-    """The record of an output. Raises: UsageError if there is none, or no output."""
+    """The record of an output. Raises: UsageError if it or the output does not exist."""
     described = record_path(path)
     if not path.exists():
         hint = "finish its run with --resume" if journal_path(path).exists() else None

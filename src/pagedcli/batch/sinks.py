@@ -1,6 +1,6 @@
-"""Where rows go: a stream (stdout, a pipe), or a file that appears whole at the end of the run.
+"""Sinks of rows: a stream (stdout, a pipe), or a file that appears, complete, at the end of the run.
 
-Used by batch.run. A row is handed over once, with the index of its input row.
+Used by batch.run. Each row is written once, with the index of its input row.
 """
 
 import gzip
@@ -19,7 +19,7 @@ from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 
 Order = Literal["input", "completion"]
-_MAX_HELD_ROWS = 10_000  # finished rows that wait in memory for a slower one before them
+_MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
 
 
 class Sink(Protocol):
@@ -30,25 +30,25 @@ class Sink(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether no new requests should start until older rows are done."""
+        """Whether to start no new requests until older rows are done."""
 
     def holds(self, index: int, line_digest: int) -> bool:
-        """Whether the row was made before, by a run that this one resumes."""
+        """Whether the row was already written by the run that this one resumes."""
 
     def write(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None: ...
 
     def flush(self) -> None:
-        """Hand over everything written so far to the operating system."""
+        """Write everything so far to the operating system."""
 
     def finish(self, read: InputScan) -> None:
         """The run is complete. `read`: the rows of its input."""
 
     def abandon(self) -> None:
-        """The run stopped early; keep what can be kept."""
+        """The run stopped early: keep finished rows where possible."""
 
 
 class StreamSink:
-    """Rows to a pipe or terminal, as soon as their turn comes. Nothing can be resumed."""
+    """Writes rows to a pipe or terminal as soon as their order allows. Cannot be resumed."""
 
     resumed_rows = 0
     resumed_failed_rows = 0
@@ -91,7 +91,7 @@ class StreamSink:
 
 
 class FileSink:
-    """Rows to a journal, from which the output is written when all are there."""
+    """Writes rows to a journal, and the output from it once all are complete."""
 
     full = False
 
@@ -100,7 +100,7 @@ class FileSink:
         self.journal = journal
         self.resumed_rows = journal.num_rows
         self.resumed_failed_rows = journal.num_failed_rows
-        self.rows_are_kept = True  # where a later run can find them; known after `abandon`
+        self.rows_are_kept = True  # where a later run can find the rows; known after `abandon`
         self._order = order
         self._table = table
 
@@ -114,14 +114,14 @@ class FileSink:
         self.journal.flush()
 
     def finish(self, read: InputScan) -> None:
-        """Write the record and the output, and only then drop the journal. Raises: PagedcliError."""
+        """Write the record and the output, then delete the journal. Raises: PagedcliError."""
         journal = self.journal
         try:
             journal.flush(sync=True)
             self._write_output(read)
             journal.remove()
         except OSError as error:
-            action = f"move {self.path} away" if isinstance(error, FileExistsError) else "make room"
+            action = f"move {self.path} away" if isinstance(error, FileExistsError) else "free some space"
             safe = f"all rows are safe in {journal.path}: {action}, then run the same command with --resume"
             hint = self.loss if journal.is_lost else safe
             raise PagedcliError(f"cannot write {self.path}: {error.strerror}", hint=hint) from error
@@ -154,7 +154,7 @@ class FileSink:
         )
 
     def abandon(self) -> None:
-        with suppress(PagedcliError):  # a full disk: the rows that did not get there are made again
+        with suppress(PagedcliError):  # a full disk: missing rows are generated again
             self.journal.flush(sync=True)
         self.rows_are_kept = not self.journal.is_lost
         if self.rows_are_kept and not self.journal.num_rows:
@@ -163,13 +163,13 @@ class FileSink:
 
     @property
     def loss(self) -> str:
-        """Said when the rows cannot be resumed."""
-        return f"{self.journal.path} was deleted or replaced while the run was going, so its rows are lost"
+        """Raised when the rows cannot be resumed."""
+        return f"{self.journal.path} was deleted or replaced during the run, so its rows are lost"
 
 
 @contextmanager
 def whole_rows(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
-    """A file of rows, compressed if its name ends in .gz, that appears when it is complete. Raises: OSError."""
+    """A file of rows, compressed if its name ends in .gz, that appears once complete. Raises: OSError."""
     with whole_file(path, overwrite=overwrite) as raw:
         if path.suffix != ".gz":
             yield raw

@@ -1,4 +1,4 @@
-"""The input of a run by its name: stdin, a JSONL or Parquet file, or a folder of either."""
+"""Opens the input of a run: stdin, a JSONL or Parquet file, or a folder of either."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def open_source(name: str) -> LineSource:
 
 
 class FolderSource(LineSource):
-    """The rows of all files, numbered across them, in the order of their names."""
+    """The rows of all files in the order of their names, numbered continuously."""
 
     def __init__(self, name: str, paths: list[Path]) -> None:
         self.name = name
@@ -44,7 +44,7 @@ def _open_folder(folder: Path) -> LineSource:
     tables = [folder / name for name in names if is_parquet(Path(name))]
     files = [folder / name for name in names if name.endswith(_JSONL_ENDINGS)]
     if tables and files:
-        raise UsageError(f"{folder} holds Parquet and JSONL files", hint="name a folder of one kind")
+        raise UsageError(f"{folder} contains both Parquet and JSONL files", hint="use a folder with files of one kind")
     if not tables and not files:
-        raise UsageError(f"{folder} holds no Parquet and no JSONL files", hint="known: *.parquet, *.jsonl, *.jsonl.gz")
+        raise UsageError(f"{folder} contains no Parquet or JSONL files", hint="known: *.parquet, *.jsonl, *.jsonl.gz")
     return ParquetSource(str(folder), tables) if tables else FolderSource(str(folder), files)

@@ -1,4 +1,4 @@
-"""Counters of a batch run, of a size that does not grow with the rows."""
+"""Counters of a batch run, in constant memory."""
 
 import math
 from array import array
@@ -12,7 +12,7 @@ _GROWTH = 1.02  # a percentile is exact to about 1 %
 
 
 class LogHistogram:
-    """Percentiles of positive values without keeping them."""
+    """Percentiles of positive values without storing them."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -23,12 +23,12 @@ class LogHistogram:
         self.num_values += 1
 
     def add_all(self, other: "LogHistogram") -> None:
-        """Add the values of another one."""
+        """Add the values of another instance."""
         self._counts.update(other._counts)
         self.num_values += other.num_values
 
     def percentile(self, percent: float) -> float | None:
-        """The value that `percent` of all are at most; None without values."""
+        """The percentile; None without values."""
         wanted = percent / 100 * self.num_values
         num_seen = 0
         for bucket in sorted(self._counts):
@@ -40,9 +40,9 @@ class LogHistogram:
 
 @dataclass(slots=True)
 class BatchStats:
-    """What a run has done so far. Tokens, unless another unit is named; rows of a resumed journal are apart."""
+    """The progress of a run. Tokens, unless another unit is named; rows of a resumed journal are counted separately."""
 
-    num_rows: int | None = None  # that the run will give, if known
+    num_rows: int | None = None  # that the run will write, if known
     num_done: int = 0  # rows of this run, failed ones included
     num_failed: int = 0  # rows
     error_codes: Counter[str] = field(default_factory=Counter)  # rows by error code
@@ -69,12 +69,12 @@ class BatchStats:
 
     @property
     def num_finished(self) -> int:
-        """Rows of the output that exist, those of a resumed journal included."""
+        """Finished rows of the output, including those of a resumed journal."""
         return self.num_done + self.num_resumed
 
 
 def total(all_stats: Iterable[BatchStats]) -> BatchStats:
-    """The counters of several engines together; the time is that of the longest."""
+    """The sum of several engines' counters; the time is the longest."""
     result = BatchStats()
     for stats in all_stats:
         result.elapsed_s = max(result.elapsed_s, stats.elapsed_s)
@@ -89,14 +89,14 @@ def total(all_stats: Iterable[BatchStats]) -> BatchStats:
 
 
 class SeenIds:
-    """Which row ids came before: a hash table of 64-bit digests, about 16 bytes per id."""
+    """The set of row ids seen so far: a hash table of 64-bit digests, about 16 bytes per id."""
 
     def __init__(self) -> None:
         self._slots = array("Q", bytes(8 * 1024))
         self._num_ids = 0
 
     def add(self, row_id: str | int) -> bool:
-        """Remember an id. Returns whether it is new."""
+        """Add an id. Returns whether it is new."""
         digest = xxhash.xxh64_intdigest(f"{type(row_id).__name__}:{row_id}".encode()) or 1  # 0 marks an empty slot
         if not self._insert(digest):
             return False

@@ -1,6 +1,6 @@
 """Text to token ids and back: the model's own tokenizer, its chat template, and exact output text.
 
-Used by batch.run and the Python interface; the only place that talks to transformers' tokenizers.
+Used by batch.run and the Python interface; the only module that uses transformers' tokenizers.
 """
 
 from collections.abc import Sequence as Ids
@@ -30,7 +30,7 @@ class Tokenizer:
     """The tokenizer in a model's folder.
 
     `chat_template` is Jinja text or the path of a file with it; None: the tokenizer's own.
-    Raises: ModelError if the folder holds no usable tokenizer; UsageError if the template cannot be read.
+    Raises: ModelError if the folder has no usable tokenizer; UsageError if the template cannot be read.
     """
 
     def __init__(self, folder: Path, *, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
@@ -39,7 +39,7 @@ class Tokenizer:
         if chat_template is not None:
             self._hf.chat_template = _read_template(chat_template)
         backend = getattr(self._hf, "backend_tokenizer", None)
-        self._backend_decode = backend.decode if backend is not None else None  # 5 times faster than the wrapper's
+        self._backend_decode = backend.decode if backend is not None else None  # 5 times as fast as the wrapper's
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
@@ -70,9 +70,9 @@ class Tokenizer:
         return ids
 
     def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation up to where the assistant's answer begins.
+        """Token ids of a conversation, up to the start of the assistant's answer.
 
-        Raises: RequestError if there is no chat template, or if it does not accept these messages.
+        Raises: RequestError if there is no chat template, or if it rejects the messages.
         """
         if self._hf.chat_template is None:
             raise RequestError(
@@ -84,13 +84,13 @@ class Tokenizer:
             text = self._hf.apply_chat_template(
                 messages, tokenize=False, **{"add_generation_prompt": True, **(template_arguments or {})}
             )
-        except Exception as error:  # a template is a program: in its sandbox it may still divide by zero or recurse
+        except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
             what = str(error) or type(error).__name__
-            raise RequestError("chat_template_error", f"the chat template refused the messages: {what}") from error
-        return self.encode(text, add_special_tokens=False)  # the template has written them
+            raise RequestError("chat_template_error", f"the chat template rejected the messages: {what}") from error
+        return self.encode(text, add_special_tokens=False)  # the template has already written them
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, nothing tidied."""
+        """The exact text of token ids, without clean-up."""
         if self._backend_decode is not None:
             text: str = self._backend_decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:
@@ -102,8 +102,8 @@ class Tokenizer:
     def prompt_tail(self, prompt_token_ids: Ids[int], *, skip_special_tokens: bool = True) -> tuple[list[int], str]:
         """The last prompt tokens and their text, after which output text begins.
 
-        Decoding them before the output keeps a space at its start, which many tokenizers drop from a text's first
-        word.
+        Decoding them with the output keeps its leading space, which many tokenizers drop from the first word of a
+        text.
         """
         tail = list(prompt_token_ids[-_TAIL:])
         text = self.decode(tail, skip_special_tokens=skip_special_tokens)
@@ -120,7 +120,7 @@ class Tokenizer:
         return text_after(tail_text, self.decode([*tail, *output_token_ids], skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; U+FFFD where it is only a part of a character."""
+        """One token as text; U+FFFD for a partial character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def all_token_bytes(self, vocab_size: int) -> list[bytes]:
@@ -131,7 +131,7 @@ class Tokenizer:
 
     @property
     def special_token_ids(self) -> list[int]:
-        """Tokens that no text is made of: end of sequence, roles of a chat, padding."""
+        """Tokens that are never part of a text: end of sequence, chat roles, padding."""
         token_ids: list[int] = self._hf.all_special_ids
         return token_ids
 
@@ -140,7 +140,7 @@ class Tokenizer:
         return self._bytes_of(self._hf.convert_ids_to_tokens(token_id), token_id)
 
     def _bytes_of(self, token: str | None, token_id: int) -> bytes:
-        if token is None:  # an id of a padded vocabulary that no text has
+        if token is None:  # an unused id of a padded vocabulary
             return b""
         if token in self._special_tokens:
             return token.encode()
@@ -154,8 +154,8 @@ class Tokenizer:
 
 
 def text_after(before: str, text: str) -> str:
-    """What `text` adds to `before`, its beginning. They may differ in the last character of `before`: U+FFFD stood for
-    its first bytes, and `text` has it whole."""
+    """What `text` adds to its beginning, `before`, whose last character may be U+FFFD for the first bytes of one that
+    `text` has complete."""
     if text.startswith(before):
         return text[len(before) :]
     num_equal = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
@@ -166,19 +166,19 @@ def _load(folder: Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # long prompts are judged by the engine, against the real limit
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # the engine checks long prompts against the real limit
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the Rust tokenizers library raises bare Exception for a damaged file
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"no usable tokenizer in {folder}: {first_line}",
-            hint="a model folder needs tokenizer.json next to its weights",
+            hint="the model folder needs a tokenizer.json",
         ) from error
 
 
 def _read_template(template: str) -> str:
-    """Jinja text as it is; anything that does not look like it is the path of a file."""
+    """Jinja text unchanged; anything that does not look like Jinja is a path."""
     if "{{" in template or "{%" in template:
         return template
     try:
@@ -191,7 +191,7 @@ def _read_template(template: str) -> str:
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable ones are themselves, the others follow from U+0100 on."""
+    """GPT-2's printable characters for bytes: printable ones map to themselves, the others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

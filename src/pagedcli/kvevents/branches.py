@@ -1,4 +1,4 @@
-"""The shape of a prefix tree: its largest branches, and near twins that part inside a block. Used by the views."""
+"""The shape of a prefix tree: its largest branches, and near twins that diverge within a block. Used by the views."""
 
 import heapq
 from array import array
@@ -11,7 +11,7 @@ from pagedcli.kvevents.wire import BlockHash
 
 
 class Shape:
-    """Children, sizes and depths of the resident blocks of a tree, or of all that it remembers."""
+    """Children, sizes and depths of a tree's resident blocks, or of all blocks that it remembers."""
 
     def __init__(self, tree: PrefixTree, *, with_gone: bool = False) -> None:
         nodes: Iterable[Node] = tree.nodes.values() if with_gone else tree.resident()
@@ -22,7 +22,7 @@ class Shape:
             if node.parent in self.nodes and node.parent is not None:
                 self.children.setdefault(node.parent, []).append(node)
             else:
-                self.roots.append(node)  # begins a prompt, or what comes before it is gone or not known
+                self.roots.append(node)  # begins a prompt, or its parent is gone or unknown
         self.num_blocks: dict[BlockHash, int] = {}  # of the subtree
         self.num_tokens: dict[BlockHash, int] = {}
         self.depth: dict[BlockHash, int] = {}  # in blocks, 1 for a root
@@ -54,7 +54,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Branch:
-    """A run of blocks without a fork, and how much hangs on it."""
+    """A run of blocks without a fork, and the size of its subtree."""
 
     nodes: list[Node]
     level: int  # 0: begins at a root
@@ -66,7 +66,7 @@ class Branch:
 
 
 def largest_branches(shape: Shape, most: int) -> list[Branch]:
-    """The branches with the most tokens, in the order of the tree: a branch stands below the one it continues."""
+    """The branches with the most tokens, in tree order: a branch follows the one it continues."""
     chosen: list[Branch] = []
     queue: list[tuple[int, tuple[int, ...], Node]] = []
 
@@ -99,17 +99,17 @@ def largest_branches(shape: Shape, most: int) -> list[Branch]:
 
 @dataclass(frozen=True, slots=True)
 class Twins:
-    """Two blocks after the same prefix that agree in their first tokens: a hit that a difference prevented."""
+    """Two blocks after the same prefix that begin with equal tokens: a near miss."""
 
     first: Node
     second: Node
     num_prefix_tokens: int  # before both blocks
     num_equal: int  # tokens at the start of both blocks
-    num_tokens: int  # of the smaller subtree: what could have been shared at most
+    num_tokens: int  # of the smaller subtree: the most that could have been shared
 
 
 def near_twins(shape: Shape, most: int) -> list[Twins]:
-    """The pairs with the most tokens after the place where they part. Needs the tokens, or digests of them."""
+    """The pairs with the most tokens after the divergence. Needs the tokens, or digests of them."""
     found: list[Twins] = []
     prefix_tokens: dict[BlockHash | None, int] = {None: 0}
     for parent, siblings in _families(shape):
@@ -117,7 +117,7 @@ def near_twins(shape: Shape, most: int) -> list[Twins]:
         for node in siblings:
             prefix_tokens[node.hash] = before + node.num_tokens
         known = sorted((node for node in siblings if node.tokens), key=lambda node: node.tokens or b"")
-        for a, b in pairwise(known):  # neighbours have the longest common beginning
+        for a, b in pairwise(known):  # neighbours have the longest common prefix
             num_equal = _num_equal(a.tokens or b"", b.tokens or b"")
             if num_equal:
                 tokens = min(shape.num_tokens[a.hash], shape.num_tokens[b.hash])
@@ -126,7 +126,7 @@ def near_twins(shape: Shape, most: int) -> list[Twins]:
 
 
 def token_ids(nodes: Iterable[Node]) -> list[int]:
-    """The tokens of some blocks, as far as they are kept."""
+    """The tokens of some blocks, where kept."""
     tokens: array[int] = array("q")
     for node in nodes:
         if node.tokens is None:
@@ -146,6 +146,6 @@ def _families(shape: Shape) -> Iterator[tuple[BlockHash | None, list[Node]]]:
 
 def _num_equal(a: bytes, b: bytes) -> int:
     if a == b:
-        return 0  # equal content under two hashes: another adapter or salt, not a divergence
+        return 0  # equal content under two hashes: different adapters or salts, not a divergence
     equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return equal // 8

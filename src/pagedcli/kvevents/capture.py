@@ -1,7 +1,7 @@
-"""Recordings of KV event streams: the frames as they came, with their times; JSON lines, `.jsonl` or `.jsonl.zst`.
+"""Recordings of KV event streams: raw frames with their times, as JSON lines, `.jsonl` or `.jsonl.zst`.
 
-The first line is a header. Files from elsewhere are read as well: lines of {"t", "frames"} alone, and TensorRT-LLM's
-events, one JSON object or list per line. Unless token ids are wanted, redact.py takes out what is private.
+The first line is a header. Also reads files without one: lines of {"t", "frames"}, and TensorRT-LLM's events, one JSON
+object or list per line. Unless token ids are requested, redact.py removes private data.
 """
 
 import base64
@@ -35,7 +35,7 @@ class Header(msgspec.Struct):
     pagedcli_version: str
     time_s: float  # Unix time at which the recording began
     sources: list[str]  # endpoints
-    tokens: bool  # whether token ids and hashes are the real ones
+    tokens: bool  # whether token ids and hashes are unredacted
 
 
 class Row(msgspec.Struct, omit_defaults=True):
@@ -47,7 +47,7 @@ class Row(msgspec.Struct, omit_defaults=True):
 
 
 class CaptureWriter:
-    """Writes each message it is given. Flushes twice a second, and when it is closed.
+    """Writes a recording. Flushes twice a second, and when closed.
 
     Raises: UsageError for a name that is not a recording's, or a file that cannot be written.
     """
@@ -63,7 +63,7 @@ class CaptureWriter:
         self._lines.flush()
 
     def write(self, frames: Sequence[bytes], time_s: float, source: int = 0) -> None:
-        """Keep a message; time_s is seconds since the recording began."""
+        """Record a message; time_s is seconds since the recording began."""
         if self._redactor is not None:
             frames = self._redactor.redacted(frames)
         encoded = [base64.b64encode(frame).decode() for frame in frames]
@@ -91,10 +91,10 @@ class CaptureWriter:
 
 
 class CaptureReader:
-    """Iterates over (frames, seconds or None, source) of a recording. `notes` says what was odd but harmless.
+    """Iterates over (frames, seconds or None, source) of a recording. `notes` lists harmless oddities.
 
-    Raises: UsageError if the file cannot be read; TraceError, naming file and line, if it is no recording of KV events,
-            of another format version, or damaged.
+    Raises: UsageError if the file cannot be read; TraceError, naming file and line, if it is not a recording of KV
+            events, of another format version, or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,12 +109,12 @@ class CaptureReader:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether token ids are the real ones."""
+        """Whether token ids are unredacted."""
         return self.header is None or self.header.tokens
 
     @property
     def place(self) -> str:
-        """File and line of the message given last."""
+        """File and line of the last message."""
         return f"{self.path}:{self._lines.line_number}"
 
     def __iter__(self) -> Iterator[tuple[list[bytes], float | None, int]]:
@@ -157,7 +157,7 @@ class CaptureReader:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Blocks of one chain that were computed: what a simulation can take as work. Hits leave no event."""
+    """Computed blocks of one chain, as input for a simulation. Hits leave no event."""
 
     time_s: float | None  # since the recording began
     source: int
@@ -166,11 +166,11 @@ class StoredRun:
     parent: BlockHash | None  # of the first block
     hashes: list[BlockHash]
     block_size: int  # tokens
-    token_ids: "array[int] | None"  # digests that keep equality, unless tokens were recorded
+    token_ids: "array[int] | None"  # digests that preserve equality, unless tokens were recorded
 
 
 def stored_runs(reader: CaptureReader) -> Iterator[StoredRun]:
-    """All that was stored, in order. Messages that cannot be read are left out."""
+    """Everything that was stored, in order. Unreadable messages are skipped."""
     for frames, time_s, source in reader:
         try:
             events = decode_batch(split_frames(frames).payload).events
@@ -183,7 +183,7 @@ def stored_runs(reader: CaptureReader) -> Iterator[StoredRun]:
 
 
 def is_capture_line(line: bytes) -> bool:
-    """Whether a file with this first line is read as KV events, not as a trace of our engine."""
+    """Whether a file with this first line contains KV events rather than a trace of our engine."""
     try:
         first: Any = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError):
@@ -194,6 +194,6 @@ def is_capture_line(line: bytes) -> bool:
 
 
 def is_capture(path: Path) -> bool:
-    """Whether the file holds KV events. Raises: UsageError if it cannot be read."""
+    """Whether the file contains KV events. Raises: UsageError if it cannot be read."""
     line = next(iter(LineReader(path, "trace")), None)
     return line is not None and is_capture_line(line)

@@ -1,6 +1,6 @@
-"""The state that KV events amount to: trees per publisher and cache group, counts, and what is not known.
+"""Folds KV events into a state: a tree per publisher and cache group, counts, and what is unknown.
 
-`take` is called with each message as it comes, live or from a recording; views read the rest.
+`take` is called with each message, live or from a recording; views read the state.
 """
 
 from collections import Counter, deque
@@ -29,7 +29,7 @@ from pagedcli.kvevents.wire import (
 
 _MAX_PUBLISHERS = 256
 _MAX_GROUPS = 64  # per publisher
-_MAX_NAMES = 256  # of unknown types and fields, and of values that are counted
+_MAX_NAMES = 256  # distinct unknown types, fields and values that are counted
 _MAX_OBJECTS = 1_000_000  # of stores
 Fetch = Callable[[int, int, int | None], Iterable[Sequence[bytes]]]
 _RATE_S = 10.0  # the window of rates
@@ -44,16 +44,16 @@ class Publisher:
     name: str  # the endpoint, with the topic where there are several
     sequence: SequenceCheck = field(default_factory=SequenceCheck)
     trees: dict[str, PrefixTree] = field(default_factory=dict)  # by cache group
-    spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> what kind of attention
+    spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> kind of attention
     objects: dict[str, tuple[BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # of a store: hash, media
     rank: int | None = None
 
 
 class KVState:
-    """What is known of the caches behind some endpoints.
+    """The known state of the caches of some endpoints.
 
-    keep_tokens keeps the token ids of each block, for text. `watch` makes an observer for each tree. `fetch(source,
-    first, before)` gives the frames of missing messages, where a publisher can send them again.
+    `keep_tokens` keeps the token ids of each block, for text. `watch` makes an observer for each tree. `fetch(source,
+    first, before)` returns the frames of missing messages, if the publisher can replay them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVState:
     ) -> None:
         self.publishers: dict[tuple[int, bytes], Publisher] = {}
         self.num_messages = 0
-        self.num_batches = 0  # messages that were read and taken in
+        self.num_batches = 0  # messages that were applied
         self.num_events = 0
         self.num_malformed = 0  # messages or single events
         self.num_cleared = 0  # AllBlocksCleared
@@ -75,7 +75,7 @@ class KVState:
         self.unknown_fields: Counter[str] = Counter()
         self.field_values: Counter[tuple[str, str]] = Counter()  # (field, value), of few fields with few values
         self.peak_resident = 0  # blocks, over all trees
-        self.time_s: float | None = None  # of the last message, the receiver's clock
+        self.time_s: float | None = None  # of the last message, on the receiver's clock
         self.first_time_s: float | None = None
         self.notes: deque[str] = deque(maxlen=200)  # what was odd, oldest first
         self.recent: deque[tuple[float, int, int]] = deque()  # (time, stored, removed) of the last seconds
@@ -88,8 +88,8 @@ class KVState:
     # ------------------------------------------------------------------ changes
 
     def take(self, frames: Sequence[bytes], time_s: float | None = None, source: int = 0) -> None:
-        """Take in a message, and before it those that are missing and can be fetched: what is wrong with one is
-        counted and noted, never raised."""
+        """Apply a message, after any missing ones that can be fetched. Malformed messages are counted and noted, never
+        raised."""
         read = self._read(frames, time_s, source)
         if read is None:
             return
@@ -102,11 +102,11 @@ class KVState:
         self._take(message, batch, time_s, source)
 
     def catch_up(self, source: int, time_s: float | None, *, first: int = 0, before: int | None = None) -> None:
-        """Take in what the publisher can send again."""
+        """Apply what the publisher can replay."""
         assert self._fetch is not None, "there is nothing to fetch from"
         for frames in self._fetch(source, first, before):
             read = self._read(frames, time_s, source)
-            if read is not None:  # no time: what happened before is in no rate
+            if read is not None:  # no time: earlier events do not count towards rates
                 self._take(*read, None, source)
 
     def _read(self, frames: Sequence[bytes], time_s: float | None, source: int) -> tuple[Message, Batch] | None:
@@ -114,7 +114,7 @@ class KVState:
         self._tick(time_s)
         try:
             message = split_frames(frames)
-            if self._fetch is not None:  # replayed messages may lack the topic: one publisher per source then
+            if self._fetch is not None:  # replayed messages may lack the topic: then there is one publisher per source
                 message = replace(message, topic=b"")
             return message, decode_batch(message.payload)
         except WireError as error:
@@ -181,7 +181,7 @@ class KVState:
         return publisher
 
     def _in_order(self, publisher: Publisher, message: Message, batch: Batch) -> bool:
-        """Check the numbers; False if the message was taken in before."""
+        """Check the sequence numbers; False if the message was already applied."""
         if message.seq is not None:
             first = last = message.seq
         elif batch.event_ids is not None:
@@ -192,12 +192,12 @@ class KVState:
         expected = check.next_seq
         verdict = check.take(first, last, batch.time_s)
         created = message.seq is None and first == 0 and any(isinstance(event, Created) for event in batch.events)
-        if verdict == "repeated" and created:  # event ids have no times: a cache that is created anew tells it
+        if verdict == "repeated" and created:  # event ids have no times: a newly created cache shows the restart
             check.num_repeated -= 1
             check.num_restarts += 1
             check.first_seq, check.next_seq, verdict = 0, last + 1, "restarted"
         if verdict == "first" and first > 0:
-            self.notes.append(f"{publisher.name}: what happened before message {first:,} is not known")
+            self.notes.append(f"{publisher.name}: what happened before message {first:,} is unknown")
         elif verdict == "gap":
             self.notes.append(f"{publisher.name}: messages {expected:,} to {first - 1:,} are missing")
         elif verdict == "restarted":
@@ -304,11 +304,11 @@ class KVState:
         return sum(tree.num_resident for tree in self.trees)
 
     def total(self, name: str) -> int:
-        """A count of the trees, summed."""
+        """The sum of a count over all trees."""
         return sum(getattr(tree, name) for tree in self.trees)
 
     def rates(self) -> tuple[float, float]:
-        """Blocks stored and removed per second, of the last seconds."""
+        """Blocks stored and removed per second, over the last seconds."""
         if self.time_s is None or self.first_time_s is None:
             return 0.0, 0.0
         seconds = max(1.0, min(_RATE_S, self.time_s - self.first_time_s))

@@ -1,7 +1,7 @@
-"""Single events of each engine's format. Used by decode_batch, below; wire.py has the event types.
+"""Decodes batches of events in each engine's format; the event types are in wire.py.
 
-Arrays are read by position, maps by name; both go through the same checks. Integers of a hash fit 64 bits, byte and
-text hashes 256 characters, so that an event's memory is bounded by its message's.
+Arrays are read by position, maps by name, with the same checks. Integer hashes have at most 64 bits, byte and text
+hashes 256 characters: an event's memory is bounded by its message's.
 """
 
 from array import array
@@ -27,7 +27,7 @@ from pagedcli.kvevents.wire import (
 
 _MAX_HASH_BYTES = 256
 _MAX_BLOCK_TOKENS = 1 << 24
-_MAX_NAMES = 64  # unknown fields and types of one message that are told apart
+_MAX_NAMES = 64  # most distinct unknown fields and types per message
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
            "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership",
            "session_id")  # fmt: skip
@@ -38,13 +38,13 @@ _MOONCAKE_STORED = ("mooncake_key", "replicas", "model_name", "block_size", "blo
 _MOONCAKE_UPDATED = ("mooncake_key", "replicas")
 _EXTRA = ("extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id")
 _TRT_EVENT = ("event_id", "data", "window_size", "attention_dp_rank", "layer_group_id", "hash_algo")
-_TRT_LEVELS = ("GPU", "CPU")  # of cache_level; further ones are storage
+_TRT_LEVELS = ("GPU", "CPU")  # by cache_level; further levels are storage
 
 Fields = Mapping[str, Any]
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """The batch of a payload in whatever format. Raises: WireError if it is none; single events that cannot be read
+    """Decode a payload of any known format. Raises: WireError if it is not a batch; single events that cannot be read
     are counted in the batch."""
     return read_batch(decode_payload(payload))
 
@@ -163,7 +163,7 @@ def _check_hash(value: Any) -> None:
 
 
 def _token_ids(value: Any) -> "array[int] | None":
-    """Packed; None if there are none, or others than integers, as pairs for speculative decoding are."""
+    """Packed; None if absent or not integers, such as the pairs of speculative decoding."""
     if type(value) is not list or not value:
         return None
     try:
@@ -198,7 +198,7 @@ def _small_int(value: Any) -> int:
 
 
 def _placed(fields: Fields) -> Placed:
-    """Both of a new object and of an update; empty fields are absent ones."""
+    """Both new objects and updates; empty fields count as absent."""
     get = fields.get
     block_hash, parent, model = get("block_hash") or None, get("parent_block_hash") or None, get("model_name") or None
     for value in (block_hash, parent):
@@ -257,7 +257,7 @@ def _trt_batch(plain: list[Any]) -> Batch:
             batch.num_malformed += 1
     if len(ranks) == 1:
         (batch.rank,) = ranks
-    elif ranks:  # each rank has numbers of its own
+    elif ranks:  # each rank numbers its own events
         batch.event_ids = None
     return batch
 

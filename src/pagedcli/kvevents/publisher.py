@@ -1,7 +1,7 @@
-"""Our engine's events as vLLM's: what enters and leaves the prefix index, one batch per step that changed it.
+"""Publishes our engine's events in vLLM's format: changes of the prefix index, one batch per step that changed it.
 
-A view of the fold, so it needs no access to the engine. Copies of a block that the index does not name are not
-published: a lookup does not find them. The engine must report token ids (trace_tokens).
+A view of the fold, so it needs no access to the engine. Duplicates of a block that are not in the index are not
+published, as no lookup finds them. The engine must report token ids (trace_tokens).
 """
 
 import time

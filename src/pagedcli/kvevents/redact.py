@@ -1,8 +1,8 @@
-"""Takes prompts out of recorded messages and keeps what can be counted: equal stays equal, nothing can be looked up.
+"""Removes prompts from recorded messages: equal values stay equal, and none can be recovered.
 
-Token ids become digests of everything before them in their block and of the block's parent, so that two blocks agree
-up to the first token in which they differ, and a frequent token is not recognised elsewhere. Hashes are digested as
-well: with a known hash function they would tell whether a guessed prompt was there. The key exists only in memory.
+A token id becomes a digest of itself, everything before it in its block, and the block's parent: two blocks agree up
+to their first different token, and a frequent token is not recognisable elsewhere. Hashes are digested too: with a
+known hash function they would confirm a guessed prompt. The key exists only in memory.
 """
 
 import secrets
@@ -23,13 +23,13 @@ _KEPT = {"type", "block_size", "lora_id", "lora_name", "medium", "group_idx", "k
 
 
 class Redactor:
-    """Rewrites messages. Equal values give equal digests within one Redactor, and no other."""
+    """Rewrites messages. Equal values give equal digests only within one Redactor."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def redacted(self, frames: Sequence[bytes]) -> list[bytes]:
-        """The frames with a payload of the same shape. One that cannot be read is replaced by its digest."""
+        """The frames, with a redacted payload of the same shape. An unreadable payload is replaced by its digest."""
         try:
             payload = split_frames(frames).payload
             plain = decode_payload(payload)
@@ -70,7 +70,7 @@ class Redactor:
                 redacted[name] = self._token_ids(value, fields)
             elif name in _HASHES:
                 redacted[name] = self._hashes(value)
-            elif name == "replicas":  # where it lies, without the address
+            elif name == "replicas":  # the medium, without the address
                 redacted[name] = [r[:1] for r in value if isinstance(r, list)] if isinstance(value, list) else []
             else:
                 redacted[name] = value if name in _KEPT else self._other(value)
@@ -129,7 +129,7 @@ class Redactor:
         return redacted
 
     def _other(self, value: Any) -> Any:
-        """Fields that may hold anything: absent stays absent, the rest is a digest."""
+        """Digest fields of arbitrary content; absent ones stay absent."""
         return None if value is None or value == [] else self._digest(repr(value).encode()).hex()
 
     def _digest(self, content: bytes) -> bytes:

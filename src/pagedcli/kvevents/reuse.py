@@ -1,8 +1,8 @@
-"""What a larger cache would have kept: how many of the blocks stored again, by the number of further blocks.
+"""What a larger cache would have kept: how many of the blocks stored again, by the number of additional blocks.
 
-A cache with N more blocks evicts N blocks later: as long as it chooses them in the same order, it still holds the last
-N that left and have not come back. So for each N a list of that length is kept; a block that is stored again while it
-is on the list would have been a hit. A lower bound, as the hits would also have saved evictions.
+A cache with N more blocks evicts N blocks later: if it evicts in the same order, it still has the last N blocks that
+left and were not stored again. So for each N a list of that length is kept; a block that is stored again while on the
+list would have been a hit. This is a lower bound, as hits would also have saved evictions.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ class CurvePoint:
 
 
 class LargerCache:
-    """Watches one tree. What was cleared or lost in a restart would have left a cache of any size."""
+    """Watches one tree. A clear or a restart empties a cache of any size."""
 
     def __init__(self, sizes: Sequence[int] = SIZES) -> None:
         self.sizes = sizes
@@ -42,7 +42,7 @@ class LargerCache:
                 left.clear()
 
     def back(self, node: Node) -> None:
-        for place in range(len(self.sizes) - 1, -1, -1):  # what a small cache holds, every larger one holds
+        for place in range(len(self.sizes) - 1, -1, -1):  # whatever a small cache has, every larger one has
             if node not in self._left[place]:
                 break
             del self._left[place][node]
@@ -51,8 +51,8 @@ class LargerCache:
 
 
 def curve(watchers: Sequence[LargerCache]) -> list[CurvePoint]:
-    """The curve over all trees, each with that many more blocks: a point for each size that keeps more than the one
-    before."""
+    """The curve over all trees, each with that many more blocks: a point for each size that keeps more than the
+    previous one."""
     points: list[CurvePoint] = []
     for place, size in enumerate(watchers[0].sizes if watchers else ()):
         num_blocks = sum(watcher.num_blocks_kept[place] for watcher in watchers)

@@ -1,4 +1,4 @@
-"""What vLLM or SGLang says of itself at /metrics: requests, usage, queries and hits, each with the window it is of.
+"""Reads the /metrics of vLLM or SGLang: requests, usage, queries and hits, each with its time window.
 
 Importing this raises UsageError where prometheus_client, an optional dependency, is missing.
 """
@@ -23,7 +23,7 @@ _MAX_BYTES = 8 << 20
 _TIMEOUT_S = 3.0
 Kind = Literal["gauge", "counter"]
 
-# name of a sample: (key, what it is, gauge or counter); of several names for a key, servers have one
+# sample name: (key, description, gauge or counter); of several names for one key, a server has one
 _SAMPLES: dict[str, tuple[str, str, Kind]] = {
     "vllm:num_requests_running": ("running", "requests running", "gauge"),
     "vllm:num_requests_waiting": ("waiting", "requests waiting", "gauge"),
@@ -44,7 +44,7 @@ _SAMPLES: dict[str, tuple[str, str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure over all engines of the server; usage is that of the fullest."""
+    """One figure over all engines of the server; usage is the maximum."""
 
     key: str
     meaning: str
@@ -53,14 +53,14 @@ class Metric:
 
 
 class Metrics:
-    """The figures of two readings: the first, from when attach started, and the last."""
+    """The figures of two readings: the first, taken when attach started, and the last."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
 
     def read(self, text: str) -> None:
-        """Take in a reading in Prometheus' text format. Raises: ValueError if it is none."""
+        """Add a reading in Prometheus' text format. Raises: ValueError if it is malformed."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -72,11 +72,11 @@ class Metrics:
                 values[key] = together(values[key], float(sample.value)) if key in values else float(sample.value)
         self._last = values
         for key, value in values.items():
-            # a server that was restarted counts from 0 again
+            # a restarted server counts from 0 again
             self._first[key] = min(self._first.get(key, value), value)
 
     def figures(self) -> Iterator[Metric]:
-        """All figures that the server has, in a fixed order."""
+        """All figures that the server provides, in a fixed order."""
         meanings = {key: (meaning, kind) for key, meaning, kind in _SAMPLES.values()}
         for key, (meaning, kind) in meanings.items():
             if key not in self._last:
@@ -93,7 +93,7 @@ class Metrics:
 
 
 class Scraper:
-    """Reads a /metrics page every few seconds, in a thread, so that a slow server does not hold the view."""
+    """Reads /metrics every few seconds, in a thread: a slow server must not block the view."""
 
     def __init__(self, url: str, *, every_s: float = 2.0) -> None:
         if not url.startswith(("http://", "https://")):
@@ -114,7 +114,7 @@ class Scraper:
                 return
 
     def read_now(self) -> None:
-        """One reading; what goes wrong is kept in `problem`."""
+        """Take one reading; an error is kept in `problem`."""
         try:
             with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as response:
                 content = response.read(_MAX_BYTES + 1)

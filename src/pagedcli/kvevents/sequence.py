@@ -1,4 +1,4 @@
-"""What the numbers of a stream's messages say: a gap, a repetition, a restarted publisher, a late start."""
+"""Detects gaps, repetitions, restarts and a late start from the numbers of a stream's messages."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ class SequenceCheck:
     """Follows one publisher. `next_seq` is the number expected next, None before the first message."""
 
     next_seq: int | None = None
-    first_seq: int | None = None  # of the publisher that runs now; what came before is not known
+    first_seq: int | None = None  # of the current publisher; anything earlier is unknown
     last_time_s: float = -1.0  # of the publisher's clock
     num_gaps: int = 0
     num_missed: int = 0  # messages
@@ -19,10 +19,10 @@ class SequenceCheck:
     num_restarts: int = 0
 
     def judge(self, seq: int, time_s: float | None) -> Verdict:
-        """What the number of a message means. Changes nothing.
+        """Classify a message by its number. Changes nothing.
 
-        A lower number than expected with a later time comes from a publisher that began again; one without is a
-        message that was received before, as a replay sends them.
+        A lower number than expected with a later time comes from a restarted publisher; otherwise it is a message
+        that was received before, as replays send them.
         """
         if self.next_seq is None:
             return "first"
@@ -33,14 +33,14 @@ class SequenceCheck:
         return "restarted" if time_s is not None and time_s > self.last_time_s else "repeated"
 
     def missing_before(self, seq: int, time_s: float | None) -> int | None:
-        """The first of the messages that are missing before this one, None if it is the next or an old one."""
+        """The first message missing before this one; None if nothing is missing."""
         verdict = self.judge(seq, time_s)
         if verdict == "gap":
             return self.next_seq
         return 0 if seq and verdict in ("first", "restarted") else None
 
     def take(self, first: int, last: int, time_s: float | None) -> Verdict:
-        """Count a message with these numbers, which are equal where messages and not events are numbered."""
+        """Count a message with these numbers, which are equal if messages, not events, are numbered."""
         verdict = self.judge(first, time_s)
         if verdict == "repeated":
             self.num_repeated += 1

@@ -1,6 +1,6 @@
-"""ZMQ sockets of KV events: a subscriber that can ask for what it missed, and a publisher that can send it again.
+"""ZMQ sockets of KV events: a subscriber that can request missed messages, and a publisher that can replay them.
 
-The only file that imports pyzmq, an optional dependency; importing it raises UsageError where that is missing. Sizes
+The only file that imports pyzmq, an optional dependency; raises UsageError on import where that is missing. Sizes
 and queues are bounded.
 """
 
@@ -27,9 +27,9 @@ _LINGER_MS = 1000
 
 
 class Subscriber:
-    """Receives from several publishers. `replays` has an endpoint per publisher, or is empty.
+    """Receives from several publishers. `replays` has one endpoint per publisher, or is empty.
 
-    Raises: UsageError for an endpoint that is none.
+    Raises: UsageError for an invalid endpoint.
     """
 
     def __init__(self, endpoints: Sequence[str], replays: Sequence[str] = (), *, topic: str = "") -> None:
@@ -59,7 +59,7 @@ class Subscriber:
         return bool(self._replays)
 
     def receive(self, timeout_s: float, most: int = 1000) -> Iterator[tuple[int, list[bytes]]]:
-        """(source, frames) of what is there, waiting at most so long for the first; at most so many messages."""
+        """Yield (source, frames) of queued messages, up to a maximum; waits for the first up to the timeout."""
         ready = self._poller.poll(int(timeout_s * 1000))
         for socket, _ in ready:
             for _ in range(most):
@@ -70,8 +70,8 @@ class Subscriber:
                 yield self._sources[socket], frames
 
     def replay(self, source: int, first: int, before: int | None = None) -> Iterator[list[bytes]]:
-        """The messages from number `first` on that the publisher still has, those before number `before`. Ends early
-        if the publisher is silent."""
+        """The messages numbered from `first` to before `before` that the publisher still has. Ends early if the
+        publisher does not answer."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
@@ -108,7 +108,7 @@ class Subscriber:
 
 
 class PublisherSocket:
-    """Sends numbered batches to whoever listens, and again to whoever asks on the replay endpoint.
+    """Publishes numbered batches, and replays them on request at the replay endpoint.
 
     `endpoint` is bound, e.g. tcp://*:5557; the replay endpoint is the next port, or any for tcp://HOST:*.
     Raises: UsageError for an endpoint that cannot be bound.
@@ -168,11 +168,11 @@ class PublisherSocket:
             try:
                 for seq, payload in [*wanted, (END_OF_REPLAY, b"")]:
                     self._replay.send_multipart([*request[:-1], struct.pack(">Q", seq), payload])
-            except zmq.ZMQError:  # the reader has gone, or reads nothing for a second
+            except zmq.ZMQError:  # the reader is gone, or has not read for a second
                 continue
 
     def close(self) -> None:
-        """Send what is queued, for a second at most. Once is enough."""
+        """Send what is queued, for up to a second. Further calls do nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -191,19 +191,19 @@ class PublisherSocket:
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Raises: UsageError for what is no endpoint; whether anybody listens there is not known yet."""
+    """Connect. Raises: UsageError for an invalid endpoint; whether it is reachable is not checked."""
     try:
         _check_port(endpoint)
         socket.connect(endpoint)
     except (zmq.ZMQError, ValueError) as error:
         raise UsageError(
-            f"{endpoint} is no endpoint to connect to: {error}",
+            f"cannot connect to endpoint {endpoint}: {error}",
             hint="write it as tcp://HOST:PORT, e.g. tcp://localhost:5557",
         ) from error
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Returns the endpoint with the port that it got. Raises: UsageError if that is impossible."""
+    """Bind; returns the endpoint with the actual port. Raises: UsageError if that fails."""
     try:
         _check_port(endpoint)
         socket.bind(endpoint)
@@ -216,12 +216,12 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 def _check_port(endpoint: str) -> None:
     port = endpoint.rpartition(":")[2]
-    if port.isdecimal() and int(port) > 65535:  # ZMQ would take the lower 16 bits
+    if port.isdecimal() and int(port) > 65535:  # ZMQ would use the lower 16 bits
         raise ValueError(f"there is no port {port}")
 
 
 def _next_endpoint(endpoint: str) -> str:
-    """Where to answer replay requests: the next port; for other transports, a name of its own."""
+    """The replay endpoint: the next port, or a different name for other transports."""
     address, _, port = endpoint.rpartition(":")
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}.replay"

@@ -1,4 +1,4 @@
-"""The figures of a state under plain keys: what --format json prints and the tables are made of."""
+"""The figures of a state under plain keys, for --format json and the tables."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from pagedcli.kvevents.tree import Cause
 
 Row = dict[str, Any]
 CAUSES: dict[Cause, str] = {
-    "evicted": "their place was taken for other blocks",
+    "evicted": "evicted to make room for other blocks",
     "cleared": "the whole cache was reset",
-    "restarted": "the publisher began again with an empty cache",
+    "restarted": "the publisher restarted with an empty cache",
 }
 _MEDIUM_CLASSES = {"GPU": "GPU", "DEVICE": "GPU", "CPU": "CPU", "HOST": "CPU", "MEMORY": "CPU"}
 
@@ -63,7 +63,7 @@ def facts(state: KVState) -> Row:
 
 
 def num_resident_tokens(state: KVState) -> int:
-    """Tokens with KV of some cache group: per publisher the group that holds the most."""
+    """Tokens with KV in some cache group: per publisher, the group with the most."""
     return sum(
         max((sum(node.num_tokens for node in tree.resident()) for tree in publisher.trees.values()), default=0)
         for publisher in state.publishers.values()
@@ -71,7 +71,7 @@ def num_resident_tokens(state: KVState) -> int:
 
 
 def cache_rows(state: KVState) -> list[Row]:
-    """Per publisher, cache group and medium: copies, and how deep the tree is."""
+    """Per publisher, cache group and medium: copies and the depth of the tree."""
     rows = []
     for publisher in state.publishers.values():
         for group, tree in publisher.trees.items():
@@ -115,22 +115,22 @@ def churn_rows(state: KVState) -> list[Row]:
 
 
 def limits(state: KVState) -> list[str]:
-    """What the events cannot say, and what they did not."""
+    """What the events cannot show, and what was missing from them."""
     said = ["KV events have no block ids, no reference counts and no requests: hits are not visible, only misses"]
     for publisher in state.publishers.values():
         check = publisher.sequence
         if check.first_seq:
-            said.append(f"{publisher.name}: what happened before message {check.first_seq:,} is not known")
+            said.append(f"{publisher.name}: what happened before message {check.first_seq:,} is unknown")
         if check.num_missed:
             said.append(
                 f"{publisher.name}: {check.num_missed:,} messages are missing in {check.num_gaps:,} gaps; blocks "
-                "removed meanwhile still look resident"
+                "removed in them still look resident"
             )
         elif not check.next_seq and state.num_batches:
             said.append(f"{publisher.name}: its messages are not numbered, so gaps cannot be seen")
     unknown = state.total("num_unknown_removals")
     if unknown:
-        said.append(f"{unknown:,} removals were of blocks that were never seen being stored")
+        said.append(f"{unknown:,} removals were of blocks whose storing was never seen")
     if state.history.num_forgotten or state.total("num_refused"):
-        said.append(f"more blocks than fit in the memory set aside ({state.history.max_blocks:,}): counts are too low")
+        said.append(f"more blocks than the limit ({state.history.max_blocks:,}): counts are too low")
     return said

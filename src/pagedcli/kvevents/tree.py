@@ -1,7 +1,7 @@
-"""The prefix tree of one cache, rebuilt from events: which blocks are resident, how many copies, where and since when.
+"""The prefix tree of one cache, rebuilt from events: resident blocks, their copies, media and times.
 
-One tree per publisher and cache group. Blocks that are gone are remembered, so that one stored again is recognised:
-its tokens were computed twice. Memory is bounded over all trees that share a History: the longest gone go first.
+One tree per publisher and cache group. Removed blocks are remembered, to recognise one that is stored again: its tokens
+were computed twice. Trees that share a History share its memory limit: the blocks gone for longest are dropped first.
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ from pagedcli.kvevents.wire import BlockHash
 MAX_BLOCKS = 1_000_000
 MAX_TOKEN_BYTES = 512 << 20
 _MAX_MEDIA = 16
-_NUM_RECENT = 4096  # lifetimes and pauses that the medians are of
+_NUM_RECENT = 4096  # lifetimes and pauses over which medians are taken
 OTHER_MEDIUM = "OTHER"
 
 Cause = Literal["evicted", "cleared", "restarted"]
 
 
 class Node:
-    """One block's content: what it holds, after what, and its history."""
+    """One block: its tokens, its parent and its history."""
 
     __slots__ = ("cause", "gone_s", "hash", "home", "lora", "num_copies", "num_tokens", "parent", "stored_s", "tokens")
 
@@ -39,13 +39,13 @@ class Node:
         self.lora = lora
         self.tokens: bytes | None = None  # int64, kept only on request
         self.num_copies = 0  # over all media
-        self.stored_s: float | None = None  # when the first of the present copies was stored
+        self.stored_s: float | None = None  # when the oldest present copy was stored
         self.gone_s: float | None = None
         self.cause: Cause | None = None  # why it is gone; None: it is resident
 
 
 class History:
-    """The blocks that are gone, of all trees that share it, and how many blocks and tokens they may remember in all."""
+    """The removed blocks of all trees that share it, and their common limits of blocks and tokens."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_token_bytes: int = MAX_TOKEN_BYTES) -> None:
         self.max_blocks = max_blocks
@@ -56,7 +56,7 @@ class History:
         self.gone: dict[Node, None] = {}  # the longest gone first
 
     def make_room(self) -> bool:
-        """Room for one more block, at the price of the longest gone one. False if all are resident."""
+        """Make room for one more block by forgetting the one gone for longest. False if all are resident."""
         if self.num_blocks >= self.max_blocks:
             oldest = next(iter(self.gone), None)
             if oldest is None:
@@ -70,14 +70,14 @@ class History:
         return True
 
     def keep_tokens(self, node: Node, tokens: bytes) -> None:
-        """Keep the tokens of a block, unless there are too many already: then it has none."""
+        """Keep the tokens of a block, unless the limit is reached."""
         token_bytes = self.token_bytes - len(node.tokens or b"") + len(tokens)
         if token_bytes <= self.max_token_bytes:
             self.token_bytes, node.tokens = token_bytes, tokens
 
 
 class Watcher(Protocol):
-    """Learns when content leaves the cache and when it comes back."""
+    """Is notified when content leaves the cache and when it returns."""
 
     def gone(self, node: Node) -> None: ...
 
@@ -85,12 +85,12 @@ class Watcher(Protocol):
 
 
 class PrefixTree:
-    """Changes by `store`, `remove`, `clear` and `move`; counts what happened. Times may be None where unknown."""
+    """A tree changed by `store`, `remove`, `clear` and `move`, with counts. Unknown times are None."""
 
     def __init__(self, history: History | None = None, *, watcher: Watcher | None = None) -> None:
         self.nodes: dict[BlockHash, Node] = {}
         self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
-        self.capacity: dict[str, int] = {}  # medium -> blocks, where the publisher says so
+        self.capacity: dict[str, int] = {}  # medium -> blocks, if published
         self.num_resident = 0  # blocks with at least one copy
         self.peak_resident = 0
         self.num_stored = 0  # copies
@@ -98,7 +98,7 @@ class PrefixTree:
         self.num_unique = 0
         self.num_again: dict[Cause, int] = {"evicted": 0, "cleared": 0, "restarted": 0}
         self.num_tokens_again = 0
-        self.num_more_copies = 0  # stored while a copy was resident already
+        self.num_more_copies = 0  # stored while a copy was resident
         self.num_unknown_removals = 0
         self.num_refused = 0  # over the limit
         self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -140,7 +140,7 @@ class PrefixTree:
         return node
 
     def remove(self, block_hash: BlockHash, medium: str | None, time_s: float | None) -> None:
-        """A copy of a block was removed; without a medium, from wherever one is."""
+        """A copy of a block was removed; without a medium, from any that has one."""
         node = self.nodes.get(block_hash)
         copies = None
         if node is not None and node.num_copies:
@@ -169,7 +169,7 @@ class PrefixTree:
                     self._leave(node, cause, time_s)
 
     def move(self, block_hash: BlockHash, old_medium: str, new_medium: str) -> None:
-        """A copy changed its medium."""
+        """A copy moved to another medium."""
         copies = self.copies.get(self._medium_name(old_medium), {})
         if block_hash not in copies:
             self.num_unknown_removals += 1
@@ -214,7 +214,7 @@ class PrefixTree:
         return self.copies.setdefault(self._medium_name(medium), {})
 
     def _medium_name(self, medium: str) -> str:
-        """The medium, or one name for all that come after the first few."""
+        """The medium, or one common name for all beyond the first few."""
         return medium if medium in self.copies or len(self.copies) < _MAX_MEDIA else OTHER_MEDIUM
 
     def _medium_with(self, block_hash: BlockHash) -> str | None:

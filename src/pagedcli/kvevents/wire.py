@@ -1,7 +1,7 @@
-"""KV event messages of other engines as a few event types, whatever the format.
+"""A few event types for the KV event messages of all engines.
 
-vLLM and SGLang (map and array form), TensorRT-LLM and Mooncake Store; formats.py reads the single events. What comes
-from the network is not trusted: sizes and depth are bounded here, and what does not fit raises WireError.
+vLLM and SGLang (map and array form), TensorRT-LLM and Mooncake Store; formats.py decodes single events. Network input
+is untrusted: sizes and depth are bounded here, and anything beyond them raises WireError.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-MAX_PAYLOAD_BYTES = 16 << 20  # a step that stores 200,000 tokens in blocks of one token takes about half of it
+MAX_PAYLOAD_BYTES = 16 << 20  # about twice a step that stores 200,000 tokens in blocks of one token
 MAX_NAME_CHARS = 200
 END_OF_REPLAY = 2**64 - 1  # the number of the message that ends a replay
 
@@ -20,7 +20,7 @@ BlockHash = int | bytes | str
 
 
 class WireError(ValueError):
-    """A message or an event that no known format allows. The text holds nothing of its content."""
+    """A message or an event in no known format. The error text contains none of its content."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -29,7 +29,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     hashes: list[BlockHash]
     parent: BlockHash | None  # of the first block, None: it begins a prompt
     block_size: int  # tokens per block
-    token_ids: "array[int] | None"  # int64, of all blocks, None if the event has none that are integers
+    token_ids: "array[int] | None"  # int64, of all blocks; None if absent or not integers
     medium: str  # upper case: GPU, CPU, DISK ...
     group: str | None  # cache group
     lora: str | None
@@ -46,13 +46,13 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """Everything was removed, or everything of one medium."""
+    """Everything was removed, or everything on one medium."""
 
     medium: str | None
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
-    """A copy of a block changed its medium."""
+    """A copy of a block moved to another medium."""
 
     hash: BlockHash
     group: str | None
@@ -68,7 +68,7 @@ class Created(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
-    """An object of a store now lies exactly on these media. What it holds is known from its first event only."""
+    """An object of a store is now on exactly these media. Only its first event describes its content."""
 
     key: str
     media: tuple[str, ...]  # one entry per replica
@@ -84,7 +84,7 @@ KVEvent = Stored | Removed | Cleared | Moved | Created | Placed
 
 @dataclass(slots=True)
 class Batch:
-    """One message. Events that could not be read are counted, the others kept in order."""
+    """One message. Unreadable events are counted, the others kept in order."""
 
     events: list[KVEvent]
     time_s: float | None = None  # of the publisher's clock
@@ -97,7 +97,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The frames of one message, told apart."""
+    """The parsed frames of one message."""
 
     topic: bytes
     seq: int | None  # None: the transport does not number messages
@@ -109,8 +109,8 @@ class Message:
 
 
 def split_frames(frames: Sequence[bytes]) -> Message:
-    """The parts of a multipart message: [topic, seq, payload], a replay's [seq, payload] or [topic, seq, payload] after
-    any routing frames, or the payload alone. Raises: WireError."""
+    """Split a multipart message: [topic, seq, payload], a replay's [seq, payload] or [topic, seq, payload] after any
+    routing frames, or the payload alone. Raises: WireError."""
     if not 1 <= len(frames) <= 6:
         raise WireError(f"a message of {len(frames)} frames")
     if len(frames[-1]) > MAX_PAYLOAD_BYTES:
@@ -126,9 +126,9 @@ def split_frames(frames: Sequence[bytes]) -> Message:
 
 
 def decode_payload(payload: bytes) -> Any:
-    """The plain objects of a payload. JSON and msgpack differ in the first byte. Raises: WireError."""
+    """Decode a payload into plain objects. JSON and msgpack differ in the first byte. Raises: WireError."""
     try:
-        if payload[:1] in (b"{", b"["):  # in msgpack these are the numbers 123 and 91, which are no batch
+        if payload[:1] in (b"{", b"["):  # in msgpack these are the numbers 123 and 91, which are not batches
             return msgspec.json.decode(payload)
         return msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError, ValueError, TypeError, OverflowError) as error:
@@ -136,18 +136,18 @@ def decode_payload(payload: bytes) -> Any:
 
 
 def checked_time(value: Any) -> float | None:
-    """A time in seconds, None where there is none. Raises: WireError."""
+    """A time in seconds; None if absent. Raises: WireError."""
     if value is None:
         return None
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e12:
-        raise WireError("a time that is no time")
+        raise WireError("an invalid time")
     return float(value)
 
 
 def checked_rank(value: Any) -> int | None:
-    """A rank, None where there is none. Raises: WireError."""
+    """A rank; None if absent. Raises: WireError."""
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < 1 << 20:
-        raise WireError("a rank that is no rank")
+        raise WireError("an invalid rank")
     return value
