@@ -154,18 +154,21 @@ def test_generate_publishes_its_prefix_cache(tmp_path):
     prompts.write_text("".join(json.dumps({"prompt": text * 3 + word}) + "\n" for word in ("ran", "slept", "ate")))
     with PublisherSocket(LOOPBACK) as unused:
         endpoint = unused.endpoint  # free once it is closed
-    state, ended = KVState(), threading.Event()
+    host, _, port = endpoint.rpartition(":")
+    subscriber, ended = Subscriber([endpoint], [f"{host}:{int(port) + 1}"]), threading.Event()
+    state = KVState(fetch=subscriber.replay)  # it connects during the run: the beginning is replayed
 
     def watch():
-        with Subscriber([endpoint]) as subscriber:
+        with subscriber:
             while not ended.is_set():
                 for source, frames in subscriber.receive(0.05):
                     state.take(frames, time.monotonic(), source)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    options = ("--block-size", "8", "--num-gpu-blocks-override", "20", "--record", trace, "--kv-events", endpoint)
-    said = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--max-tokens", "4", *options).stderr
+    options = ("--block-size", "8", "--num-gpu-blocks-override", "200", "--record", trace, "--kv-events", endpoint)
+    long = ("--max-tokens", "400", "--ignore-eos")
+    said = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", *long, *options).stderr
     time.sleep(0.3)
     ended.set()
     watcher.join()

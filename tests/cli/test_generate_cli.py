@@ -381,3 +381,19 @@ def test_a_device_that_no_backend_serves_is_refused(tmp_path, device):
     prompts.write_text(PROMPTS)
     result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", "--device", device, expect=2)
     assert f"device is '{device}', but pagedcli runs on cpu and cuda only" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"model_type": "llama", "hidden_size": "x"}', "hidden_size"),
+        (b'{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers"),
+        (b'{"model_type": "llama\xff"}', "config.json"),
+    ],
+)
+def test_a_broken_config_of_a_model_is_not_blamed_on_its_tokenizer(prompts, tmp_path, content, reason):
+    folder = shutil.copytree(model_folder(EngineConfig()), tmp_path / "model")
+    (folder / "config.json").write_bytes(content)
+    result = pagedcli("generate", prompts, "-m", folder, expect=1)
+    assert reason in result.stderr
+    assert "tokenizer" not in result.stderr

@@ -31,6 +31,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import check_distinct, check_new, is_stream
+from pagedcli.models.reading import read_spec
 
 if TYPE_CHECKING:
     from pagedcli.engine.llm_engine import LLMEngine
@@ -131,6 +132,8 @@ class OpenJob:
 
         config = self.job.loaded.config
         folder = model_folder(config.engine)
+        # a broken config.json is refused as such, before transformers blames the tokenizer
+        read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
         self._tokenizer = Tokenizer(
             folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
         )
