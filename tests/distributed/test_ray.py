@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 from cli_harness import pagedcli
@@ -23,7 +24,9 @@ from ray_harness import (
     write_rows,
 )
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'pagedcli[ray]'")
+# not imported here: test_ray_data sets ray's environment first
+if find_spec("ray") is None:
+    pytest.skip("ray is not installed: pip install 'pagedcli[ray]'", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")]
 
 NUM_WORKER_KILLS = int(os.environ.get("PAGEDCLI_WORKER_KILLS", "3"))
