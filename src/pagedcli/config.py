@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -205,8 +205,3 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].upper() not in _BYTES:
         raise ConfigError(f"cannot read {text!r} as a number of bytes", hint="for example 4GiB, 500MB or 4294967296")
     return int(float(match[1]) * _BYTES[match[2].upper()])
-
-
-def dtype_names() -> tuple[str, ...]:
-    """The values of --dtype."""
-    return get_args(Dtype)

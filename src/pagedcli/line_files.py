@@ -41,10 +41,6 @@ class LineWriter:
         except OSError as error:
             raise UsageError(f"cannot write the {what} {path}: {error.strerror}") from error
 
-    @property
-    def is_compressed(self) -> bool:
-        return self._compressor is not None
-
     def flush(self) -> None:
         """Write everything so far; it is readable even if the process is killed now."""
         data: bytes | bytearray = self.buffer

@@ -382,8 +382,9 @@ class TraceLaws(View[PoolState]):
         self._lookups.clear()
         self._just_sampled.clear()
         self._unreleased.clear()
+        cached = set(event.cached_block_ids)
         for followers in self._followers.values():
-            for block_id in followers.keys() - set(event.cached_block_ids):
+            for block_id in followers.keys() - cached:
                 del followers[block_id]
 
 

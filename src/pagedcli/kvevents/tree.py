@@ -184,10 +184,6 @@ class PrefixTree:
         """The blocks with at least one copy, in no particular order."""
         return (node for node in self.nodes.values() if node.num_copies)
 
-    def is_resident(self, block_hash: BlockHash) -> bool:
-        node = self.nodes.get(block_hash)
-        return node is not None and node.num_copies > 0
-
     # ------------------------------------------------------------------ parts
 
     def _leave(self, node: Node, cause: Cause, time_s: float | None) -> None:
