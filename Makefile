@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all check lint clean
+.PHONY: demo test test-all test-ray check lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
@@ -12,11 +12,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# Ray is installed where it can be; otherwise its tests are skipped, and say so.
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
-test-all: $(VENV)/.installed-dev
-	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+test-all: $(VENV)/.installed-dev test-ray
 	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(RAY_TESTS))
+
+# Ray is installed where it can be; otherwise its tests are skipped, and say so.
+test-ray: $(VENV)/.installed-dev
+	-$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	$(BIN)/python -m pytest $(RAY_TESTS)
 
 lint: $(VENV)/.installed-dev

@@ -258,3 +258,25 @@ def test_without_ray_the_error_says_what_to_install(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "pip install 'pagedcli[ray]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--order", "completion"], "--order"),
+        (["--reorder", "prefix"], "--reorder"),
+        (["--kv-events", "tcp://127.0.0.1:0"], "--kv-events"),
+        (["--metrics", "m.prom"], "--metrics"),
+        (["--summary-json", "in.jsonl"], "--summary-json and the input are the same file"),
+        (["--summary-json", "notes.json"], "notes.json already exists"),
+        (["--resume", "--overwrite"], "exclude each other"),
+    ],
+)
+def test_a_distributed_run_refuses_what_it_would_ignore_or_destroy(tmp_path, flags, message):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "notes.json").write_text("mine\n")
+    flags = [str(tmp_path / flag) if flag.endswith((".jsonl", ".json", ".prom")) else flag for flag in flags]
+    result = pagedcli("generate", tmp_path / "in.jsonl", "-o", tmp_path / "parts", "--ray", *flags, expect=2)
+    assert message in " ".join(result.stderr.split())
+    assert (tmp_path / "notes.json").read_text() == "mine\n"
+    assert not (tmp_path / "parts").exists()

@@ -68,7 +68,7 @@ class Job:
             raise UsageError("--resume and --overwrite exclude each other")
         if self.resume and self.output_file is None:
             raise UsageError("--resume needs an output file: give one with -o")
-        reads = _input_files(self.input_name)
+        reads = input_files(self.input_name)
         others = {"--metrics": self.metrics, "--summary-json": self.summary_json, "--record": self.record}
         writes = others if self.output_file is None else {**output_files(self.output_file), **others}
         check_distinct(reads, writes)
@@ -80,7 +80,7 @@ class Job:
             check_new("--metrics", self.metrics, replaceable=METRICS_BEGINNING)
             if not self.resume:
                 check_new("--record", self.record)
-            check_new("--summary-json", self.summary_json, replaceable=SUMMARY_BEGINNING if self.resume else None)
+            check_summary_json(self.summary_json, resume=self.resume)
 
 
 def batch_options(loaded: LoadedConfig, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
@@ -99,7 +99,12 @@ def batch_options(loaded: LoadedConfig, *, shard: tuple[int, int] = (0, 1)) -> B
     )
 
 
-def _input_files(input_name: str) -> dict[str, Path]:
+def check_summary_json(path: Path | None, *, resume: bool) -> None:
+    """Refuse to replace a file, except the summary of the run that is resumed. Raises: UsageError."""
+    check_new("--summary-json", path, replaceable=SUMMARY_BEGINNING if resume else None)
+
+
+def input_files(input_name: str) -> dict[str, Path]:
     """For files.check_distinct."""
     path = Path(input_name)
     if path.is_dir():

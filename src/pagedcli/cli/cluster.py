@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedcli.batch.job import check_summary_json, input_files
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.progress import progress_view
@@ -15,6 +16,7 @@ from pagedcli.cli.summary import resume_command, say_model, say_summary, write_s
 from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.errors import UsageError
+from pagedcli.files import check_distinct
 
 if TYPE_CHECKING:
     from pagedcli.distributed.coordinator import Snapshot
@@ -41,6 +43,15 @@ class ClusterJob:
 
 def run_cluster_job(job: ClusterJob) -> int:
     """Run a job to its end and return the exit code. Raises: PagedcliError for fatal errors."""
+    from pagedcli.distributed.parts import PartFolder
+
+    if job.resume and job.overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    folder = PartFolder(job.output)
+    check_distinct(input_files(job.input_name), {"--summary-json": job.summary_json})
+    folder.check(resume=job.resume, overwrite=job.overwrite)
+    if not job.overwrite:
+        check_summary_json(job.summary_json, resume=job.resume)
     # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # matches all: Ray's notes on dead workers go to stdout
@@ -50,13 +61,8 @@ def run_cluster_job(job: ClusterJob) -> int:
         from pagedcli.distributed.ray_job import RayRun, cluster
     except ModuleNotFoundError as error:
         raise UsageError("--ray needs Ray, which is not installed", hint="pip install 'pagedcli[ray]'") from error
-    from pagedcli.distributed.parts import PartFolder
     from pagedcli.distributed.worker import WorkerJob
 
-    if job.resume and job.overwrite:
-        raise UsageError("--resume and --overwrite exclude each other")
-    folder = PartFolder(job.output)
-    folder.check(resume=job.resume, overwrite=job.overwrite)
     say_model(job.loaded.config.engine.model)
     ignored = _prepare(job, folder)
     missing = folder.missing()

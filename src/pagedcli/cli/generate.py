@@ -110,6 +110,9 @@ def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1):
         raise UsageError("--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics or --shard")
+    run = job.loaded.config.run
+    if run.order != "input" or run.reorder != "none":
+        raise UsageError("--ray cannot be combined with --order or --reorder: it groups rows by prefix itself")
     cluster_job = ClusterJob(
         job.loaded,
         job.input_name,

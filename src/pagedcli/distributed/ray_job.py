@@ -40,19 +40,18 @@ def cluster(address: str | None, pool: Pool) -> Iterator[None]:
     """A connection to a cluster; without an address a local one, for this run alone."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # on stderr; all of it is in the session's folder
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are also raised
+    options: dict[str, Any] = {"address": address}
+    if address is None:
+        options = {
+            "address": "local",
+            "num_cpus": pool.num_cpus * pool.num_workers,
+            "num_gpus": pool.num_gpus * pool.num_workers,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
     try:
-        if address is not None:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=pool.num_cpus * pool.num_workers,
-                num_gpus=pool.num_gpus * pool.num_workers,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        with _silent_stderr():  # Ray's C++ code reports there that it has read the log level above
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "a local Ray cluster" if address is None else f"the Ray cluster {address}"
         raise PagedcliError(f"cannot start on {where}: {error}") from error
@@ -60,6 +59,19 @@ def cluster(address: str | None, pool: Pool) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Discard what this process writes to file descriptor 2, also from C++."""
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 class RayRun:
