@@ -1,20 +1,49 @@
-"""The tables of docs/kv-cache.md are what the block manager does."""
+"""The tables of docs/kv-cache.md are what the block manager does, those of docs/models.md what reads models."""
 
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def doc_tables():
-    spec = importlib.util.spec_from_file_location("doc_tables", ROOT / "scripts" / "doc_tables.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def doc_tables():
+    return script("doc_tables")
+
+
+@pytest.fixture(scope="module")
+def model_tables():
+    return script("model_tables")
+
+
+@pytest.fixture(scope="module")
+def models_page(model_tables):
+    return model_tables.tables_in(model_tables.DOCUMENT.read_text(encoding="utf-8"))
+
+
+def test_families_and_formats_of_the_models_page_are_those_of_the_code(model_tables, models_page):
+    assert set(models_page) == set(model_tables.TABLES)
+    for name, make in model_tables.FAST.items():
+        assert models_page[name] == make(), f"{name}: run python scripts/model_tables.py --write"
+
+
+@pytest.mark.slow  # it builds a model of each family of transformers
+def test_the_models_page_says_what_runs_through_transformers(model_tables, models_page):
+    if models_page["version"] != transformers.__version__:
+        pytest.skip(f"docs/models.md was made with transformers {models_page['version']}")
+    for name, make in model_tables.TABLES.items():
+        assert models_page[name] == make(), f"{name}: run python scripts/model_tables.py --write"
 
 
 def test_every_table_of_the_document_is_what_the_code_gives(doc_tables):

@@ -19,7 +19,11 @@ def read_fallback_spec(path: Path, *, trust_remote_code: bool = False) -> ModelS
     Raises: ModelError if transformers does not know the architecture, or the config shows that it cannot run here.
     """
     config = read_config(path, trust_remote_code)
-    architecture = (config.architectures or [type(config).__name__])[0]
+    return spec_of(path, config, (config.architectures or [type(config).__name__])[0])
+
+
+def spec_of(path: Path, config: Any, architecture: str) -> ModelSpec:
+    """The ModelSpec of transformers' config. Raises: ModelError if it shows that the model cannot run here."""
     text = config.get_text_config(decoder=True)
     try:
         refuse_by_config(config, text, architecture)

@@ -182,9 +182,9 @@ def load(request: DecoderRequest) -> TransformersLM:
         raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
     model.eval().to(request.device)
     try:
-        _refuse_by_class(model, spec)
+        refuse_by_class(model, spec)
         expected = fallback_probe.own_logits(model, spec.vocab_size)
-        layers = _trace_attention(model, spec, max_model_len)
+        layers = trace_attention(model, spec, max_model_len)
         _refuse_by_backend(layers, spec, request.backend)
         paged = TransformersLM(model, spec, backend=request.backend, notes=tuple(notes), attention_layers=layers)
         fallback_probe.check_equal(paged, expected, dtype)
@@ -196,8 +196,11 @@ def load(request: DecoderRequest) -> TransformersLM:
     return paged
 
 
-def _trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> tuple[AttentionLayer, ...]:
-    """Route the model's attention to paged_attention, and look at each of its calls once: what its layers ask for."""
+def trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> tuple[AttentionLayer, ...]:
+    """Route the model's attention to paged_attention, and look at each of its calls once: what its layers ask for.
+
+    Raises: ModelError for what no backend does.
+    """
     AttentionInterface.register(_ATTENTION_NAME, paged_attention)
     model.set_attn_implementation(_ATTENTION_NAME)
     trace = AttentionTrace(spec.architecture, max_model_len)
@@ -256,7 +259,8 @@ def _refuse_by_backend(layers: tuple[AttentionLayer, ...], spec: ModelSpec, back
             )
 
 
-def _refuse_by_class(model: Any, spec: ModelSpec) -> None:
+def refuse_by_class(model: Any, spec: ModelSpec) -> None:
+    """Refuse what the class of a model shows. Raises: ModelError."""
     if not model._supports_attention_backend:
         raise refused(spec.architecture, "does not call transformers' attention interface")
     if model.base_model is model:

@@ -1,0 +1,169 @@
+"""The tables of docs/models.md, computed by the code that reads models: python scripts/model_tables.py [--write]
+
+A table follows `<!-- table: name -->` and is what the function of that name returns. tests/test_docs.py compares them,
+--write renews them. `transformers` and `refused` ask the installed transformers (some 20 s).
+"""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pagedcli.attention.cpu import CpuAttention
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.base import DecoderNeeds
+from pagedcli.models.config_json import check_supported
+from pagedcli.models.fallback_spec import spec_of
+from pagedcli.models.families import FAMILIES
+from pagedcli.models.formats import FORMATS
+from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
+from pagedcli.models.native_spec import native_spec
+from pagedcli.models.sharding import shard_spec
+from pagedcli.models.spec import ModelSpec
+from pagedcli.models.transformers_fallback import refuse_by_class, trace_attention
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+_SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_WINDOWS = {
+    "never": "none",
+    "all": "every layer, if config.json names one",
+    "by layer": "some layers, if switched on",
+    "if used": "every layer, if switched on",
+    "alternating": "alternating layers",
+}
+_FAILURES = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError)
+_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4", "hqq", "aqlm", "torchao", "quark")
+
+
+def native() -> str:
+    """Families that the project's own decoders run."""
+    rows = []
+    for model_type, family in FAMILIES.items():
+        spec = native_spec(Path("."), _SMALL, model_type)
+        decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
+        on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
+        rows.append((f"`{model_type}`", family.architecture, on_cpu, _WINDOWS[family.sliding], _split(spec)))
+    return _table(("model_type", "architecture", "on a CPU", "sliding windows", "tensor parallel"), rows)
+
+
+def _split(spec: ModelSpec) -> str:
+    try:
+        shard_spec(spec, ParallelContext(0, 2))
+    except ConfigError as error:
+        return "no: it " + error.message.partition(f"{spec.architecture} ")[2]
+    return "yes"
+
+
+def rounding() -> str:
+    """Formats that --quantization names."""
+    rows = []
+    for name, stored in FORMATS.items():
+        flag = "(default)" if name is None else f"`--quantization {name}`"
+        refusal = stored.torch_refusal()
+        rows.append((flag, stored.name, "yes", "yes" if refusal is None else f"no: {refusal}"))
+    return _table(("flag", "weights", "CPU", "CUDA"), rows)
+
+
+def checkpoints() -> str:
+    """Checkpoints that were quantized before, by the quant_method of their quantization_config."""
+    rows = []
+    for method in _METHODS:
+        try:
+            check_supported({"quantization_config": {"quant_method": method}}, Path("config.json"))
+        except ModelError as error:
+            rows.append((f"`{method}`", "refused", error.hint or ""))
+        else:
+            rows.append((f"`{method}`", "read", ""))
+    return _table(("quant_method", "", "what to do"), rows)
+
+
+def through_transformers() -> str:
+    """Families that transformers' own layers run over the paged cache."""
+    return ", ".join(f"`{model_type}`" for model_type in _families_of_transformers()[None])
+
+
+def refused() -> str:
+    """Families that do not run, and why."""
+    families = _families_of_transformers()
+    rows = [(reason, ", ".join(f"`{each}`" for each in found)) for reason, found in families.items() if reason]
+    return _table(("the model", "model_type"), sorted(rows, key=lambda row: (-row[1].count(","), row[0])))
+
+
+def version() -> str:
+    """The transformers that the last two tables ask."""
+    return transformers.__version__
+
+
+@cache
+def _families_of_transformers() -> dict[str | None, list[str]]:
+    """Reason to refuse (None: it may run) -> model types without a native decoder. A model of the default sizes is
+    built on the meta device; families whose default config builds none are left out."""
+    transformers.utils.logging.set_verbosity_error()
+    found: dict[str | None, list[str]] = defaultdict(list)
+    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if model_type not in FAMILIES:
+            try:
+                found[_refusal(model_type, architecture)].append(model_type)
+            except _FAILURES as error:  # of a family's own code, run with sizes that nobody chose for it
+                print(f"{model_type} is left out: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+    return found
+
+
+def _refusal(model_type: str, architecture: str) -> str | None:
+    config: Any = CONFIG_MAPPING[model_type]()
+    try:
+        spec = spec_of(Path("."), config, architecture)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+        model.eval()
+        refuse_by_class(model, spec)
+        trace_attention(model, spec, spec.sliding_window or spec.max_position_embeddings)
+    except ModelError as error:
+        return error.message.partition("it ")[2]
+    return None
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+FAST: dict[str, Callable[[], str]] = {each.__name__: each for each in (native, rounding, checkpoints)}
+TABLES = FAST | {each.__name__: each for each in (version, through_transformers, refused)}
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+
+
+def tables_in(document: str) -> dict[str, str]:
+    """Name and text of each table in the document."""
+    return {match[2]: match[3] for match in _BLOCK.finditer(document)}
+
+
+def main() -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    renewed = _BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[4], document)
+    if "--write" in sys.argv:
+        DOCUMENT.write_text(renewed, encoding="utf-8")
+    print(
+        "up to date" if renewed == document else "renewed" if "--write" in sys.argv else "out of date: run with --write"
+    )
+
+
+if __name__ == "__main__":
+    main()
