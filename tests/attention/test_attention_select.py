@@ -93,9 +93,9 @@ PLAIN = AttentionLayer(scale=0.125)
         ({}, {"head_dim": 60}, "head_dim is 60, not a multiple of 8"),
         ({}, {"head_dim": 264}, "head_dim is 264, more than 256"),
         ({}, {"num_heads": 40}, "10 query heads per key/value head are more than 8"),
-        ({}, {"kv_dtype": torch.int8}, "has no KV cache of int8"),
-        ({"windows": False}, {"layers": frozenset({PLAIN, replace(PLAIN, window=64)})}, "sees only 64 tokens"),
-        ({"soft_cap": False}, {"layers": frozenset({PLAIN, replace(PLAIN, soft_cap=50.0)})}, "caps them at 50"),
+        ({}, {"kv_dtype": torch.int8}, "does not support a KV cache of int8"),
+        ({"windows": False}, {"layers": frozenset({PLAIN, replace(PLAIN, window=64)})}, "has a window of 64 tokens"),
+        ({"soft_cap": False}, {"layers": frozenset({PLAIN, replace(PLAIN, soft_cap=50.0)})}, "scores at 50"),
         ({"negative_scale": False}, {"layers": frozenset({replace(PLAIN, scale=-1.0)})}, "a layer has -1"),
     ],
 )
@@ -116,4 +116,4 @@ def test_what_a_backend_lacks_is_refused_with_the_reason(lacking, asked, reason)
 def test_a_layer_that_the_fast_backends_cannot_run_goes_to_one_that_can():
     selection = select_backend("auto", **SPEC, layers=[replace(PLAIN, soft_cap=30.0)])
     assert selection.backend.capabilities.soft_cap
-    assert all("does not cap attention scores" in reason for reason in selection.refused)
+    assert all("does not support soft caps" in reason for reason in selection.refused)

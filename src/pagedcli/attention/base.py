@@ -20,8 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One step's work: for each sequence some new tokens after some cached tokens. Whole prompts, chunks and decode
-    are all of this form.
+    """One step's batch: for each sequence, new tokens after cached tokens. Covers whole prompts, chunks and decode.
 
     The new tokens of sequence b are rows cu_q[b] ... cu_q[b+1]-1 of q and have the positions
     num_tokens[b] - (cu_q[b+1] - cu_q[b]) ... num_tokens[b]-1. Position p of sequence b lives in slot
@@ -43,11 +42,11 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model and a cache ask of a backend.
+    """What a model and a cache require of a backend.
 
-    Each backend module has `check(spec) -> type[AttentionBackend]`, which needs neither the device nor any software
-    for it, and `load(spec) -> AttentionBackend`. Both raise BackendError with the reason if the device cannot run it;
-    select.py refuses what Capabilities rule out.
+    Each backend module has `check(spec) -> type[AttentionBackend]`, which needs neither the device nor its software,
+    and `load(spec) -> AttentionBackend`. Both raise BackendError with the reason if the device cannot run it; select.py
+    refuses what Capabilities rule out.
     """
 
     device: torch.device
@@ -56,14 +55,14 @@ class AttentionSpec:
     num_heads: int  # H, a multiple of num_kv_heads
     num_kv_heads: int  # G
     head_dim: int  # D
-    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype. Others need a backend with `kv_dtypes`
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype. Others need a backend with that one in `kv_dtypes`
     layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend serves and promises, as data: select.py refuses the rest, the conformance test checks it."""
+    """What a backend supports and guarantees: select.py refuses the rest, the conformance test checks it."""
 
     dtypes: frozenset[torch.dtype]  # of q, k and v
     kv_dtypes: frozenset[torch.dtype] = frozenset()  # of a cache, in addition to that of q, k and v
@@ -95,11 +94,11 @@ class AttentionBackend(Protocol):
         ...
 
     def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Raises BackendError if a cache is not what this backend reads without looking again."""
+        """Raises BackendError unless the caches have this backend's shape and dtype, which later calls rely on."""
         return
 
     def reserve(self, num_seqs: int, max_total: int) -> None:
-        """Take the memory that steps of so many sequences of up to max_total tokens need, before memory is counted."""
+        """Allocate what steps of so many sequences of up to max_total tokens need, before memory is profiled."""
         return
 
     def prepare(self, batch: PagedBatch) -> None:

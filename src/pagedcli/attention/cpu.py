@@ -1,7 +1,7 @@
-"""Paged attention on the CPU by the project's own C++ kernel: reads pages where they lie, near memory bandwidth.
+"""Paged attention on the CPU by the project's own C++ kernel: reads pages in place, near memory bandwidth.
 
-A token's result does not depend, in any bit, on the rest of the batch, on chunking or on the number of threads. That
-holds for an int8 cache, too: the tokens of a step read their own K and V back from it, as they read all others.
+A token's result is bitwise independent of the rest of the batch, of chunking and of the number of threads, also with
+an int8 cache: the tokens of a step read their own K and V back from it, like all others.
 """
 
 import ctypes
@@ -17,12 +17,12 @@ from pagedcli.native import NativeLibrary, load_library
 from pagedcli.native.structs import DTYPE_CODES
 
 SCALE_BYTES = 4  # of an int8 cache, per token and head: one float32
-MAX_INT8_HEAD_DIM = 512  # a longer product of whole numbers does not fit into 32 bits
+MAX_INT8_HEAD_DIM = 512  # a longer integer dot product overflows 32 bits
 _int, _int64, _pointer, _float = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 class _StepWork:
-    """One step's pieces of work, made and freed by the library. Keeps the tensors alive that it points into."""
+    """One step's work items, allocated and freed by the library. Keeps the tensors it points into alive."""
 
     def __init__(self, library: ctypes.CDLL, address: int, tensors: tuple[Tensor, ...]) -> None:
         self._library = library
@@ -34,9 +34,9 @@ class _StepWork:
 
 
 class CpuAttention(AttentionBackend):
-    """The native kernel. K and V cache: [N, G, S, D], the inside of a head in an order that is the kernel's own.
+    """The native kernel. K and V cache: [N, G, S, D], each head in an internal order.
 
-    With kv_dtype int8 the cache is bytes [N, G, S, D + 4]: after the elements a float32 scale per token and head.
+    With kv_dtype int8 the cache is bytes [N, G, S, D + 4]: the elements, then a float32 scale per token and head.
     """
 
     name = "cpu"
@@ -117,11 +117,11 @@ class CpuAttention(AttentionBackend):
             layer.soft_cap or 0.0,
         )
         if failed:
-            raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
+            raise BackendError(f"a block table names a block outside the cache of {k_cache.shape[0]} blocks")
         return out
 
     def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """The library trusts its pointers, so this is where a wrong shape is caught."""
+        """Catch wrong shapes here: the library trusts its pointers."""
         spec, dtype = self._spec, self._kv_dtype
         inside = self.kv_shape(0, spec.block_size, spec.num_kv_heads, spec.head_dim)[1:]
         for cache in (k_cache, v_cache):
@@ -135,7 +135,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
-    """Declare the C functions whose names begin with paged_."""
+    """Declare the C functions named paged_*."""
     library.paged_work_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int]
     library.paged_work_new.restype = _pointer
     library.paged_work_free.argtypes = [_pointer]
@@ -158,17 +158,17 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
 
 
 def check(spec: AttentionSpec) -> type[CpuAttention]:
-    """Raises BackendError off the CPU, and for an int8 cache of longer heads than it can sum exactly."""
+    """Raises BackendError off the CPU, and for an int8 cache with heads too long to sum exactly."""
     if spec.device.type != "cpu":
         raise BackendError(f"runs on a CPU, not on {spec.device}")
     if spec.kv_dtype == torch.int8 and spec.head_dim > MAX_INT8_HEAD_DIM:
         raise BackendError(
-            f"has an int8 KV cache for head_dim up to {MAX_INT8_HEAD_DIM}, not {spec.head_dim}",
+            f"supports an int8 KV cache for head_dim up to {MAX_INT8_HEAD_DIM}, not {spec.head_dim}",
             hint="use --kv-cache-dtype auto",
         )
     return CpuAttention
 
 
 def load(spec: AttentionSpec) -> CpuAttention:
-    """The native backend. Raises BackendError where there is no compiler, and for what check refuses."""
+    """The native backend. Raises BackendError without a compiler, and for what check refuses."""
     return check(spec)(spec, load_library())

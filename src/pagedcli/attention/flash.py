@@ -1,4 +1,4 @@
-"""Paged attention by the package flash-attn: version 3 (any block size, sm_90) or 2 (block size a multiple of 256)."""
+"""Paged attention by flash-attn: version 3 (any block size, sm_90) or 2 (block size a multiple of 256)."""
 
 import importlib
 import importlib.util
@@ -60,7 +60,7 @@ class Flash2Attention(ReferenceAttention):
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
-            # Pure decode has an entry of its own, which splits long contexts; ragged queries with splits are wrong.
+            # Pure decode has its own function, which splits long contexts; splits with ragged queries are wrong.
             out: Tensor = self._with_kvcache(
                 q.unsqueeze(1),
                 k_cache,
@@ -102,14 +102,13 @@ def flash2_backend(package: Any) -> Flash2Attention:
 
 
 def check(spec: AttentionSpec) -> type[Flash3Attention] | type[Flash2Attention]:
-    """The version that would serve the spec if it were installed. Raises BackendError where the device does not allow
-    either."""
+    """The version that would serve the spec if installed. Raises BackendError if the device supports neither."""
     check_flash_device(spec)
     return Flash3Attention if spec.capability == (9, 0) else Flash2Attention
 
 
 def load(spec: AttentionSpec) -> Flash3Attention | Flash2Attention:
-    """Version 3 where it is installed on an sm_90 device, else version 2. Raises BackendError with the reason."""
+    """Version 3 if installed on an sm_90 device, else version 2. Raises BackendError with the reason."""
     if check(spec) is Flash3Attention:
         interface = _import("flash_attn_interface")
         if interface is not None:
@@ -129,10 +128,10 @@ def _check(function: Callable[..., Any], needed: frozenset[str]) -> None:
 
 
 def _import(name: str) -> Any:
-    """The module, or None where it is not installed. Raises BackendError where it is but does not load."""
+    """The module, or None if it is not installed. Raises BackendError if it is installed but fails to load."""
     if importlib.util.find_spec(name) is None:
         return None
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:  # built for another torch: undefined symbols
-        raise BackendError(f"{name} is installed but does not load: {error}") from error
+        raise BackendError(f"{name} is installed but fails to load: {error}") from error

@@ -1,4 +1,4 @@
-"""The backend that is easy to believe: gather the sequence's K and V, mask, softmax, in plain torch. Any device.
+"""The reference backend, simple enough to trust: gather K and V of a sequence, mask, softmax, in plain torch.
 
 Every other backend is tested against it.
 """
@@ -59,5 +59,5 @@ def check(spec: AttentionSpec) -> type[ReferenceAttention]:
 
 
 def load(spec: AttentionSpec) -> ReferenceAttention:
-    """The reference, which serves every spec."""
+    """The reference backend."""
     return ReferenceAttention()

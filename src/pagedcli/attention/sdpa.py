@@ -1,6 +1,6 @@
-"""Paged attention from torch's scaled_dot_product_attention: gather the pages, group equal shapes, one call per group.
+"""Paged attention by torch's scaled_dot_product_attention: gather the pages, group equal shapes, one call per group.
 
-Any device, nothing to compile. Each byte of the cache is copied once per step, which a paged kernel avoids.
+Any device, nothing to compile. Copies each byte of the cache once per step, which a paged kernel avoids.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 
-# Gathered K of one call in elements: small enough to be read back from cache on a CPU, large enough to fill a GPU.
+# Elements of gathered K per call: small enough for a CPU's cache, large enough to fill a GPU.
 GATHER_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
-CHUNK = 128  # new tokens of one call: each chunk of a prompt gathers only the keys that it may see
+CHUNK = 128  # new tokens per call: each chunk of a prompt gathers only the keys it can see
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Group:
     rows: Tensor  # [n * m] int64, rows of q
     pages: Tensor  # [n * G * k / S] int64, which [S, D] pieces of the cache, seen as [N * G, S * D], valid ones only
     mask: Tensor  # [n, 1, m, k] bool, True where a query sees a key
-    shortest: int  # from this key on there may be slots that no token owns
+    shortest: int  # slots from this key on may be unowned
     unowned: Tensor  # [n, 1, k - shortest, 1] bool, True there
 
 
@@ -76,7 +76,7 @@ class SdpaAttention(AttentionBackend):
         for group in batch.work:
             n, k_len = group.mask.shape[0], group.mask.shape[3]
             keys, values = (_gather(cache, group) for cache in (k_cache, v_cache))
-            # The heads of a group become more queries of one head: K and V are never repeated.
+            # The heads of a group become additional queries of one head, so K and V are not repeated.
             queries = q[group.rows].view(n, -1, num_kv_heads, group_size, head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
             mask = group.mask.expand(n, group_size, -1, k_len).reshape(n, 1, -1, k_len)
@@ -86,7 +86,7 @@ class SdpaAttention(AttentionBackend):
         return out
 
     def _calls(self, batch: PagedBatch) -> list[list[_Chunk]]:
-        """Chunks that share a call: equal numbers of new tokens, similar lengths, a bounded sum of lengths."""
+        """Group chunks into calls: equal numbers of new tokens, similar lengths, a bounded sum of lengths."""
         starts = batch.cu_q_host or batch.cu_q.tolist()
         totals = batch.num_tokens_host or batch.num_tokens.tolist()
         chunks = [
@@ -128,7 +128,7 @@ class SdpaAttention(AttentionBackend):
 
 
 def _gather(cache: Tensor, group: _Group) -> Tensor:
-    """[n, G, k, D] of the group's pages, zero where no token lives: a NaN there would survive a zero weight."""
+    """[n, G, k, D] of the group's pages, zero in unowned slots: a NaN there would survive a zero weight."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     pieces = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, group.pages)
     gathered = pieces.view(group.mask.shape[0], num_kv_heads, -1, head_dim)
@@ -137,10 +137,10 @@ def _gather(cache: Tensor, group: _Group) -> Tensor:
 
 
 def check(spec: AttentionSpec) -> type[SdpaAttention]:
-    """Refuses nothing."""
+    """Accepts every spec."""
     return SdpaAttention
 
 
 def load(spec: AttentionSpec) -> SdpaAttention:
-    """Serves every spec that torch's scaled_dot_product_attention does."""
+    """The SDPA backend."""
     return SdpaAttention(spec)

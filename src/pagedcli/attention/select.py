@@ -1,4 +1,4 @@
-"""Which attention backend runs, and why the faster ones do not. The only place that knows backends by name.
+"""Selects the attention backend and explains why faster ones are unavailable. The only place that names backends.
 
 Used by the engine and by `pagedcli doctor`. A new backend is one file with `check(spec)` and `load(spec)`, and one line
 in REGISTRY.
@@ -17,11 +17,11 @@ from pagedcli.errors import BackendError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One backend of the registry. Nothing is imported before it is asked for."""
+    """One backend of the registry, imported lazily."""
 
     name: str
     module: str  # has check(spec) and load(spec), see AttentionSpec
-    auto_devices: tuple[str, ...]  # device types on which "auto" tries it; by name it can be asked for anywhere
+    auto_devices: tuple[str, ...]  # device types on which "auto" tries it; any device by name
 
 
 # In order of preference.
@@ -38,7 +38,7 @@ BACKEND_NAMES = ("auto", *(entry.name for entry in REGISTRY))
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that serves a spec, not loaded yet, and one line for each preferred one that cannot."""
+    """The backend for a spec, not loaded yet, and one line for each preferred one that cannot run it."""
 
     name: str
     kind: type[AttentionBackend]
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The backend that will run and one line for each preferred one that cannot: "cpu: no C++ compiler found"."""
+    """The backend that will run and one line for each preferred one that cannot, e.g. "cpu: no C++ compiler found"."""
 
     backend: AttentionBackend
     refused: tuple[str, ...]
@@ -65,10 +65,10 @@ def select_backend(
     kv_dtype: torch.dtype | None = None,
     layers: Iterable[AttentionLayer] = (),
 ) -> Selection:
-    """The named backend, or with "auto" the first in order of preference that can run here.
+    """The named backend, or with "auto" the most preferred one that can run here.
 
     Units:   block_size in tokens, head_dim in elements.
-    Raises:  BackendError if the name is unknown or that backend cannot run here, with the reason and a way out.
+    Raises:  BackendError with reason and hint if the name is unknown or the backend cannot run here.
     """
     spec = AttentionSpec(device, dtype, block_size, num_heads, num_kv_heads, head_dim, kv_dtype, frozenset(layers))
     choice = choose_backend(name, spec)
@@ -80,9 +80,9 @@ def choose_backend(
 ) -> Choice:
     """What select_backend would choose.
 
-    `is_here` False: for a machine that is described, not this one; its software is taken to be complete but for what
-    `missing` says, a reason by the name of the backend.
-    Raises:  BackendError if the name is unknown or that backend cannot run there, with the reason and a way out.
+    `is_here` False: for a described machine instead of this one; its software is assumed complete except for `missing`
+    (backend name -> reason).
+    Raises:  BackendError with reason and hint if the name is unknown or the backend cannot run there.
     """
     if spec.num_heads % spec.num_kv_heads:
         raise BackendError(f"num_heads is {spec.num_heads}, not a multiple of num_kv_heads {spec.num_kv_heads}")
@@ -113,7 +113,7 @@ def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
 
 
 def available_backends(spec: AttentionSpec, missing: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
-    """Every backend in order of preference, each with None if it can run here or the reason why not."""
+    """Every backend in order of preference, with None if it can run here, else the reason."""
     return [(entry.name, _why_not(entry, spec, missing or {})) for entry in REGISTRY]
 
 
@@ -144,14 +144,14 @@ def _load(entry: Entry, spec: AttentionSpec) -> AttentionBackend:
 
 
 def check_spec(able: Capabilities, spec: AttentionSpec) -> None:
-    """Raises BackendError with the first thing that the spec asks for and a backend of these capabilities lacks."""
+    """Raises BackendError with the first requirement of the spec that these capabilities do not meet."""
     if spec.dtype not in able.dtypes:
         known = ", ".join(sorted(map(dtype_name, able.dtypes)))
         raise BackendError(f"dtype {dtype_name(spec.dtype)} is not one of {known}")
     if spec.kv_dtype not in (None, spec.dtype, *able.kv_dtypes):
         kv_dtype = dtype_name(spec.kv_dtype or spec.dtype)
         raise BackendError(
-            f"has no KV cache of {kv_dtype}", hint="use --kv-cache-dtype auto, or --attention-backend auto"
+            f"does not support a KV cache of {kv_dtype}", hint="use --kv-cache-dtype auto, or --attention-backend auto"
         )
     if spec.block_size % able.block_size_multiple:
         multiple = able.block_size_multiple
@@ -174,9 +174,9 @@ def check_spec(able: Capabilities, spec: AttentionSpec) -> None:
 def layer_refusal(able: Capabilities, layer: AttentionLayer) -> str | None:
     """Why a backend of these capabilities cannot run a layer; None if it can."""
     if layer.window is not None and not able.windows:
-        return f"has no sliding window, and a layer sees only {layer.window} tokens"
+        return f"does not support sliding windows, and a layer has a window of {layer.window} tokens"
     if layer.soft_cap is not None and not able.soft_cap:
-        return f"does not cap attention scores, and a layer caps them at {layer.soft_cap:g}"
+        return f"does not support soft caps, and a layer caps attention scores at {layer.soft_cap:g}"
     if layer.scale <= 0 and not able.negative_scale:
-        return f"takes positive scales only, and a layer has {layer.scale:g}"
+        return f"supports only positive scales, and a layer has {layer.scale:g}"
     return None

@@ -1,8 +1,8 @@
 """The Triton kernels of paged attention. Used by triton_paged.py only; imported only where triton is installed.
 
 K and V cache: [N, G, S, D]. All softmax arithmetic is float32 in units of log2, with scale * log2(e) folded into one
-factor. UPCAST makes tl.dot work in float32: triton's interpreter computes bfloat16 wrongly. Arguments whose alignment
-changes from step to step are not specialized on: each variant of a kernel would be compiled in the middle of a run.
+factor. UPCAST makes tl.dot use float32: triton's interpreter computes bfloat16 incorrectly. Arguments whose alignment
+changes from step to step are not specialized on, because each kernel variant would be compiled during the run.
 """
 
 import triton
@@ -27,7 +27,7 @@ def store_kvcache_kernel(
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One program per new token: its K and V of all heads go to the token's slot, or nowhere if that is -1."""
+    """One program per new token: stores its K and V of all heads in its slot, unless that is -1."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
@@ -46,13 +46,13 @@ def store_kvcache_kernel(
 
 @triton.jit
 def to_fp8(x, inverse):
-    """e4m3; what is too large becomes the largest number, not NaN."""
+    """Convert to e4m3, saturating instead of NaN."""
     return tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit
 def _softmax_step(scores, top, total):
-    """Weights of one tile, the factor that shrinks what was summed before, and the new maximum and sum."""
+    """Online softmax: weights of one tile, rescaling factor of earlier sums, and the new maximum and sum."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet: -inf - -inf is NaN
     weights = tl.exp2(scores - base[:, None])
@@ -106,7 +106,7 @@ def decode_kernel(
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once for a whole group."""
+    """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once per group."""
     GROUP: tl.constexpr = H // G
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
@@ -122,7 +122,7 @@ def decode_kernel(
         first_row = tl.load(cu_q_ptr + seq)
         num_new = tl.load(cu_q_ptr + seq + 1) - first_row
         total = tl.load(num_tokens_ptr + seq)
-        # The split's pages are looked up before the loop: inside it they would stall the copies of K and V.
+        # Look up the split's pages before the loop: inside it they would stall the loads of K and V.
         first_page = split_start // S
         page = first_page + tl.arange(0, PAGES)
         page_ids = tl.load(table_ptr + seq.to(tl.int64) * table_stride + page, mask=page * S < total, other=0)
@@ -185,7 +185,7 @@ def combine_kernel(
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program per (sequence, head): adds up the sequence's splits in their order."""
+    """One program per (sequence, head): combines the sequence's splits in order."""
     GROUP: tl.constexpr = H // G
     seq, head = tl.program_id(0), tl.program_id(1)
     first_part = tl.load(first_part_ptr + seq).to(tl.int64)

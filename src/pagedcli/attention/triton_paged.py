@@ -1,7 +1,7 @@
 """Paged attention in Triton: split decode over a persistent work list, paged prefill. The base on CUDA.
 
-Runs on any torch from 2.11 and any block size that is a multiple of 16. A sequence's result does not depend on the rest
-of the batch: splits and tiles are counted from its own start. Imported only where triton is installed.
+Needs torch 2.11 or newer and a block size that is a multiple of 16. A sequence's result does not depend on the rest of
+the batch: splits and tiles are counted from its own start. Imported only where triton is installed.
 """
 
 import os
@@ -29,7 +29,7 @@ except ImportError as error:
 
 LOG2E = 1.4426950408889634
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
-DEVICE_LIST_ITEMS = 2**13 + 2**9  # all that a CUDA graph can ask for; a longer work list is counted on the host
+DEVICE_LIST_ITEMS = 2**13 + 2**9  # the most that a CUDA graph needs; longer work lists are counted on the host
 PROGRAMS_PER_SM = 3
 
 
@@ -272,7 +272,7 @@ class TritonAttention(AttentionBackend):
             self._partial_buffers(min(DEVICE_LIST_ITEMS, num_seqs * -(-max_total // SPLIT)))
 
     def _partial_buffers(self, num_parts: int) -> tuple[Tensor, Tensor]:
-        """Room for so many partial results, shared by all layers and kept between steps."""
+        """Buffers for so many partial results, shared by all layers and kept between steps."""
         rows = num_parts * self._spec.num_heads
         if self._partials[1].shape[0] < rows:
             device = self._spec.device
@@ -286,8 +286,8 @@ class TritonAttention(AttentionBackend):
 
 
 def decode_work(num_tokens: Tensor, max_total: int) -> _StepWork:
-    """The work list of a step of one new token per sequence, made on the device: the host need not wait, and a captured
-    graph makes the next step's list itself.
+    """The work list of a step of one new token per sequence, built on the device: the host does not wait, and a
+    captured graph builds each step's list itself.
 
     Shapes:  num_tokens [B] int32; max_total bounds it, and so the number of items.
     """
@@ -303,12 +303,12 @@ def decode_work(num_tokens: Tensor, max_total: int) -> _StepWork:
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:
-    """Host values on the device, without waiting for what it still has to do."""
+    """Copy host values to the device without synchronizing."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def pages_per_split(block_size: int) -> int:
-    """How many block-table entries the decode kernel loads for a split: a power of two that always suffices."""
+    """How many block-table entries the decode kernel loads per split: a sufficient power of two."""
     if block_size % SPLIT == 0:
         return 1
     if SPLIT % block_size == 0:
@@ -317,15 +317,15 @@ def pages_per_split(block_size: int) -> int:
 
 
 def interpreted() -> bool:
-    """Whether triton runs the kernels in its interpreter, on a CPU (TRITON_INTERPRET=1)."""
+    """Whether triton interprets the kernels on a CPU (TRITON_INTERPRET=1)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def missing_compiler() -> str | None:
-    """Why triton cannot launch a kernel here, None if it can: it builds its launcher with the machine's C compiler."""
+    """Why triton cannot launch kernels here, None if it can: it builds its launcher with the machine's C compiler."""
     if interpreted() or triton.knobs.build.impl or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return None
-    return "triton needs a C compiler, and there is neither gcc nor clang"
+    return "triton needs a C compiler, and neither gcc nor clang is installed"
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -338,7 +338,7 @@ def _power_of_2(n: int) -> int:
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """The kernels take any stride between tokens, but want a token's heads side by side."""
+    """Make each token's heads contiguous; the kernels take any stride between tokens."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -355,5 +355,5 @@ def load(spec: AttentionSpec) -> TritonAttention:
     """The Triton backend. Raises BackendError without a C compiler, and for what check refuses."""
     kind = check(spec)
     if problem := missing_compiler():
-        raise BackendError(problem, hint="install gcc, or name a compiler in the environment variable CC")
+        raise BackendError(problem, hint="install gcc, or set the environment variable CC to a compiler")
     return kind(spec)

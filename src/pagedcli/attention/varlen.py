@@ -1,6 +1,6 @@
 """Paged attention by torch's own torch.nn.attention.varlen.varlen_attn (FlashAttention inside torch, CUDA only).
 
-Found by its signature, never by torch's version: only from 2.12 on does it take a block table.
+Detected by its signature, not by torch's version: it takes a block table only since 2.12.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import BackendError
 
 PAGE_MULTIPLE = 256  # tokens; FlashAttention-2 copies a page in tiles of up to this size
-# What every FlashAttention kernel asks for.
+# Requirements of every FlashAttention kernel.
 FLASH_CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float16, torch.bfloat16}), head_dim_multiple=8, max_head_dim=256
 )
@@ -25,7 +25,7 @@ NEEDED = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_ta
 
 
 class VarlenAttention(ReferenceAttention):
-    """torch's varlen_attn over pages. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
+    """torch's varlen_attn over pages. K and V cache: [N, S, G, D], written as by the reference."""
 
     name = "varlen"
     capabilities = replace(FLASH_CAPABILITIES, block_size_multiple=PAGE_MULTIPLE, batch_invariant=True)  # num_splits=1
@@ -45,13 +45,13 @@ class VarlenAttention(ReferenceAttention):
 
 
 def varlen_arguments(batch: PagedBatch) -> dict[str, Any]:
-    """The arguments of varlen_attn that describe a step, equal for all its layers."""
+    """The arguments of varlen_attn that describe a step, the same for all layers."""
     return {
         "cu_seq_q": batch.cu_q,
         "cu_seq_k": cumulative_lengths(batch),
         "max_q": batch.max_new,
         "max_k": batch.max_total,
-        # One query sees every key, so decode needs no mask; torch takes its grouped-head path only without one.
+        # A single query sees every key, so decode needs no mask; torch uses its grouped-head path only without one.
         "window_size": (-1, -1) if batch.max_new == 1 else (-1, 0),
         "seqused_k": batch.num_tokens,
         "block_table": batch.block_table,
@@ -61,7 +61,7 @@ def varlen_arguments(batch: PagedBatch) -> dict[str, Any]:
 
 
 def cumulative_lengths(batch: PagedBatch) -> Tensor:
-    """[B+1] int32: where each sequence's keys would start if they lay one after the other."""
+    """[B+1] int32: where each sequence's keys would start if they were contiguous."""
     starts = torch.zeros_like(batch.cu_q)
     torch.cumsum(batch.num_tokens, 0, dtype=torch.int32, out=starts[1:])
     return starts
@@ -73,7 +73,7 @@ def missing_parameters(function: Callable[..., Any], needed: frozenset[str]) -> 
 
 
 def check_flash_device(spec: AttentionSpec) -> None:
-    """Raises BackendError for a device that no FlashAttention kernel runs on."""
+    """Raises BackendError for a device without FlashAttention kernels."""
     if spec.device.type != "cuda":
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
     if (spec.capability or (0, 0)) < (8, 0):
@@ -81,17 +81,19 @@ def check_flash_device(spec: AttentionSpec) -> None:
 
 
 def check(spec: AttentionSpec) -> type[VarlenAttention]:
-    """Raises BackendError where the device does not allow it."""
+    """Raises BackendError if the device does not support it."""
     check_flash_device(spec)
     return VarlenAttention
 
 
 def load(spec: AttentionSpec) -> VarlenAttention:
-    """The varlen backend. Raises BackendError where torch or the device do not allow it."""
+    """The varlen backend. Raises BackendError if torch or the device does not support it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
-        raise BackendError(f"torch {torch.__version__} has no varlen_attn", hint="torch 2.12 has it") from error
+        raise BackendError(
+            f"torch {torch.__version__} has no varlen_attn", hint="install torch 2.12 or newer"
+        ) from error
     missing = missing_parameters(varlen_attn, NEEDED)
     if missing:
         raise BackendError(f"varlen_attn of torch {torch.__version__} does not take {', '.join(missing)}")

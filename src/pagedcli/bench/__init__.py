@@ -1,1 +1,1 @@
-"""Workloads, measurements and the floor that a machine sets: what `pagedcli bench` shows. Knows no terminal."""
+"""Workloads, measurements and the machine's floor for `pagedcli bench`. Independent of the terminal."""

@@ -1,6 +1,6 @@
-"""How fast attention runs here. Pure functions that return rows.
+"""Measures attention speed. Pure functions that return rows.
 
-Used by `pagedcli bench kernels`. Every timing is the best of several calls: other work on the machine only ever adds.
+Used by `pagedcli bench kernels`. Every timing is the best of several calls: other load on the machine only adds time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from pagedcli.bench.rates import best_seconds
 from pagedcli.kvcache.budget import block_bytes
 from pagedcli.native.memory import ask_for_huge_pages
 
-STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: so that none of them is still in a cache
+STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: more than any CPU cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class AttentionShape:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Distinct ones in the cache."""
+        """Distinct tokens in the cache."""
         return self.shared + self.num_sequences * (self.context - self.shared)
 
     @property
@@ -51,7 +51,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds that the causal mask leaves, times 2, of both products."""
+        """Operations of both products under the causal mask; a multiply-add counts as two."""
         seen = self.new * (2 * self.context - self.new + 1) // 2
         return 4 * self.num_sequences * seen * self.num_heads * self.head_dim
 
@@ -70,7 +70,7 @@ class AttentionRow:
 def attention_rows(
     shapes: Iterable[AttentionShape], backend: str = "auto", device: str = "cpu"
 ) -> Iterator[AttentionRow]:
-    """Measure each shape, in turn. Blocks lie in random order, as after long use of a cache.
+    """Measure each shape. Blocks are in random order, as after long use of a cache.
 
     Raises: BackendError if the named backend cannot run a shape.
     """

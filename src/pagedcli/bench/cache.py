@@ -1,4 +1,4 @@
-"""What a KV cache is worth: the same request with it, and with every token computed from the whole text so far."""
+"""The benefit of a KV cache: the same request with it, and with the whole text recomputed for every token."""
 
 import time
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pagedcli.engine.llm_engine import LLMEngine
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """One way to generate one request. Seconds."""
+    """Generation of one request, with or without the cache. Seconds."""
 
     way: str
     ttft_s: float
@@ -20,11 +20,11 @@ class CacheRow:
 
 
 def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[CacheRow], bool]:
-    """Two rows, with and without the cache, and whether both gave the same tokens. The engine must not reuse prefixes.
+    """Two rows, with and without the cache, and whether both gave the same tokens. Prefix caching must be off.
 
     Units: num_tokens to generate, at least 2.
     """
-    assert not engine.config.enable_prefix_caching, "a prefix cache would be the cache that is left out"
+    assert not engine.config.enable_prefix_caching, "prefix caching would defeat the comparison"
     first_s = _seconds(engine, prompt, 1)[1]
     tokens, with_s = _seconds(engine, prompt, num_tokens)
     times = []

@@ -1,4 +1,4 @@
-"""The shortest time that a machine's memory and arithmetic allow for a workload. Arithmetic only, knows no torch.
+"""The shortest time that a machine's memory and arithmetic allow for a workload. Pure arithmetic, free of torch.
 
 Per step, for linear layers and for attention each the larger of bytes over bandwidth and operations over the rate:
 every linear weight read once per step, each distinct byte of K and V once, all prompts computed in one packed step.
@@ -12,15 +12,15 @@ from pagedcli.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """What the machine can do at best on the threads in use."""
+    """Peak rates of the machine on the threads in use."""
 
     read_bytes_per_s: float
-    flop_per_s: float  # multiply-adds in registers, two operations each, of the type that is computed with
+    flop_per_s: float  # multiply-adds in registers, two operations each, in the compute dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds at least."""
+    """Shortest times, in seconds."""
 
     prefill_s: float
     decode_s: float
@@ -68,7 +68,7 @@ def workload_floor(
 
 
 def _weights_per_layer(spec: ModelSpec) -> int:
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # q, k, v and the way back
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # q, k, v and the output projection
     return spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 

@@ -1,4 +1,4 @@
-"""Times of the parts of a step, each compared with its limit: reading its bytes or doing its operations."""
+"""Times of the parts of a step, each compared with its limit: memory bandwidth or arithmetic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class KernelRow:
     ms: float
     gb_per_s: float
     gflop_per_s: float
-    share: float  # of the limit that the kernel meets: its shortest possible time over its time
+    share: float  # of the kernel's limit: its shortest possible time over its time
 
 
 def kernel_rows(
@@ -52,7 +52,7 @@ def kernel_rows(
 ) -> list[KernelRow]:
     """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU.
 
-    `kv_dtype`: of the KV cache; where it is not `dtype`, attention is measured over both in turn.
+    `kv_dtype`: of the KV cache; if it differs from `dtype`, attention is measured with both.
     """
     width, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim

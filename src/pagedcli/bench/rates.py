@@ -1,6 +1,6 @@
-"""What this machine can do at best: read bandwidth, multiply-adds in registers, and a large matrix product.
+"""Peak rates of this machine: read bandwidth, multiply-adds in registers, and a large matrix product.
 
-Every figure is the best of many short pieces: other work on the machine only ever takes away.
+Every figure is the best of many short measurements: other load on the machine only lowers them.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library, paths
 from pagedcli.native.memory import empty_in_huge_pages
 
-READ_BYTES = 1 << 28  # far beyond any cache of a small machine
+READ_BYTES = 1 << 28  # far larger than a CPU cache
 GEMM_TOKENS, GEMM_OUT, GEMM_IN = 1024, 4096, 1024
 
 
@@ -32,7 +32,7 @@ class MachineRates:
     path: str  # what the kernels use
 
     def best(self, other: "MachineRates") -> "MachineRates":
-        """The higher of both rates: other work on the machine only ever takes away."""
+        """The higher of both rates: other load on the machine only lowers them."""
         return MachineRates(
             self.threads,
             max(self.read_bytes_per_s, other.read_bytes_per_s),
@@ -44,12 +44,12 @@ class MachineRates:
 
     @property
     def limits(self) -> MachineLimits:
-        """For bench.floor: the higher of both rates of arithmetic, as each may have met a slow moment."""
+        """Rates for bench.floor, with the higher arithmetic rate: either measurement may have been disturbed."""
         return MachineLimits(self.read_bytes_per_s, max(self.flop_per_s, self.gemm_flop_per_s))
 
 
 def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
-    """Measure for the dtype that is computed with, or for int8 multiply-adds. Takes about a second."""
+    """Measure for the compute dtype, or for int8 multiply-adds. Takes about a second."""
     threads = torch.get_num_threads()
     data = empty_in_huge_pages(READ_BYTES // 4, torch.float32).fill_(1)
     x, weight = (torch.randn(n, GEMM_IN).to(dtype) for n in (GEMM_TOKENS, GEMM_OUT))
@@ -74,7 +74,7 @@ def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:
 
 
 def _paths(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> tuple[paths.Path, tuple[paths.Path, ...]]:
-    """The path that the kernels use, and all that could multiply the type."""
+    """The path that the kernels use, and all paths that support the dtype."""
     if int8:
         return paths.int8_path(functions), paths.INT8_PATHS
     fma = paths.Path.FMA
@@ -82,7 +82,7 @@ def _paths(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> tuple[p
 
 
 def best_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> float:
-    """The shortest of several timed calls, after one that is not counted."""
+    """The shortest of several timed calls, after an untimed one."""
     call()
     best, calls, started = float("inf"), 0, time.perf_counter()
     while calls < min_calls or time.perf_counter() - started < min_seconds:

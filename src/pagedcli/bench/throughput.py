@@ -1,4 +1,4 @@
-"""Runs a workload through the engine and measures it: all requests at once, the clock around their generation only."""
+"""Runs a workload through the engine and times it: all requests at once, generation only."""
 
 import statistics
 import time
@@ -28,7 +28,7 @@ class Run:
 
     wall_s: float
     ttft_s: float  # median of the requests, from the start of the run
-    tpot_s: float | None  # median; None if every request makes one token
+    tpot_s: float | None  # median; None if every request generates one token
     num_steps: int
     schedule_ms: float  # of all steps
     forward_ms: float
@@ -42,16 +42,14 @@ class Throughput:
     """Several passes in one process, after a warm-up."""
 
     runs: list[Run]
-    machines: list[
-        MachineRates
-    ]  # as it was during each run: what it can do changes while others use it; empty on a GPU
-    load_s: float  # from the call to an engine that is ready
+    machines: list[MachineRates]  # rates during each run: they change with other load; empty on a GPU
+    load_s: float  # until the engine is ready
     warm_up_s: float
     engine: LLMEngine
 
     @property
     def median(self) -> Run:
-        """The run with the median wall time, of an even number the faster one in the middle."""
+        """The run with the median wall time; of two middle ones, the faster."""
         return sorted(self.runs, key=lambda run: run.wall_s)[(len(self.runs) - 1) // 2]
 
     @property
@@ -70,7 +68,7 @@ def shape_folder(name: str) -> Path:
 
 
 def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
-    """The configuration with what the workload decides, where the user did not: model, limits, prefix caching."""
+    """The configuration, with model, limits and prefix caching from the workload unless the user set them."""
     changes: dict[str, object] = {"enable_prefix_caching": workload.prefix_caching and config.enable_prefix_caching}
     if config.model == BUILTIN_MODEL:
         changes |= {"model": str(shape_folder(workload.shape)), "load_format": "dummy"}
@@ -81,7 +79,7 @@ def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
 
 
 def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
-    """Load a model and run each workload once; they share lengths, so that the first also tells how to warm up."""
+    """Load a model and run each workload once; they share lengths, so the first also determines the warm-up."""
     started = time.perf_counter()
     engine = LLMEngine(config)
     load_s = time.perf_counter() - started

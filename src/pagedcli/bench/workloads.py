@@ -1,4 +1,4 @@
-"""Lists of token-id prompts with output lengths, the same on every machine. Knows no torch.
+"""Lists of token-id prompts with output lengths, the same on every machine. Free of torch.
 
 W1-W7 are those that other engines were measured on; nano-vllm's is its own bench.py.
 """
@@ -38,7 +38,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class RandomSpec:
-    """A random workload: every prompt is a shared prefix and tokens of its own."""
+    """A random workload: every prompt is a shared prefix plus its own tokens."""
 
     num_prompts: int
     input_len: int  # own tokens of a prompt, the most
@@ -110,7 +110,7 @@ def random_workload(spec: RandomSpec, salt: int = 0) -> Workload:
 
 
 def _length(source: random.Random, bounds: tuple[int, int]) -> int:
-    """Equal bounds draw nothing: presets with fixed lengths must not shift the others."""
+    """Draws nothing for equal bounds, so presets with fixed lengths keep their tokens."""
     return bounds[0] if bounds[0] == bounds[1] else source.randint(*bounds)
 
 

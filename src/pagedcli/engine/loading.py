@@ -71,6 +71,7 @@ def load_engine(
         trust_remote_code=config.trust_remote_code,
         max_model_len=decided.max_model_len,
         parallel=parallel,
+        decoder=decided.decoder,
     )
     on_weights()
     scales = None

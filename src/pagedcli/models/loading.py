@@ -37,12 +37,14 @@ def load_model(
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
     parallel: ParallelContext = SINGLE,
+    decoder: str | None = None,
 ) -> CausalLM:
     """Build the model of a folder with its weights on the device; of a parallel group, this rank's part.
 
+    `decoder` is a name of REGISTRY; None: the first that runs the model.
     Units:   max_model_len in tokens (None: the length the model was made for).
     Raises:  ModelError for damaged or missing weights, or for an architecture that cannot run here, with the reason;
-             ConfigError if no decoder runs the model as it is asked for.
+             ConfigError if no decoder runs the model with these settings.
     """
     max_model_len = max_model_len or spec.max_position_embeddings
     check_length(spec, max_model_len)
@@ -59,8 +61,9 @@ def load_model(
         max_model_len=max_model_len,
         parallel=parallel,
     )
-    name = choose_decoder(DecoderNeeds(spec, type(backend), request.weight_format, parallel.size))
-    model: CausalLM = import_module(REGISTRY[name]).load(request)
+    if decoder is None:
+        decoder = choose_decoder(DecoderNeeds(spec, type(backend), request.weight_format, parallel.size))
+    model: CausalLM = import_module(REGISTRY[decoder]).load(request)
     return model
 
 
