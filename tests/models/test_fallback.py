@@ -129,7 +129,7 @@ REFUSED = {
         "multi-head latent attention",
     ),
     "bert": (transformers.BertConfig, {}, "attends to later tokens, too"),
-    "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4}, "names no length"),
+    "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4}, "does not specify max_position_embeddings"),
     "stablelm": (transformers.StableLmConfig, {}, "does not call transformers' attention interface"),
     "diffllama": (transformers.DiffLlamaConfig, {}, "attends twice in one"),
 }
@@ -290,7 +290,7 @@ def test_layers_whose_heads_are_not_those_of_the_config_are_refused(tmp_path_fac
         ({"layer_types": ["full_attention", "conv"]}, r"not plain attention \(conv\)"),
         ({"num_attention_heads": [4, 8]}, "not the same number in every layer"),
         ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
-        ({"max_position_embeddings": None}, "names no length"),
+        ({"max_position_embeddings": None}, "does not specify max_position_embeddings"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_before_anything_is_loaded(fields, reason):

@@ -212,7 +212,7 @@ HUB_FAILURES = {
     "is gated": hub_errors.GatedRepoError,
     "has no revision 'v9'": hub_errors.RevisionNotFoundError,
     "the download of": hub_errors.HfHubHTTPError,
-    "no Hub id either": hub_errors.HFValidationError,
+    "not a valid Hub id": hub_errors.HFValidationError,
 }
 
 

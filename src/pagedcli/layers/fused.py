@@ -1,4 +1,4 @@
-"""Whether the fused Triton layers can run, found out once. Where they cannot, the plain torch ones do."""
+"""Detects once whether the fused Triton layers can run. Otherwise the plain torch ones do."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from pagedcli.errors import BackendError
 
 @functools.cache
 def fused_layers() -> Any:
-    """The module triton_layers, or None where triton cannot run (which the choice of backends reports)."""
+    """The module triton_layers, or None if triton cannot run (which backend selection reports)."""
     try:
         from pagedcli.attention.triton_paged import missing_compiler
         from pagedcli.layers import triton_layers
@@ -19,5 +19,5 @@ def fused_layers() -> Any:
 
 
 def stores_in_one_pass(backend: AttentionBackend) -> bool:
-    """Whether triton_layers.rotate_and_store can fill the backend's cache: a CUDA backend of that layout."""
+    """Whether triton_layers.rotate_and_store can write the backend's cache: a CUDA backend with its layout."""
     return backend.capabilities.fused_store and fused_layers() is not None

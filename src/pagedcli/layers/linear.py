@@ -1,7 +1,7 @@
-"""Linear layers. The object owns its weight, so that a device can keep it in the layout its kernels like best.
+"""Linear layers. Each owns its weight, in the layout that is fastest on its device.
 
-On a CPU that is oneDNN's, packed once through torch: without it oneDNN packs a weight again in every call. Where the
-project's own kernels run (layers.native_linear), this is not used.
+On a CPU that is oneDNN's, packed once through torch; otherwise oneDNN repacks a weight on every call. The project's own
+kernels (layers.native_linear) do not use this.
 """
 
 from typing import Protocol
@@ -14,9 +14,9 @@ from pagedcli.attention.base import dtype_name
 
 
 class LinearLayer(Protocol):
-    """y = x W^T + b, however W is kept."""
+    """y = x W^T + b, with any storage format of W."""
 
-    nbytes: int  # of W as it is kept
+    nbytes: int  # of W as stored in memory
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """Shapes: x [T, in] -> [T, out]."""
@@ -30,7 +30,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed = _pack(weight)
-        self.weight = weight if self._packed is None else None  # not kept in both forms
+        self.weight = weight if self._packed is None else None  # only one of the two forms is kept
         self.bias = bias
         self.nbytes = weight.nbytes
 
@@ -44,7 +44,7 @@ class Linear:
 
 
 def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why linear layers on a CPU are not packed; None if they are, or off the CPU."""
+    """Why linear layers on a CPU are not packed; None if they are, or on another device."""
     if device.type != "cpu":
         return None
     if not torch._C._has_mkldnn:
@@ -54,11 +54,11 @@ def unpacked_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.bfloat16:
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return None if supported else "oneDNN has no bfloat16 kernels for this processor"
-    return f"oneDNN packs no {dtype_name(dtype)} weights"
+    return f"oneDNN cannot pack {dtype_name(dtype)} weights"
 
 
 def unpacked_note(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """That reason as a note for a person, if there is one."""
+    """That reason as a note for the user, if there is one."""
     reason = unpacked_reason(device, dtype)
     return () if reason is None else (f"linear layers are slow here: {reason}",)
 

@@ -1,4 +1,4 @@
-"""The elementwise middle of the gated MLP. Source: Shazeer, GLU Variants Improve Transformer, 2020 (SwiGLU)."""
+"""Activations of the gated MLP. Source: Shazeer, GLU Variants Improve Transformer, 2020 (SwiGLU)."""
 
 from typing import cast
 
@@ -17,7 +17,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu in its tanh form. Shapes: as silu_and_mul."""
+    """gelu(gate) * up, with the tanh approximation of gelu. Shapes: as silu_and_mul."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 

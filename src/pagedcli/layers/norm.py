@@ -1,7 +1,7 @@
-"""RMSNorm, alone and together with the residual addition before it.
+"""RMSNorm, alone and fused with the preceding residual addition.
 
-The square mean is in float32 and the cast comes before the weight, as in transformers' Llama: in bfloat16 that order
-shows. A weight that is kept in float32 comes before the cast, as in its Gemma and OLMo2.
+The mean square is computed in float32 and cast before the weight is applied, as in transformers' Llama: in bfloat16 the
+order matters. A float32 weight is applied before the cast, as in its Gemma and OLMo2.
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019.
 """
 

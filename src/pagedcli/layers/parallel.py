@@ -1,6 +1,6 @@
-"""Tensor parallelism inside a model: who this rank is, and the layers that put the ranks' partial results together.
+"""Tensor parallelism inside a model: this rank, and the layers that combine the ranks' partial results.
 
-Heads, MLP and vocabulary are split; each rank adds up with the others where a sum over its part is due.
+Heads, MLP and vocabulary are split; partial sums are all-reduced.
 Source: Shoeybi et al., Megatron-LM, 2019.
 """
 
@@ -12,19 +12,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-# torch 2.13 gave it a new name
+# renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """This rank's place among `size` ranks of the default process group. With size 1 there is no group."""
+    """This rank's index among the `size` ranks of the default process group. With size 1 there is no group."""
 
     rank: int = 0
     size: int = 1
 
     def part_of(self, total: int) -> tuple[int, int]:
-        """First and end of this rank's part of `total` things, in equal parts but for the last ranks'."""
+        """Start and end of this rank's part of `total` items; all parts are equal, except those of the last ranks."""
         share = -(-total // self.size)
         return min(total, self.rank * share), min(total, (self.rank + 1) * share)
 
@@ -47,7 +47,7 @@ class ParallelContext:
         return x
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
-        """The ranks' columns side by side, on every rank.
+        """All ranks' columns concatenated, on every rank.
 
         Shapes:  x [R, C], C this rank's part_of(total); returns [R, total].
         """
@@ -68,7 +68,7 @@ SINGLE = ParallelContext()
 
 
 class SummedLinear:
-    """A linear layer whose inputs are split over the ranks: the sum of all ranks' results. Only rank 0 has the bias."""
+    """A linear layer with its inputs split over the ranks: the sum of all ranks' results. Only rank 0 has the bias."""
 
     __slots__ = ("_linear", "_parallel")
 
@@ -82,7 +82,7 @@ class SummedLinear:
 
 
 class VocabularyEmbedding:
-    """An embedding table whose rows are split over the ranks."""
+    """An embedding table with its rows split over the ranks."""
 
     __slots__ = ("_end", "_first", "_parallel", "weight")
 
@@ -104,7 +104,7 @@ class VocabularyEmbedding:
 
 
 class VocabularyHead:
-    """The last linear layer, whose outputs are split over the ranks: the logits of the whole vocabulary."""
+    """The output layer, split over the ranks: returns the logits of the whole vocabulary."""
 
     __slots__ = ("_linear", "_parallel", "_vocab_size")
 

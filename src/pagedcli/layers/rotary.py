@@ -1,6 +1,6 @@
-"""From the fused projection to the q, k and v that attention takes: split, per-head norm, rotary embedding.
+"""Splits the fused projection into q, k and v, with per-head norm and rotary embedding.
 
-Every multiplication is rounded to the model's dtype on its own, as in transformers.
+Each multiplication is rounded to the model's dtype, as in transformers.
 """
 
 import torch
@@ -10,7 +10,7 @@ from pagedcli.layers.norm import rms_norm
 
 
 def rotary_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the step's tokens, in the form that rotate takes. Once per step, for all layers.
+    """Cosines and sines of the step's tokens, as rotate expects them. Once per step, for all layers.
 
     Shapes:  table [P, D], D/2 cosines then D/2 sines; positions [T] int64, < P; returns cos, sin, both [T, 1, D], the
              sines of the first half negated.
@@ -20,7 +20,7 @@ def rotary_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D/2) of each head by the token's angles.
+    """Rotate the pairs (i, i + D/2) of each head by the token's angles.
 
     Shapes:  x [T, heads, D]; cos, sin of rotary_rows; returns a new tensor like x.
     Source:  Su et al., RoFormer, 2021, in the half-split form of GPT-NeoX and Llama.
@@ -41,7 +41,7 @@ def split_heads(
     """q, k and v of the step's tokens, q and k normed and rotated.
 
     Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); angles of rotary_rows, or
-             None for q and k that are not rotated;
+             None: no rotation;
              returns q [T, H, D] contiguous, k and v [T, G, D] with strided rows.
     """
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)

@@ -1,5 +1,5 @@
-"""The choice of tokens from logits, in plain torch, without waiting for the device. The definition that faster kernels
-are tested against: inverse transform sampling in vocabulary order.
+"""Sampling from logits in plain torch, without synchronizing with the device. Faster kernels are tested against this
+definition: inverse transform sampling in vocabulary order.
 """
 
 import torch
@@ -9,18 +9,18 @@ from pagedcli.layers.fused import fused_layers
 from pagedcli.native import loaded_library
 from pagedcli.native.structs import DTYPE_CODES, bind
 
-INVALID = -1  # stands for a token where the logits of a row are not numbers: NaN, +inf, or -inf alone
+INVALID = -1  # in place of a token if a row's logits contain NaN or +inf, or only -inf
 NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
 
 
 def choose_tokens(
     logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None, *, num_drawn: int
 ) -> Tensor:
-    """One token per row: the likeliest where the temperature is 0, else drawn from the softmax of the kept tokens.
+    """One token per row: the argmax if the temperature is 0, else sampled from the softmax over the kept tokens.
 
     Shapes:  logits [R, V], any floating dtype; temperature, uniform [R] float32, uniform in [0, 1]; floor [R] float32
              or None: tokens with a smaller logit are dropped; num_drawn: rows with a temperature, known on the host;
-             returns [R] int64, INVALID where the logits are not numbers.
+             returns [R] int64, INVALID for invalid logits.
     """
     if num_drawn == 0:
         return likeliest_tokens(logits)
@@ -37,12 +37,12 @@ def choose_tokens(
 
 
 def likeliest_tokens(logits: Tensor) -> Tensor:
-    """The first largest of each row. Shapes: logits [R, V] -> [R] int64, INVALID where the logits are not numbers.
+    """The argmax of each row, the first one if tied. Shapes: logits [R, V] -> [R] int64, INVALID for invalid logits.
 
     torch's argmax of 32 x 151,936 bfloat16 logits takes 16 ms on one Zen 5 core, its max 2.9, the native loop 0.6.
     """
     if logits.is_cuda:
-        tokens = logits.argmax(-1)  # of a row with NaN its place, as torch takes NaN for the largest
+        tokens = logits.argmax(-1)  # for a row with NaN its index: torch treats NaN as the maximum
         largest = logits.gather(-1, tokens[:, None])[:, 0]
         return tokens.where(largest.isfinite(), INVALID)
     library = loaded_library()
@@ -57,13 +57,13 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None) -> Tensor:
-    """choose_tokens for rows that all have a temperature."""
+    """choose_tokens for rows with a temperature above 0."""
     scores = logits.float()
     if floor is not None:
         scores = scores.masked_fill(scores < floor[:, None], float("-inf"))
     cumulative = (scores / temperature[:, None]).softmax(-1).cumsum(-1)
     total = cumulative[:, -1]
-    # rounding may lift the target to the total, past every token with a probability
+    # rounding can raise the target to the total, past the last token with a nonzero probability
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     return tokens.where(total.isfinite(), INVALID)  # a softmax over NaN or +inf is NaN
@@ -82,10 +82,11 @@ def smallest_kept(
     """The smallest logit that min-p, then top-k, then top-p keep; ties at the border are all kept.
 
     Shapes:  logits [R, V]; the others [R], top_k int64 (0: all); returns [R] float32. On the host: most_k is the
-             largest top_k if every row has one, only_min_p tells that no row has another limit.
+             largest top_k if every row has one; only_min_p: no row uses top-k or top-p.
     """
     scores = logits.float()
-    floor = scores.max(-1).values + temperature * min_p.log()  # in logits a share is a difference; log 0 keeps all
+    # a ratio of probabilities is a difference of logits; log 0 keeps all
+    floor = scores.max(-1).values + temperature * min_p.log()
     if only_min_p:
         return floor
     log_mass = (scores / temperature[:, None]).logsumexp(-1)
@@ -94,7 +95,7 @@ def smallest_kept(
     if count == vocab_size > NUM_LIKELIEST and not logits.is_cuda:
         likeliest = scores.topk(NUM_LIKELIEST).values
         kept, sufficed = _kept_of_likeliest(likeliest, floor, log_mass, temperature, top_k, top_p, min_p)
-        if bool(sufficed.all()):  # on a CPU it costs nothing to look
+        if bool(sufficed.all()):  # no synchronization on a CPU
             return kept
     likeliest = scores.topk(count).values if count < vocab_size else scores.sort(descending=True).values
     return _kept_of_likeliest(likeliest, floor, log_mass, temperature, top_k, top_p, min_p)[0]
@@ -114,10 +115,10 @@ def _kept_of_likeliest(
     rank = torch.arange(num_likeliest, device=likeliest.device)
     inside = (likeliest >= floor[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])
     weights = (likeliest / temperature[:, None] - log_mass[:, None]).exp() * inside
-    # top-p is a share of what the earlier filters left
+    # top-p is relative to the total that earlier filters kept
     mass = torch.where((top_k == 0) & (min_p == 0), 1.0, weights.sum(-1))
     before = weights.cumsum(-1) - weights
-    # the likeliest always stays, also under a top-p that float32 rounds to 0
+    # always keep the argmax, even if float32 rounds top-p to 0
     kept = inside & ((before < (top_p * mass)[:, None]) | (top_p == 1)[:, None] | (rank == 0))
     smallest = likeliest.masked_fill(~kept, float("inf")).amin(-1)
     reaches_on = torch.where(min_p > 0, inside[:, -1], kept[:, -1]) & (top_k == 0)

@@ -1,6 +1,6 @@
-"""Fused layers on a GPU: fewer and longer kernels for the small steps between matrix products.
+"""Fused layers for GPUs: fewer, longer kernels between the matrix products.
 
-Each equals its twin in norm, mlp and rotary, rounding included. Imported only where triton is installed.
+Each equals its counterpart in norm, mlp and rotary, including rounding. Imported only if triton is installed.
 """
 
 from typing import Any
@@ -65,8 +65,8 @@ def rotate_and_store(
     do for a cache of the layout [N, G, S, D].
 
     Shapes:  qkv [T, (H + 2G) * D] contiguous, q heads first; norm None or (weight [H + G, D], eps); table [P, D], see
-             rotary_rows; positions [T] int64; slots [T] int32; k_cache, v_cache [N, G, S, D]; kv_scales: what one unit
-             of K and of V in an fp8 cache stands for; returns q [T, H, D].
+             rotary_rows; positions [T] int64; slots [T] int32; k_cache, v_cache [N, G, S, D]; kv_scales: scales
+             of K and V in an fp8 cache; returns q [T, H, D].
     Changes: the cache at every slot that is not -1.
     """
     head_dim, block_size = k_cache.shape[3], k_cache.shape[2]
@@ -106,5 +106,5 @@ def _power_of_2(n: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Warps for a program of so many elements: 8 elements a thread, one 16-byte load of a 2-byte type."""
+    """Warps for a program of `num_elements`: 8 per thread, one 16-byte load of a 2-byte type."""
     return min(32, max(1, block // 256))

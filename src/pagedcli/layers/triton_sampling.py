@@ -1,6 +1,6 @@
-"""The choice of tokens on a GPU: one pass over the logits for greedy rows and drawn ones, whatever their mixture.
+"""Sampling on a GPU: one pass over the logits for greedy and sampled rows in any mixture.
 
-The same definition as layers.sampling, up to float32 rounding of the cumulative sum. Imported only where triton is.
+Defined as in layers.sampling, up to float32 rounding of the cumulative sum. Imported only if triton is installed.
 """
 
 import torch

@@ -1,1 +1,1 @@
-"""What runs: config.json -> ModelSpec, weights -> CausalLM. Knows attention backends by their contract only."""
+"""Models: config.json -> ModelSpec, weights -> CausalLM. Uses attention backends only through their contract."""

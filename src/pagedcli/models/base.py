@@ -20,17 +20,17 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 class CausalLM(Protocol):
     """A language model that reads and writes the paged cache through an attention backend."""
 
-    # What each layer asks of the attention backend. The scales of an fp8 cache come after the weights.
+    # What each layer requires of the attention backend. The scales of an fp8 cache are set after loading.
     attention_layers: tuple[AttentionLayer, ...]
 
     @property
     def spec(self) -> ModelSpec:
-        """What the model is."""
+        """The facts of the model."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about how this model runs, one line each."""
+        """Notes for the user on how this model runs, one line each."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary.
+        """Logits over the vocabulary.
 
         Shapes:  hidden [R, E], any rows of forward's result; returns [R, V] in the model's dtype.
         """
@@ -57,8 +57,8 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderNeeds:
-    """What the choice of a decoder depends on. Each decoder module has `refusal(needs) -> str | None`: why it cannot
-    run the model, before anything is loaded."""
+    """What the choice of a decoder depends on. Each decoder module has `refusal(needs) -> str | None`: why it
+    cannot run the model, before anything is loaded."""
 
     spec: ModelSpec  # of the whole model
     backend: type[AttentionBackend]

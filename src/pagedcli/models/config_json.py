@@ -10,7 +10,7 @@ from pagedcli.errors import MissingModelError, ModelError
 
 _T = TypeVar("_T")
 Ids = int | list[int] | None
-# Beyond any model: a damaged or hostile file must not keep a loop busy for hours.
+# Larger than any model: a damaged or hostile file must not cause loops that run for hours.
 _LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_supported(config: dict[str, Any], path: Path) -> None:
-    """Refuse what neither our decoder nor the fallback runs. Raises ModelError with the reason."""
+    """Refuse what neither a native decoder nor the fallback supports. Raises ModelError with the reason."""
     if config.get("quantization_config") is not None:
         quantization = config["quantization_config"]
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"

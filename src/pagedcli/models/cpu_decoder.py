@@ -1,4 +1,4 @@
-"""The decoder of models.decoder on a CPU: the same weights and the same numbers, a whole step in one native call.
+"""The decoder of models.decoder on a CPU: the same weights and results, with a whole step in one native call.
 
 Linear layers are packed (layers.native_linear); a tied embedding is read from the packed output layer.
 """
@@ -19,7 +19,7 @@ from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepStruct, bind
 
-# What a spec may ask for that the library has not, with the value that asks for nothing.
+# Fields of a spec that the library supports only with this value.
 _PLAIN = {
     "qk_norm_all": False,
     "layer_norms": "before",
@@ -40,7 +40,7 @@ class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
     def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], rope_table: Tensor) -> None:
-        """Packs the weights and removes each from `tensors`, so that there is no second copy of them all."""
+        """Packs the weights and removes each from `tensors`, so that memory holds only one copy."""
         spec = request.spec
         self.spec = spec
         self.notes: tuple[str, ...] = ()
@@ -74,11 +74,11 @@ class CpuDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as they are kept, shared ones counted once."""
+        """Bytes of all weights as stored in memory, shared ones counted once."""
         return self._weight_bytes
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
-        """See CausalLM.forward. Of the last layer only what batch.logits_rows asks for is computed."""
+        """See CausalLM.forward. The last layer computes only the rows in batch.logits_rows."""
         backend, rows = self._backend, batch.logits_rows
         backend.prepare(batch)
         k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
@@ -103,7 +103,7 @@ class CpuDecoder:
             out=out.data_ptr(),
         )
         if self._functions.decoder_forward(ctypes.byref(self._model), ctypes.byref(step)):
-            raise BackendError(f"a block table names a block that is not among the cache's {k_cache.shape[0]}")
+            raise BackendError(f"a block table names a block outside the cache of {k_cache.shape[0]} blocks")
         return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
     if not backend.capabilities.native_step:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if spec.rope is not None and spec.rope.partial != 1:
-        return f"rotates whole heads, not a share of {spec.rope.partial:g}"
+        return f"does not support a partial rotary factor of {spec.rope.partial:g}"
     if spec.hidden_act not in ("silu", "swish"):
         return f"has no activation {spec.hidden_act}"
     if spec.hidden_size % 2 or spec.intermediate_size % 2:

@@ -1,6 +1,6 @@
-"""The native decoder in torch: what differs between families is data of the ModelSpec. Any device, any rank.
+"""The native decoder in torch: the ModelSpec holds the differences between families. Any device, any rank.
 
-One of the decoders of models.loading. Where the project's CPU kernels serve attention, they are its linear layers, too.
+One of the decoders of models.loading. If attention runs on the project's CPU kernels, the linear layers do, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class Decoder:
     )
 
     def __init__(self, request: DecoderRequest, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
-        """`spec` and `tensors` are those of this rank; `tensors` is emptied, so that no weight is held twice."""
+        """`spec` and `tensors` are those of this rank; `tensors` is emptied, so that memory holds only one copy."""
         build = _Builder(request, spec, tensors)
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
@@ -55,7 +55,7 @@ class Decoder:
         self._final_norm = final_norm
         self._layers = [build.layer(i) for i in range(spec.num_layers)]
         self.weight_bytes = vectors + table_bytes + build.linear_bytes
-        assert not tensors, f"{', '.join(tensors)} have no place in the decoder"
+        assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
@@ -66,7 +66,7 @@ class Decoder:
         if self.spec.embedding_multiplier != 1:
             # rounded to the model's dtype first, as in transformers
             residual *= torch.tensor(self.spec.embedding_multiplier, dtype=residual.dtype)
-        hidden: Tensor | None = None  # what the previous branch adds to the residual
+        hidden: Tensor | None = None  # the previous branch's addition to the residual
         for layer in self._layers:
             hidden = layer.attention(hidden, residual, step)
             hidden = layer.mlp(hidden, residual, step)
@@ -82,7 +82,7 @@ class Decoder:
 
 
 class _Builder:
-    """Makes the layers from a spec and tensors, which it takes out of the dict."""
+    """Builds the layers from a spec and tensors, removing each tensor from the dict."""
 
     def __init__(self, request: DecoderRequest, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
         self._request, self._spec, self._tensors = request, spec, tensors
@@ -119,7 +119,7 @@ class _Builder:
         )
 
     def norm(self, key: str) -> Tensor | None:
-        """The weight of a norm; None where the spec has none."""
+        """The weight of a norm; None if the model does not have it."""
         weight = self._tensors.pop(key, None)
         return weight + 1 if weight is not None and self._spec.norm_offset else weight
 
@@ -168,7 +168,7 @@ class _Builder:
         )
 
     def _expert(self, key: str) -> GatedMlp:
-        """The sum over the ranks is due once for all experts."""
+        """Without the sum over the ranks, which is taken once for all experts."""
         return GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._linear(f"{key}.down"))
 
     def _unquantized(self, key: str) -> LinearLayer:
@@ -196,7 +196,7 @@ class _Builder:
         return linear
 
     def _summed_linear(self, key: str) -> Callable[[Tensor], Tensor]:
-        """A layer whose inputs are split over the ranks: only rank 0 adds the bias."""
+        """A layer with its inputs split over the ranks: only rank 0 adds the bias."""
         parallel = self._request.parallel
         linear = self._linear(key, with_bias=parallel.rank == 0)
         return linear if parallel.size == 1 else SummedLinear(linear, parallel)

@@ -1,7 +1,7 @@
-"""The proof behind the fallback: at load, a few tokens through the paged cache must give transformers' own logits.
+"""Checks the fallback at load: a few tokens through the paged cache must give transformers' own logits.
 
-It catches what no config field announces: positions that are ignored (ALiBi), tokens that mix outside of attention
-(convolutions, token shift), state carried from step to step.
+This detects what no config field says: ignored positions (ALiBi), tokens mixed outside of attention (convolutions,
+token shift), and state kept between steps.
 """
 
 from typing import Any, Protocol
@@ -21,27 +21,27 @@ _ALLOWED_OUTLIERS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 2}
 
 
 class ProbedModel(CausalLM, Protocol):
-    """A model whose forward can run through another backend than its own."""
+    """A model whose forward can run on a different backend."""
 
     def forward_through(
         self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
     ) -> Tensor:
-        """CausalLM.forward, over a cache of that backend's layout."""
+        """CausalLM.forward, on a cache with that backend's layout."""
         ...
 
 
 @torch.inference_mode()
 def own_logits(model: Any, vocab_size: int) -> Tensor:
-    """Logits [12, V] of the probe by transformers' own attention, each sequence in a call of its own."""
+    """Logits [12, V] of the probe by transformers' own attention, one call per sequence."""
     ids = _probe_ids(vocab_size, model.device)
     return torch.cat([model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in ids])
 
 
 @torch.inference_mode()
 def check_equal(paged: ProbedModel, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raise ModelError if the paged cache gives other logits than `expected`, which own_logits made.
+    """Raise ModelError if the paged cache gives logits different from `expected`, the result of own_logits.
 
-    Through the reference backend: what is asked here is whether the model suits a paged cache, not the kernels.
+    Uses the reference backend: this tests whether the model suits a paged cache, not the kernels.
     """
     actual = _paged_logits(paged, dtype, expected.device).float()
     errors = (actual - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
@@ -85,7 +85,7 @@ def _paged_logits(paged: ProbedModel, dtype: torch.dtype, device: torch.device) 
         logits = paged.compute_logits(paged.forward_through(backend, tokens, positions.to(device), batch, kv_cache))
         rows += torch.split(logits, list(chunk))
         starts = ends
-    return torch.cat(rows[0::2] + rows[1::2])  # sequence by sequence again
+    return torch.cat(rows[0::2] + rows[1::2])  # grouped by sequence again
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> list[Tensor]:

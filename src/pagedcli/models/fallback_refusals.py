@@ -1,5 +1,5 @@
-"""What the transformers fallback refuses: by the config before anything is loaded, then by what the attention calls of
-the loaded model ask for. Every refusal is a ModelError that says why.
+"""What the transformers fallback refuses: by the config before anything is loaded, then by the attention calls of the
+loaded model. Every refusal is a ModelError with the reason.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pagedcli.models.refusals import length_refusal, window_refusal
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
-# arguments of an attention call that change its result and that no backend takes -> what the model does
+# arguments of an attention call that change its result and that no backend supports -> what the model does
 _UNKNOWN_TO_BACKENDS = {
     "s_aux": "uses attention sinks (s_aux)",
     "position_bias": "adds a position bias to its attention scores",
@@ -21,7 +21,7 @@ _UNKNOWN_TO_BACKENDS = {
 
 
 def refusal(architecture: str, reason: str) -> ModelError:
-    """The error of every refusal but those of length."""
+    """The error of every refusal except those of length."""
     return ModelError(
         f"{architecture} cannot run over the paged cache: it {reason}",
         hint="use a decoder model such as Llama, Mistral, Qwen3, Gemma 3, Phi-3, OLMo2, Granite, SmolLM3 or Mixtral",
@@ -29,7 +29,7 @@ def refusal(architecture: str, reason: str) -> ModelError:
 
 
 def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
-    """Refuse what the config alone shows. `text` is the config of the language model within `config`."""
+    """Refuse what the config shows. `text` is the config of the language model within `config`."""
     other_layers = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if config.is_encoder_decoder:
         raise refusal(architecture, "is an encoder-decoder model")
@@ -42,7 +42,7 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
     if getattr(text, "num_kv_shared_layers", None):
         raise refusal(architecture, "shares keys and values between layers")
     if not isinstance(getattr(text, "max_position_embeddings", None), int):
-        raise refusal(architecture, "names no length that it was made for (max_position_embeddings)")
+        raise refusal(architecture, "does not specify max_position_embeddings")
 
 
 def shortest_window(text: Any) -> int | None:
@@ -69,7 +69,7 @@ def refuse_length(text: Any, spec: ModelSpec, max_model_len: int) -> None:
 
 
 class AttentionTrace:
-    """Takes the place of a PagedStep for one forward: notes each attention call and refuses what no backend does."""
+    """Replaces PagedStep for one forward: records each attention call and refuses what no backend supports."""
 
     def __init__(self, architecture: str, max_model_len: int) -> None:
         self._architecture = architecture
@@ -94,8 +94,8 @@ class AttentionTrace:
         return torch.zeros_like(q).transpose(1, 2)
 
     def confirm(self, spec: ModelSpec) -> tuple[AttentionLayer, ...]:
-        """What the layers ask for. Raises ModelError unless every layer attended, with the heads that backend and cache
-        are made for."""
+        """The layers' requirements. Raises ModelError unless every layer attended, with the heads that the backend and
+        the cache expect."""
         if not self._heads:
             raise refusal(self._architecture, "does not call transformers' attention interface")
         if sorted(self._heads) != list(range(spec.num_layers)):

@@ -29,12 +29,12 @@ def spec_of(path: Path, config: Any, architecture: str) -> ModelSpec:
         refuse_by_config(config, text, architecture)
         return _spec(path, config, text, architecture)
     except (AttributeError, RuntimeError) as error:  # a field that is missing, or that differs between layers
-        raise refusal(architecture, f"has a config of its own kind ({first_sentence(error)})") from error
+        raise refusal(architecture, f"has an unusual config ({first_sentence(error)})") from error
 
 
 def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
     def first(*names: str) -> Any:
-        """The first of these fields that the family has and that is set."""
+        """The first of these fields that is set."""
         return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
     return ModelSpec(
@@ -77,5 +77,5 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The beginning of an error message of transformers, which may go on for a page."""
+    """The beginning of an error message of transformers, which can be a page long."""
     return str(error).strip().split("\n")[0].split(". ")[0]

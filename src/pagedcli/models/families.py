@@ -1,4 +1,4 @@
-"""The families that our decoder runs: what of each differs from Llama, as data. Free of torch."""
+"""The native families: the differences of each from Llama, as data. Free of torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
 
 
 class FamilyConfig(msgspec.Struct):
-    """The fields of config.json that the native families use. UNSET where the file may leave them out."""
+    """The fields of config.json that the native families use. UNSET by default if the file may omit them."""
 
     vocab_size: int
     hidden_size: int
@@ -46,7 +46,7 @@ class FamilyConfig(msgspec.Struct):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     query_pre_attn_scalar: float = 256
-    sliding_window_pattern: int = 2  # each so many layers one sees everything
+    sliding_window_pattern: int = 2  # one full-attention layer in each group of this size
     qkv_bias: bool | None = None
     num_experts: int = 0
     num_local_experts: int | None = None
@@ -95,7 +95,7 @@ def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "
 @dataclass(frozen=True, slots=True)
 class Family:
     """How a native family differs from Llama. The defaults are those of its transformers config class, because
-    config.json leaves out what equals them."""
+    config.json omits values that equal them."""
 
     architecture: str
     num_kv_heads: int | None  # None: as many as query heads
@@ -108,7 +108,7 @@ class Family:
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
     activations: tuple[str, ...] = ("silu", "swish")  # that it may have
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of other fields of config.json
-    traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # what of its ModelSpec differs from Llama's
+    traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
 
 
 _GEMMA = {

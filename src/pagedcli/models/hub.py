@@ -1,4 +1,4 @@
-"""Where a model is: in the package, in a local folder, or on the Hub, from where it is downloaded into one."""
+"""Finds a model's folder: in the package, on the local disk, or downloaded from the Hub."""
 
 import stat
 from importlib.resources import files
@@ -7,7 +7,7 @@ from pathlib import Path
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import MissingModelError, ModelError
 
-# *.py is fetched for models with code of their own; it runs only with --trust-remote-code
+# *.py for models with custom code, which runs only with --trust-remote-code
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _SUFFIXES = tuple(pattern.removeprefix("*") for pattern in _WANTED)
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
@@ -19,12 +19,12 @@ def resolve_model(
     """The folder of a model: the built-in one, `model` itself if it is a folder, else the Hub id, downloaded once
     (with weights=False without its weights).
 
-    Raises: ModelError that tells a missing folder from a missing Hub model, a closed one, and an unreachable Hub.
+    Raises: ModelError, different for a missing folder, a missing Hub model, a gated one, and an unreachable Hub.
     """
     if model == BUILTIN_MODEL:
         return Path(str(files("pagedcli.assets"))) / "demo"
     path = Path(model).expanduser()
-    if path.name == "config.json" and path.is_file():  # stands for its folder
+    if path.name == "config.json" and path.is_file():  # means its folder
         path = path.parent
     if path.is_dir():
         check_files(path)
@@ -40,7 +40,7 @@ def resolve_model(
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder in which something that is no file has the name of one: opening a FIFO would never return.
+    """Refuse a folder in which something other than a file has a model file's name: opening a FIFO would block forever.
 
     Raises: ModelError that names it.
     """
@@ -55,7 +55,7 @@ def check_files(folder: Path) -> None:
 
 
 def _looks_like_path(model: str) -> bool:
-    """Hub ids are `name` or `owner/name`; anything else can only have meant a path."""
+    """Hub ids are `name` or `owner/name`; anything else must be a path."""
     return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1 or model.endswith("/")
 
 
@@ -69,7 +69,7 @@ def _download(model: str, revision: str | None, download_dir: str | Path | None,
             model, revision=revision, cache_dir=download_dir, allow_patterns=_WANTED, ignore_patterns=unwanted
         )
     except errors.HFValidationError as error:
-        raise ModelError(f"no folder {model!r}, and it is no Hub id either ({error})") from error
+        raise ModelError(f"no folder {model!r}, and it is not a valid Hub id ({error})") from error
     except errors.GatedRepoError as error:
         raise ModelError(
             f"the Hub model {model!r} is gated", hint="accept its licence on the Hub, then set HF_TOKEN"

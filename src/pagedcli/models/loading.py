@@ -1,5 +1,5 @@
-"""Which decoder runs a model: choose_decoder, load_model. The only place that names decoders; a new one is one module
-and one line in REGISTRY.
+"""Chooses the decoder of a model and loads it. The only place that names decoders; a new one is one module and one line
+in REGISTRY.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ from pagedcli.models.refusals import length_refusal, window_refusal
 from pagedcli.models.spec import ModelSpec
 
 IN_ONE_CALL = "native in one call"
-# In order of preference: modules with refusal(needs) and load(request). Imported when they are asked.
+# In order of preference: modules with refusal(needs) and load(request), imported lazily.
 REGISTRY = {
     IN_ONE_CALL: "pagedcli.models.cpu_decoder",
     "native": "pagedcli.models.decoder",
@@ -39,7 +39,7 @@ def load_model(
     parallel: ParallelContext = SINGLE,
     decoder: str | None = None,
 ) -> CausalLM:
-    """Build the model of a folder with its weights on the device; of a parallel group, this rank's part.
+    """Load the model of a folder onto the device; in a parallel group, this rank's part.
 
     `decoder` is a name of REGISTRY; None: the first that runs the model.
     Units:   max_model_len in tokens (None: the length the model was made for).
@@ -68,7 +68,7 @@ def load_model(
 
 
 def choose_decoder(needs: DecoderNeeds) -> str:
-    """The first name of the registry whose decoder runs the model. Raises: ConfigError with every decoder's reason."""
+    """The first decoder of the registry that can run the model. Raises: ConfigError with every decoder's reason."""
     refused = []
     for name, module_name in REGISTRY.items():
         reason = import_module(module_name).refusal(needs)
@@ -82,7 +82,7 @@ def choose_decoder(needs: DecoderNeeds) -> str:
 
 
 def check_length(spec: ModelSpec, max_model_len: int) -> None:
-    """Raises: ModelError if the model cannot serve requests of so many tokens."""
+    """Raises: ModelError if the model cannot serve requests of max_model_len tokens."""
     if spec.sliding_window is not None and max_model_len > spec.sliding_window:
         raise window_refusal(spec.architecture, spec.sliding_window, max_model_len)
     limit = spec.rope.exact_length if spec.rope is not None else None

@@ -1,4 +1,4 @@
-"""What the decoder's tensors are made of: checkpoint tensors, stacked, and the part of them that a rank keeps."""
+"""The decoder's tensors: stacked checkpoint tensors, or a rank's part of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Init = Literal["normal", "ones", "zeros"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one tensor-parallel rank keeps of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
+    """One tensor-parallel rank's part of a checkpoint tensor: `first` ... `end`-1 along `dim`."""
 
     dim: int
     first: int
@@ -35,10 +35,10 @@ class Parameter:
     """One tensor of the decoder: checkpoint tensors stacked along their output features (q, k and v make one qkv)."""
 
     shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
-    init: Init = "normal"  # what `--load-format dummy` fills it with
-    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> what of it is kept; the whole if not named
-    stored: StoredTensor = WEIGHT  # where features lie in each of the tensors
-    dtype: torch.dtype | None = None  # that it is kept in; None: that of the model, or that of `stored`
+    init: Init = "normal"  # its content with `--load-format dummy`
+    parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
+    stored: StoredTensor = WEIGHT  # its feature dimensions
+    dtype: torch.dtype | None = None  # in memory; None: the model's, or that of `stored`
 
     @property
     def dim(self) -> int:
@@ -47,7 +47,7 @@ class Parameter:
 
     @property
     def kept_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the checkpoint -> shape of what is kept."""
+        """Name in the checkpoint -> shape of the part that is kept."""
         return {
             name: self.parts[name].shape_of(shape) if name in self.parts else shape
             for name, shape in self.shapes.items()
@@ -60,15 +60,15 @@ class Parameter:
         return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
-        """What is kept of a checkpoint tensor."""
+        """The part of a checkpoint tensor that is kept."""
         return self.parts[name].of(tensor) if name in self.parts else tensor
 
     def kept_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The dtype that it is kept in."""
+        """Its dtype in memory."""
         return self.dtype or self.stored.dtype or model_dtype
 
 
-# where a branch is normed: key -> name in the checkpoint
+# norms of the branches: key -> name in the checkpoint
 _NORMS = {
     "before": {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"input_norm_after": "post_attention_layernorm", "mlp_norm_after": "post_feedforward_layernorm"},
@@ -163,7 +163,7 @@ def _norm(spec: ModelSpec, sizes: dict[str, int]) -> Parameter:
 def _linear(
     key: str, rows: dict[str, int], columns: int, has_bias: bool, weight_format: WeightFormat
 ) -> Iterator[tuple[str, Parameter]]:
-    """The tensors of a linear layer that stacks the modules `rows`, name -> output features."""
+    """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
     for stored in weight_format.stored:
         shapes = {f"{name}.{stored.suffix}": stored.shape(n, columns) for name, n in rows.items()}
         yield f"{key}.{stored.suffix}", Parameter(shapes, stored=stored)

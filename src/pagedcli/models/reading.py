@@ -12,7 +12,7 @@ from pagedcli.models.spec import ModelSpec
 def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     """The ModelSpec of a Hugging Face folder, from its config.json and generation_config.json.
 
-    Raises: ModelError for a missing folder or file, broken JSON, a wrong type, or a value that we cannot run.
+    Raises: ModelError for a missing folder or file, broken JSON, a wrong type, or an unsupported value.
     """
     config = read_json(path / "config.json")
     check_supported(config, path)
@@ -21,7 +21,7 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
         raise ModelError(f"{path / 'config.json'} has no model_type", hint="use a Hugging Face model folder")
     if model_type in FAMILIES:
         return native_spec(path, config, model_type)
-    # AutoConfig knows the defaults of every other family; only this import may load transformers
+    # AutoConfig has the defaults of every other family; only this import may load transformers
     from pagedcli.models.fallback_spec import read_fallback_spec
 
     return read_fallback_spec(path, trust_remote_code=trust_remote_code)

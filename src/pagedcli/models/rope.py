@@ -18,29 +18,29 @@ _TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """How positions turn q and k. Fields that a type does not use keep their default, so equal ropes compare equal."""
+    """How positions rotate q and k. Unused fields keep their default, so that equal ropes compare equal."""
 
     type: RopeType = "default"
     theta: float = 10000.0  # base of the geometric series of wavelengths
-    factor: float = 1.0  # linear, llama3, yarn: by how much the context was stretched
-    original_max_position_embeddings: int | None = None  # llama3, yarn: context length in tokens before stretching
+    factor: float = 1.0  # linear, llama3, yarn: factor of the context extension
+    original_max_position_embeddings: int | None = None  # llama3, yarn: context length in tokens before the extension
     low_freq_factor: float | None = None  # llama3: wavelengths over original / low_freq_factor are divided by factor
-    high_freq_factor: float | None = None  # llama3: wavelengths under original / high_freq_factor stay as they are
-    beta_fast: float = 32.0  # yarn: dimensions turning more often than this over the original context stay
-    beta_slow: float = 1.0  # yarn: dimensions turning less often than this are divided by factor
-    truncate: bool = True  # yarn: round the two borders to whole dimensions
-    partial: float = 1.0  # share of each head that is rotated, its first elements
-    short_factor: tuple[float, ...] = ()  # longrope: what each wavelength is stretched by up to the original length
+    high_freq_factor: float | None = None  # llama3: wavelengths under original / high_freq_factor are unchanged
+    beta_fast: float = 32.0  # yarn: dimensions with more rotations over the original context are unchanged
+    beta_slow: float = 1.0  # yarn: dimensions with fewer rotations are divided by factor
+    truncate: bool = True  # yarn: round both limits to whole dimensions
+    partial: float = 1.0  # fraction of each head that is rotated, its first elements
+    short_factor: tuple[float, ...] = ()  # longrope: factor of each wavelength up to the original length
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
 
     @property
     def exact_length(self) -> int | None:
-        """Tokens above which the angles of one sequence would depend on the others of its batch; None: no limit."""
+        """Tokens above which a sequence's angles would depend on the rest of its batch; None: no limit."""
         return self.original_max_position_embeddings if self.type == "longrope" else None
 
     @property
     def stretched_length(self) -> int:
-        """Tokens that yarn reaches: people switch it on without raising max_position_embeddings, as Qwen advises."""
+        """The length that yarn extends to: users enable it without raising max_position_embeddings, as Qwen advises."""
         return int((self.original_max_position_embeddings or 0) * self.factor) if self.type == "yarn" else 0
 
 

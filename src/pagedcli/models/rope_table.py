@@ -1,4 +1,4 @@
-"""RopeSpec -> the table of cosines and sines that the decoder indexes once per step."""
+"""RopeSpec -> table of cosines and sines, indexed once per step."""
 
 import math
 
@@ -21,7 +21,7 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torc
     size = int(head_dim * rope.partial)
     frequencies = inverse_frequencies(rope, size)
     table = torch.empty((num_positions, size), dtype=dtype)
-    for start in range(0, num_positions, _ROWS):  # a million positions in float32 would take gigabytes meanwhile
+    for start in range(0, num_positions, _ROWS):  # in float32 a million positions would take gigabytes
         rows = table[start : start + _ROWS]
         angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
         rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor)
@@ -67,7 +67,7 @@ def _yarn(rope: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
     assert original, "read_rope_spec sets it for yarn"
 
     def dimension(num_turns: float) -> float:
-        """The dimension that turns num_turns times over the original context."""
+        """The dimension with num_turns rotations over the original context."""
         return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

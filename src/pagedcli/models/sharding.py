@@ -1,4 +1,4 @@
-"""How the decoder is split over tensor-parallel ranks: the sizes that one rank sees, and its part of every weight."""
+"""Splits the decoder over tensor-parallel ranks: the sizes of one rank, and its part of every weight."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from pagedcli.models.spec import ModelSpec
 def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
     """The sizes of one rank: its heads and its part of the MLP; the vocabulary keeps its full size.
 
-    Raises:  ConfigError if the model cannot be split over so many ranks.
+    Raises:  ConfigError if the model cannot be split over this number of ranks.
     """
     size = parallel.size
     if size == 1:
@@ -88,7 +88,7 @@ def _part(dim: int, features: tuple[int, int], per: int, stored: StoredTensor) -
 
 
 def _head_rows(name: str, spec: ModelSpec, parallel: ParallelContext) -> tuple[int, int]:
-    """The rows of whole heads; key/value heads fewer than the ranks are shared by neighbours."""
+    """The rows of whole heads; if there are fewer key/value heads than ranks, neighbouring ranks share one."""
     num_heads = spec.num_heads if ".q_proj." in name else spec.num_kv_heads
     share = max(1, num_heads // parallel.size)
     first = parallel.rank * num_heads // parallel.size

@@ -1,7 +1,7 @@
 """The explicit fallback: any other causal language model of transformers, run over our paged cache.
 
-Its attention calls come to us through transformers' AttentionInterface; everything between them is transformers' own
-code. Loaded by models.loading when a family is not native; with fallback_*.py all that knows transformers.
+transformers' AttentionInterface passes its attention calls to us; everything else is transformers' code. Used by
+models.loading for families that are not native. Only this module and fallback_*.py import transformers.
 """
 
 import inspect
@@ -35,7 +35,7 @@ _AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What one forward hands to each of its attention calls, through transformers' keyword arguments."""
+    """One forward's arguments for each attention call, passed through transformers' keyword arguments."""
 
     batch: PagedBatch
     k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
@@ -61,7 +61,7 @@ def paged_attention(
     paged_step: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers. It keeps nothing: the step comes with the call."""
+    """The attention function registered with transformers. Stateless: the step is an argument."""
     if paged_step is None:
         raise refused(type(module).__name__, "does not receive the keyword arguments of the model's forward")
     return paged_step.attend(module, query, key, value, scaling, attention_mask=attention_mask, **kwargs), None
@@ -81,15 +81,15 @@ class TransformersLM:
         notes: tuple[str, ...],
         attention_layers: tuple[AttentionLayer, ...],
     ) -> None:
-        """Takes `model` over: from now on it maps hidden states to logits only."""
+        """Takes ownership of `model`, which from now on only maps hidden states to logits."""
         self.spec = spec
         self.notes = notes
         self.attention_layers = attention_layers
         self.weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         self._backend = backend
         self._body = model.base_model
-        # Models scale, cap or bias their logits in their own forward, so that forward runs on the hidden states it is
-        # given instead of its body's.
+        # A model's forward may scale, cap or bias its logits, so it runs here, with the given hidden states instead of
+        # its body's.
         setattr(model, model.base_model_prefix, _GivenHidden())
         self._model = model
 
@@ -100,7 +100,7 @@ class TransformersLM:
     def forward_through(
         self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
     ) -> Tensor:
-        """forward, over a cache of another backend's layout."""
+        """forward, on a cache with another backend's layout."""
         backend.prepare(batch)
         k_caches, v_caches = kv_cache.unbind(0)
         step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), backend, self.attention_layers)
@@ -113,7 +113,7 @@ class TransformersLM:
 
 
 class _GivenHidden(nn.Module):
-    """Stands in a model where its body was, and answers with the hidden states it is given."""
+    """Replaces a model's body: returns the hidden states that it receives."""
 
     @property
     def decoder(self) -> "_GivenHidden":
@@ -125,7 +125,7 @@ class _GivenHidden(nn.Module):
 
 
 class _HiddenOutput:
-    """What a head reads of its body's output; every optional field (router logits, caches) is None."""
+    """The body's output as its head reads it; every optional field (router logits, caches) is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -145,7 +145,7 @@ def _run_body(body: Any, input_ids: Tensor, positions: Tensor, step: PagedStep |
 
 
 def refusal(needs: DecoderNeeds) -> str | None:
-    """Why transformers is not asked to run a model; None if it is."""
+    """Why this fallback does not run a model; None if it does."""
     if needs.num_ranks > 1:
         return "runs on one rank only"
     if not needs.spec.is_fallback:
@@ -156,7 +156,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
 
 
 def load(request: DecoderRequest) -> TransformersLM:
-    """Load a model through transformers, and prove on a few tokens that the paged cache gives the same logits.
+    """Load a model through transformers, and check on a few tokens that the paged cache gives the same logits.
 
     Raises:  ModelError with the reason, if the weights are incomplete or the architecture cannot run here.
     """
@@ -164,7 +164,7 @@ def load(request: DecoderRequest) -> TransformersLM:
     trust_remote_code = request.trust_remote_code
     config = read_config(path, trust_remote_code)
     refuse_length(config.get_text_config(decoder=True), spec, max_model_len)
-    # transformers' own attention first: it gives the logits to compare with
+    # transformers' own attention first, for the logits to compare with
     options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
     notes = [
         f"{spec.architecture} has no native decoder here: it runs through transformers {transformers.__version__} over "
@@ -178,7 +178,7 @@ def load(request: DecoderRequest) -> TransformersLM:
         else:
             model, num_unused = _from_pretrained(path, config, options)
             notes += [f"{num_unused} tensors of the checkpoint are not used by it"] if num_unused else []
-    except ValueError as error:  # transformers' way of saying that it has no causal language model of this kind
+    except ValueError as error:  # how transformers reports that it has no such causal language model
         raise ModelError(f"transformers cannot load {spec.architecture}: {first_sentence(error)}") from error
     model.eval().to(request.device)
     try:
@@ -191,15 +191,15 @@ def load(request: DecoderRequest) -> TransformersLM:
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        # whatever the code of a model that was not written for this stumbles over is a reason to refuse it
+        # any failure of model code that was not written for this is a reason to refuse it
         raise refused(spec.architecture, f"fails there ({type(error).__name__}: {first_sentence(error)})") from error
     return paged
 
 
 def trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> tuple[AttentionLayer, ...]:
-    """Route the model's attention to paged_attention, and look at each of its calls once: what its layers ask for.
+    """Route the model's attention to paged_attention, and record the requirements of each of its calls.
 
-    Raises: ModelError for what no backend does.
+    Raises: ModelError for what no backend supports.
     """
     AttentionInterface.register(_ATTENTION_NAME, paged_attention)
     model.set_attn_implementation(_ATTENTION_NAME)
@@ -211,9 +211,9 @@ def trace_attention(model: Any, spec: ModelSpec, max_model_len: int) -> tuple[At
 
 
 def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> tuple[Any, int]:
-    """The model with its weights, and how many tensors of the checkpoint it does not use.
+    """The model with its weights, and the number of unused checkpoint tensors.
 
-    transformers would fill what is missing with noise: here that is an error.
+    transformers would initialize missing tensors randomly: here that is an error.
     """
     options = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True, **options}
     try:
@@ -237,7 +237,7 @@ def _from_pretrained(path: Path, config: Any, options: dict[str, Any]) -> tuple[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bar and no load report: what is wrong with the weights becomes an error of ours."""
+    """No progress bar and no load report: problems with the weights become errors of ours."""
     logging: Any = transformers.utils.logging
     had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -260,10 +260,10 @@ def _refuse_by_backend(layers: tuple[AttentionLayer, ...], spec: ModelSpec, back
 
 
 def refuse_by_class(model: Any, spec: ModelSpec) -> None:
-    """Refuse what the class of a model shows. Raises: ModelError."""
+    """Refuse what the model's class shows. Raises: ModelError."""
     if not model._supports_attention_backend:
         raise refused(spec.architecture, "does not call transformers' attention interface")
     if model.base_model is model:
-        raise refused(spec.architecture, "does not keep its layers and its head apart")
+        raise refused(spec.architecture, "does not separate its layers from its head")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise refused(spec.architecture, "takes no position ids")

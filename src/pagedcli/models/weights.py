@@ -1,4 +1,4 @@
-"""Where a decoder's weights come from: safetensors files read tensor by tensor with strict names, or seeded noise."""
+"""Sources of a decoder's weights: safetensors files, read one tensor at a time with strict names, or seeded noise."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,13 +25,13 @@ class WeightSource(Protocol):
     ) -> dict[str, Tensor]:
         """The tensors by the keys of `parameters`.
 
-        `ignored` names checkpoint tensors that may be there and are not needed (a tied lm_head, rotary buffers).
+        `ignored`: checkpoint tensors that are allowed but not needed (a tied lm_head, rotary buffers).
         """
         ...
 
 
 def open_weights(path: Path, load_format: str, seed: int) -> WeightSource:
-    """The weights of a folder, or with load_format dummy seeded noise."""
+    """The weights of a folder, or seeded noise with load_format dummy."""
     return DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
 
 
@@ -42,8 +42,8 @@ class DummyWeights:
     """
 
     _BLOCK = 1 << 18  # values copied at a time: stays in the processor's cache
-    _POOL = 16  # blocks of noise that are drawn; all are copied from them: drawing 0.6 billion numbers takes seconds
-    _STRIDE = 1_000_003  # a prime: each block comes from another place of the pool
+    _POOL = 16  # blocks of noise drawn, from which all values are copied: drawing 0.6 billion numbers takes seconds
+    _STRIDE = 1_000_003  # a prime: each block comes from a different place in the pool
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -67,7 +67,7 @@ class DummyWeights:
                 place = num_blocks * self._STRIDE % num_places
                 block.copy_(pool[place : place + block.numel()])
                 num_blocks += 1
-            if parameter.parts:  # of the same noise, whatever the number of ranks
+            if parameter.parts:  # the same noise for any number of ranks
                 sizes = [shape[parameter.dim] for shape in parameter.shapes.values()]
                 stacked = zip(parameter.shapes, torch.split(tensor, sizes, parameter.dim), strict=True)
                 tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
@@ -76,7 +76,7 @@ class DummyWeights:
 
 
 class CheckpointWeights:
-    """model.safetensors, or the shards that model.safetensors.index.json names. Files are mapped, not read whole."""
+    """model.safetensors, or the shards listed in model.safetensors.index.json. Files are memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class CheckpointWeights:
     ) -> dict[str, Tensor]:
         """See WeightSource.
 
-        Changes: memory grows by the result plus one checkpoint tensor, however the parts are stacked.
+        Changes: memory grows by the result plus one checkpoint tensor, also for stacked parts.
         Raises:  ModelError naming file and tensor: missing, unexpected, of another shape, not floating point, damaged.
         """
         with ExitStack() as stack:
@@ -104,7 +104,7 @@ class CheckpointWeights:
         return tensors
 
     def _file_names(self) -> list[str]:
-        """The weight files, in the folder's order; each is there."""
+        """The weight files, in the folder's order; each exists."""
         index_path = self._path / "model.safetensors.index.json"
         if (self._path / "model.safetensors").is_file():
             return ["model.safetensors"]
@@ -118,7 +118,7 @@ class CheckpointWeights:
             raise ModelError(f"{index_path} has no weight_map", hint="download the file again")
         for name in weight_map.values():
             if not isinstance(name, str) or Path(name).name != name:
-                raise ModelError(f"{index_path} names {name!r}, which is no file of this folder")
+                raise ModelError(f"{index_path} names {name!r}, which is not in this folder")
         names = sorted(set(weight_map.values()))
         for name in names:
             if not (self._path / name).is_file():
@@ -176,8 +176,8 @@ class CheckpointWeights:
 
 
 def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The parts below each other. A single matrix that needs no conversion stays in the mapped file: it is only read,
-    and a model that packs its weights never holds it twice."""
+    """The parts, stacked. A single matrix that needs no conversion stays in the mapped file: it is only read, so a
+    model that packs its weights never holds two copies."""
     if len(parameter.shapes) == 1 and len(parameter.shape) == 2:
         part = next(parts)
         if part.dtype == dtype and part.device == device and part.is_contiguous():

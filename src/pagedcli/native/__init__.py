@@ -1,6 +1,6 @@
-"""Kernels in C++ for CPUs, compiled on first use by the compiler of the machine and loaded through a C ABI.
+"""C++ kernels for CPUs, compiled on first use by the machine's compiler and loaded through a C ABI.
 
-Used by attention/ and layers/. Knows nothing of models, caches or engines: pointers, sizes and a number of threads.
+Used by attention/ and layers/. Independent of models, caches and engines: takes pointers, sizes, a thread count.
 """
 
 from pagedcli.native.build import NativeLibrary, load_library, loaded_library

@@ -3,7 +3,7 @@
 A build takes seconds and is reported to the logger "pagedcli" before and after, which the command line shows.
 
 The library lives in the user's cache directory under a name that hashes sources, compiler, flags and processor, so an
-update of any of them builds anew and a home directory shared by different machines is safe.
+update of any of them triggers a new build, and different machines can share a home directory.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ log = logging.getLogger("pagedcli")
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded library and how it came about."""
+    """The loaded library and how it was built."""
 
     functions: ctypes.CDLL  # calls release the GIL
     notes: tuple[str, ...]
@@ -45,7 +45,7 @@ class NativeLibrary:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A command that compiles C++ and a text that changes when the compiler does."""
+    """A command that compiles C++, and a text that identifies the compiler's version."""
 
     command: tuple[str, ...]
     identity: str
@@ -54,7 +54,7 @@ class Compiler:
 def load_library() -> NativeLibrary:
     """The native library, built if this machine has not built it yet (seconds, once).
 
-    Raises: BackendError if there is no compiler or it fails, with its last error line. The answer is kept, good or bad.
+    Raises: BackendError if there is no compiler or it fails, with its last error line. Both results are cached.
     """
     outcome = _outcome()
     if isinstance(outcome, BackendError):
@@ -63,7 +63,7 @@ def load_library() -> NativeLibrary:
 
 
 def loaded_library() -> NativeLibrary | None:
-    """The native library if something in this process has already asked for it; never builds."""
+    """The native library if it is already loaded in this process; never builds."""
     outcome = _outcome() if _outcome.cache_info().currsize else None
     return outcome if isinstance(outcome, NativeLibrary) else None
 
@@ -95,7 +95,7 @@ def find_compiler() -> Compiler:
         raise BackendError("native kernels are built on Linux and macOS only")
     named = shlex.split(os.environ.get("CXX", ""))
     if named and shutil.which(named[0]) is None:
-        raise BackendError(f"the C++ compiler of $CXX is not there: {named[0]}", hint="correct or unset CXX")
+        raise BackendError(f"the C++ compiler of $CXX does not exist: {named[0]}", hint="correct or unset CXX")
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(command[0])
         if found is not None:
@@ -113,14 +113,14 @@ def find_compiler() -> Compiler:
 
 
 def compile_flags() -> tuple[str, ...]:
-    """The flags of every build: for this very processor, no fast-math (masking counts on infinities)."""
+    """The flags of every build: for this processor, without fast-math (masking relies on infinities)."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     emulated = ("-DEMULATE_TILES",) if os.environ.get(EMULATE_TILES) else ()
     return ("-std=c++17", "-O3", native, "-fPIC", "-pthread", "-fno-math-errno", "-w", *emulated)
 
 
 def build_key(compiler: Compiler) -> str:
-    """Twenty hexadecimal digits that differ whenever the built library could."""
+    """Twenty hexadecimal digits that identify everything that affects the built library."""
     digest = hashlib.sha256()
     for part in (compiler.identity, *compile_flags(), platform.machine(), _processor_features()):
         digest.update(part.encode() + b"\0")
@@ -132,7 +132,7 @@ def build_key(compiler: Compiler) -> str:
 def cache_directory() -> tuple[Path, tuple[str, ...]]:
     """A directory that only this user can write to, as code is loaded from it, and notes about it.
 
-    Raises: BackendError if the place belongs to somebody else or others may write to it.
+    Raises: BackendError if it belongs to another user or others can write to it.
     """
     fallback = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     directory = Path(os.environ.get("XDG_CACHE_HOME") or fallback) / "pagedcli" / "native"
@@ -154,8 +154,8 @@ def cache_directory() -> tuple[Path, tuple[str, ...]]:
 
 
 def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
-    """Compile the sources to `path`, atomically. Returns how long it took, in words. Two processes may do this at
-    once: the last one wins.
+    """Compile the sources to `path`, atomically. Returns the time it took, in words. If two processes do this at
+    once, the last one wins.
 
     Raises: BackendError with the compiler's first error line.
     """
@@ -190,13 +190,13 @@ def _run_compiler(compiler: Compiler, arguments: list[str]) -> None:
 
 
 def processor_flags() -> frozenset[str]:
-    """The features that the system reports of the processor, by its names; empty where it reports none."""
+    """The processor's features by the system's names for them; empty if the system reports none."""
     lines = [line for line in _processor_features().splitlines() if line.startswith(("flags", "Features"))]
     return frozenset(lines[0].split(":", 1)[1].split()) if lines else frozenset()
 
 
 def _processor_features() -> str:
-    """What -march=native looks at, as far as the system tells."""
+    """What determines -march=native, as far as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory in huge pages, where the system has them: small pages cost kernels that stream gigabytes a tenth.
+"""Memory in huge pages, if the system has them: small pages make kernels that stream gigabytes 10 % slower.
 
 Measured on a Zen 5 core: a 32-token bfloat16 product on weights in 4 KiB pages 390 GFLOP/s, in 2 MiB pages 430.
 """
@@ -14,7 +14,7 @@ _MADV_HUGEPAGE = 14
 
 
 def empty_in_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialized CPU tensor [count] that starts at a huge page and asks for such pages."""
+    """An uninitialized CPU tensor [count], aligned to a huge page, with huge pages requested."""
     num_bytes = count * dtype.itemsize
     if num_bytes < HUGE_PAGE:
         return torch.empty(count, dtype=dtype)
@@ -26,11 +26,11 @@ def empty_in_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Let the huge pages that lie wholly inside a fresh CPU tensor be real ones. Without effect off Linux."""
+    """Request huge pages for the part of a fresh CPU tensor that is aligned to them. Linux only."""
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
     first = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // HUGE_PAGE * HUGE_PAGE
     if num_bytes > 0:
-        # advice: a kernel that refuses it only makes us slower
+        # only advice: without it everything works, slower
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)

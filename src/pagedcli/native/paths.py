@@ -1,4 +1,4 @@
-"""Which instructions the native kernels multiply with (see paths.h), for notes, `doctor`, `bench` and tests."""
+"""The instruction sets that the native kernels use (see paths.h), for notes, `doctor`, `bench` and tests."""
 
 import ctypes
 import enum
@@ -32,17 +32,17 @@ INT8_PATHS = (Path.INT8_VECTOR, Path.INT8_TILES)
 
 
 def bf16_path(library: ctypes.CDLL) -> Path:
-    """How bfloat16 is multiplied where the shape fills tiles."""
+    """The path for bfloat16 products if the shape fills tiles."""
     return Path(library.native_bf16_path())
 
 
 def int8_path(library: ctypes.CDLL) -> Path:
-    """How int8 weights are multiplied where the shape fills tiles."""
+    """The path for int8 weights if the shape fills tiles."""
     return Path(library.native_int8_path())
 
 
 def path_notes(library: ctypes.CDLL) -> tuple[str, ...]:
-    """What a person should know: the processor has tile registers, and the system does not let us use them."""
+    """A note for the user if the processor has tile registers but the system does not permit their use."""
     if not library.native_has_tiles() or library.native_may_use_tiles():
         return ()
     used = NAMES[bf16_path(library)]
@@ -53,7 +53,7 @@ def path_notes(library: ctypes.CDLL) -> tuple[str, ...]:
 
 @contextmanager
 def avoiding(library: ctypes.CDLL, *paths: Path) -> Iterator[None]:
-    """Do as if this processor did not have these paths, in all threads."""
+    """Pretend that this processor lacks these paths, in all threads."""
     for path in paths:
         library.native_avoid_path(ctypes.c_int64(path), 1)
     try:
@@ -65,15 +65,15 @@ def avoiding(library: ctypes.CDLL, *paths: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PathPeak:
-    """How fast a path multiplies numbers that are in registers already."""
+    """The peak of a path, with operands in registers."""
 
     path: Path
     flop_per_s: float  # two operations per multiply-add, all threads
 
 
 def measure_peaks(library: ctypes.CDLL, paths: Iterable[Path], threads: int) -> list[PathPeak]:
-    """The peaks of those of `paths` that this processor has, fastest first. Takes about 10 ms per path and is the best
-    of many pieces: other work on the machine only ever takes away."""
+    """The peaks of those `paths` that this processor has, fastest first. Takes about 10 ms per path. The maximum of
+    many samples, because other work on the machine can only lower a sample."""
     run = library.native_path_rounds
     run.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
     run.restype = ctypes.c_int64

@@ -1,4 +1,4 @@
-"""The structs of linear.h and decoder.cpp as ctypes sees them, their functions with types, and the codes of dtypes."""
+"""ctypes definitions of the structs of linear.h and decoder.cpp, the types of their functions, and dtype codes."""
 
 import ctypes
 from typing import Any

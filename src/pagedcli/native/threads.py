@@ -1,4 +1,4 @@
-"""How many cores this process may really use. torch asks for the affinity mask but not for the quota of a container."""
+"""The number of cores this process may use. torch respects the affinity mask, but not a container's CPU quota."""
 
 import math
 import os
@@ -10,7 +10,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores of the affinity mask, or fewer where a cgroup (version 2 or 1) grants less time than theirs; at least 1."""
+    """Cores in the affinity mask, or fewer if a cgroup (version 2 or 1) grants less CPU time; at least 1."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
@@ -20,13 +20,13 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def limit_threads() -> None:
-    """Lower torch's number of threads to the cores that there are. A lower number that somebody chose stays."""
+    """Lower torch's number of threads to the usable cores. A lower number set by the user stays."""
     if torch.get_num_threads() > usable_cores():
         torch.set_num_threads(usable_cores())
 
 
 def _quota(cgroup: Path) -> float | None:
-    """CPU time per time that the cgroup grants; None without a limit or where it cannot be read."""
+    """CPU seconds per second that the cgroup grants; None if unlimited or unreadable."""
     try:
         granted, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
