@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.errors import ConfigError
 
 QWEN3_06B = {
     "model_type": "qwen3",
@@ -27,6 +28,20 @@ QWEN3_06B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+}
+QWEN3_30B_A3B = QWEN3_06B | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
 }
 KNOWN = ("--gpu-memory", "23.48GiB", "--used", "3.69GiB", "--peak", "1.58GiB", "--current", "1.14GiB")
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
@@ -93,12 +108,63 @@ def test_no_block_says_who_holds_the_memory_and_what_to_change(qwen3):
     assert "= room for KV" in result.stdout
 
 
+@pytest.fixture
+def large(tmp_path):
+    """A folder with the config.json of a Qwen3-30B-A3B alone."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    return tmp_path
+
+
+def test_a_model_too_large_says_which_formats_fit(large):
+    num_weights = 30_532_122_624  # as its model card counts
+    found = as_json("-m", large, "--memory", "24GiB", expect=2)
+    assert found["weights_bytes"] == 2 * num_weights
+    assert found["num_kvcache_blocks"] == 0
+    assert found["fits"][0]["flags"] == "as configured"
+    rows = {row["flags"]: row for row in found["fits"]}
+    int4 = rows["--quantization int4"]
+    assert int4["weights_bytes"] == pytest.approx(num_weights * 18 / 32, rel=0.05)
+    assert (rows["as configured"]["longest_request"], int4["longest_request"]) == (0, 40960)
+    assert int4["token_bytes"] == 2 * 48 * 4 * 128 * 2
+    cached_int8 = rows["--quantization int4 --kv-cache-dtype int8"]
+    assert cached_int8["token_bytes"] == 2 * 48 * 4 * (128 + 4)
+    assert cached_int8["max_concurrency"] > 1.9 * int4["max_concurrency"]
+    assert "--quantization int4 fits" in profile_memory("-m", large, "--memory", "24GiB", expect=2).stderr
+    chosen = as_json("-m", large / "config.json", "--quantization", "int4", "--memory", "24GiB")
+    assert chosen["num_kvcache_blocks"] > 0
+    assert chosen["fits"][0] == int4 | {"flags": "as configured"}
+
+
+def test_where_nothing_fits_the_smallest_format_is_named(large):
+    result = profile_memory("-m", large, "--memory", "8GiB", expect=2)
+    assert "nothing fits: even int4 weights take 16.7" in result.stderr
+
+
+def test_a_model_too_large_is_refused_before_it_is_loaded(large):
+    config = large / "config.json"  # more layers than any memory holds
+    config.write_text(json.dumps(QWEN3_30B_A3B | {"num_hidden_layers": 4000}))
+    (large / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"the weights of .* take 4,\d+\.\d\d GiB, but only"):
+        LLMEngine(EngineConfig(model=str(large), device="cpu"))
+    (large / "rows.jsonl").write_text('{"prompt": [1, 2, 3]}')
+    plan = CliRunner().invoke(app, ["plan", "-m", str(large), "--device", "cpu", str(large / "rows.jsonl")])
+    assert "the weights of" in plan.stdout
+
+
+def test_a_folder_without_weights_is_predicted_for_this_machine(qwen3):
+    found = as_json("-m", qwen3, "--device", "cpu", *SMALL)
+    assert not found["measured"]
+    assert found["weights_bytes"] == 2 * 596_049_920
+    assert "has no weights: predicting" in profile_memory("-m", qwen3, "--device", "cpu", *SMALL).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--memory", "24GiB", "--gpu", "h200"), "exclude each other"),
         (("--gpu", "a-card"), "known: t4"),
         (("--gpu", "h200", "--gpu-memory", "1GiB"), "exclude each other"),
-        (("--used", "1GiB"), "needs --gpu or --gpu-memory"),
+        (("--used", "1GiB"), "needs --gpu, --gpu-memory or --memory"),
         (("--gpu", "h200", "--peak", "1GiB"), "belong together"),
         (("--gpu", "h200", "--peak", "1GiB", "--current", "2GiB"), "--peak is below --current"),
         (("--gpu-memory", "many"), "cannot read 'many'"),

@@ -14,7 +14,7 @@ from pagedcli.attention.base import dtype_name
 from pagedcli.config import EngineConfig
 from pagedcli.engine import loading, machine, memory_profile
 from pagedcli.engine.decide import decide
-from pagedcli.engine.forecast import forecast
+from pagedcli.engine.fitting import forecast
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.machine import Gpu, Machine, described_gpu
 from pagedcli.errors import BackendError, ConfigError

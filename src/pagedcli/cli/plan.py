@@ -110,7 +110,7 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | Non
     if spec is None:
         return None, None
     from pagedcli.engine.decide import decide
-    from pagedcli.engine.forecast import forecast
+    from pagedcli.engine.fitting import forecast
     from pagedcli.engine.machine import this_machine
 
     machine = this_machine(free_memory=True)

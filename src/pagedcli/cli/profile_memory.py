@@ -59,6 +59,7 @@ def profile_memory(
     ] = None,
     gpu: Annotated[str | None, _described("GPU model: " + ", ".join(CARDS) + ".", "NAME")] = None,
     gpu_memory: Annotated[str | None, _described("Total memory of the GPU, e.g. 24GiB.")] = None,
+    memory: Annotated[str | None, _described("Total memory of a machine without a GPU, e.g. 24GiB.")] = None,
     used: Annotated[str | None, _described("Memory in use by all processes, with the model loaded.")] = None,
     peak: Annotated[str | None, _described("Peak allocation of this process, in the largest step.")] = None,
     current: Annotated[str | None, _described("Allocation of this process with the model loaded.")] = None,
@@ -68,14 +69,15 @@ def profile_memory(
 ) -> None:
     """Show where memory goes, how many KV blocks fit, and how many requests they serve.
 
-    Loads the model, runs the largest step that the limits allow, and measures. With --gpu or --gpu-memory it predicts
-    for another machine and needs only config.json.
+    Loads the model, runs the largest step that the limits allow, and measures. With --gpu, --gpu-memory or --memory it
+    predicts for another machine and needs only config.json, as it does here for a model that does not fit.
 
     \b
     Examples:
       pagedcli profile-memory
       pagedcli profile-memory -m Qwen/Qwen3-0.6B --prompts prompts.jsonl
       pagedcli profile-memory -m ./Qwen3-0.6B --gpu h200 --target-concurrency 512
+      pagedcli profile-memory -m Qwen3-30B-A3B/config.json --quantization int4 --memory 24GiB
       pagedcli profile-memory -m ./Qwen3-0.6B --block-size 256 --gpu-memory 24GiB
                --used 3.69GiB --peak 1.58GiB --current 1.14GiB
 
@@ -85,24 +87,29 @@ def profile_memory(
 
     loaded = load_config(config, flags)
     engine = loaded.config.engine
-    described = read_described(gpu, gpu_memory, used=used, peak=peak, current=current)
-    if described is None:
-        say(f"loading {engine.model} and running the largest step")
-    profile = profile_here(engine) if described is None else profile_described(engine, described)
+    described = read_described(gpu, gpu_memory, memory, used=used, peak=peak, current=current)
+    profile = profile_here(engine, say) if described is None else profile_described(engine, described)
     lengths, shared = {"model length": profile.decided.max_model_len}, None
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths, field)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
+    if profile.fits:
+        tables.append(_fit_table(profile))
     tables.append(_size_table(profile))
     print_tables(tables, format_, facts=_facts(profile, shared))
     if not profile.num_blocks:
-        message, hint = missing_memory(profile.terms, profile.decided.block_bytes, profile.holders) or (
-            profile.reason,
-            profile.hint,
-        )
-        raise ConfigError(message, hint=hint)
+        raise _no_blocks(profile)
+
+
+def _no_blocks(profile: "Profile") -> ConfigError:
+    """The error for a machine where no block fits, and what to change."""
+    from pagedcli.engine.fitting import fitting_hint
+
+    missing = missing_memory(profile.terms, profile.decided.block_bytes, profile.holders)
+    message, hint = missing or (profile.reason, profile.hint)
+    return ConfigError(message, hint=fitting_hint(profile.fits) if profile.fits else hint)
 
 
 def _lengths_of(
@@ -224,6 +231,33 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
     ]
     notes = ["utilization: share of this device's memory, all else as above; above 1, the device is too small"]
     return Table("target", f"What {num_requests:,} concurrent requests need", columns, rows, notes)
+
+
+def _fit_table(profile: "Profile") -> Table:
+    rows = [
+        {
+            "flags": fit.flags or "as configured",
+            "weight_format": fit.weight_format,
+            "kv_dtype": fit.kv_dtype,
+            "weights_bytes": fit.weights,
+            "room_bytes": fit.room,
+            "token_bytes": fit.token_bytes,
+            "num_tokens": fit.num_tokens,
+            "longest_request": fit.longest_request,
+            "max_concurrency": fit.num_sequences,
+        }
+        for fit in profile.fits
+    ]
+    columns = [
+        Column("flags", "with"),
+        Column("weights_bytes", "weights", size),
+        Column("room_bytes", "left for KV", lambda room: size(room) if room >= 0 else f"{size(-room)} too few"),
+        Column("token_bytes", "KV per token", size),
+        Column("longest_request", "longest request", count),
+        Column("max_concurrency", "at model length", decimal),
+    ]
+    notes = [f"left for KV: all memory that nothing else needs; model length: {profile.decided.max_model_len:,} tokens"]
+    return Table("fits", "What fits, by weight format and KV dtype", columns, rows, notes)
 
 
 def _size_table(profile: "Profile") -> Table:

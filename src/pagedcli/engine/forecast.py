@@ -39,13 +39,6 @@ def model_sizes(config: EngineConfig, spec: ModelSpec) -> ModelSizes:
     return ModelSizes(**{**sizes, "vocab_size": -(-spec.vocab_size // num_ranks)})
 
 
-def forecast(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> Forecast | None:
-    """What the model would get on the machine; None for a model that runs through transformers."""
-    if spec.is_fallback:
-        return None
-    return forecast_pool(config, decided, predict_terms(config, spec, decided, machine))
-
-
 def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> MemoryTerms:
     """Every term of the device's memory, computed from sizes and the machine's free memory."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize

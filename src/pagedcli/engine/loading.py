@@ -14,6 +14,8 @@ from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.decide import Decisions, choose_num_blocks, decide, model_folder
 from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.fitting import weights_refusal
+from pagedcli.engine.forecast import predict_terms
 from pagedcli.engine.kv_scales import kv_scales
 from pagedcli.engine.machine import available_memory, this_machine
 from pagedcli.engine.memory import graph_bytes, measure_budget
@@ -53,7 +55,12 @@ def load_engine(
     """
     path = model_folder(config)
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
-    decided = decide(config, spec, this_machine(), rank=parallel.rank)
+    machine = this_machine()
+    decided = decide(config, spec, machine, rank=parallel.rank)
+    if not spec.is_fallback:
+        refusal = weights_refusal(config, spec, predict_terms(config, spec, decided, machine), machine)
+        if refusal is not None:
+            raise refusal
     if decided.device.type == "cpu":
         limit_threads()
     else:

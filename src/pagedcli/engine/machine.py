@@ -63,6 +63,11 @@ def described_gpu(
     return Machine(total_bytes=total, available_bytes=available, gpus=(gpu,) * num_gpus, is_here=False)
 
 
+def described_host(total_bytes: int) -> Machine:
+    """A machine without GPUs, idle and with all software installed."""
+    return Machine(total_bytes=total_bytes, available_bytes=total_bytes, is_here=False)
+
+
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of the host, or of this process's cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

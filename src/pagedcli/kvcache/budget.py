@@ -156,7 +156,7 @@ class ModelSizes:
     def num_parameters(self) -> int:
         """Weights of the whole model, a tied embedding counted once."""
         tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return tables + self._layer_matrices + self._vectors
+        return tables + self._layer_matrices + self._router_weights + self._vectors
 
     @property
     def _layer_matrices(self) -> int:
@@ -167,15 +167,28 @@ class ModelSizes:
 
     @property
     def _mlp_matrices(self) -> int:
-        """Elements of the linear layers of all gated MLPs, or experts and their routers."""
-        width, experts = self.hidden_size, self.experts
+        """Elements of the linear layers of all gated MLPs, or of experts."""
+        return sum(count * 3 * self.hidden_size * inner for count, inner in self._mlps)
+
+    @property
+    def _mlps(self) -> list[tuple[int, int]]:
+        """Number and inner size of the gated MLPs of all layers, experts included."""
+        experts = self.experts
         if experts is None:
-            return self.num_layers * 3 * width * self.intermediate_size
-        shared = experts.shared_intermediate_size
-        sparse = experts.num_experts * (3 * width * experts.intermediate_size + width)
-        sparse += 0 if shared is None else 3 * width * shared + width
+            return [(self.num_layers, self.intermediate_size)]
         num_dense = len(experts.dense_layers)
-        return num_dense * 3 * width * self.intermediate_size + (self.num_layers - num_dense) * sparse
+        num_sparse = self.num_layers - num_dense
+        mlps = [(num_dense, self.intermediate_size), (num_sparse * experts.num_experts, experts.intermediate_size)]
+        shared = experts.shared_intermediate_size
+        return mlps if shared is None else [*mlps, (num_sparse, shared)]
+
+    @property
+    def _router_weights(self) -> int:
+        """Elements of the routers and gates of experts, which are never rounded."""
+        if self.experts is None:
+            return 0
+        num_outputs = self.experts.num_experts + (self.experts.shared_intermediate_size is not None)
+        return (self.num_layers - len(self.experts.dense_layers)) * num_outputs * self.hidden_size
 
     @property
     def _vectors(self) -> int:
@@ -196,12 +209,13 @@ class ModelSizes:
         bytes per 32 inputs; the output layer is int8; the embedding table is kept unquantized."""
         if quantization is None:
             return self.num_parameters * itemsize
-        width, inner = self.hidden_size, self.intermediate_size
-        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + 2 * width + 2 * inner
+        width = self.hidden_size
+        rows = self.num_layers * ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim + width)
+        rows += sum(count * (2 * inner + width) for count, inner in self._mlps)
         in_layers = int(self._layer_matrices * INT4_BYTES) if quantization == "int4" else self._layer_matrices
         whole = in_layers + self.vocab_size * width
-        scales = (ITEMSIZE["float32"] + ITEMSIZE["float32"]) * (self.num_layers * rows + self.vocab_size)
-        return whole + scales + self.table_bytes(itemsize) + self._vectors * itemsize
+        scales = (ITEMSIZE["float32"] + ITEMSIZE["float32"]) * (rows + self.vocab_size)
+        return whole + scales + self.table_bytes(itemsize) + (self._vectors + self._router_weights) * itemsize
 
     def block_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Bytes of one block over all layers."""
