@@ -22,12 +22,12 @@ from pagedcli.attention.cpu import CpuAttention
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
-from pagedcli.models.config_json import check_supported
 from pagedcli.models.fallback_spec import spec_of
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.formats import FORMATS
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
 from pagedcli.models.native_spec import native_spec
+from pagedcli.models.quantization import READABLE, REFUSED
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.transformers_fallback import refuse_by_class, trace_attention
@@ -49,7 +49,6 @@ _WINDOWS = {
     "alternating": "alternating layers",
 }
 _FAILURES = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError)
-_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4", "hqq", "aqlm", "torchao", "quark")
 
 
 def native() -> str:
@@ -83,15 +82,9 @@ def rounding() -> str:
 
 def checkpoints() -> str:
     """Checkpoints that were quantized before, by the quant_method of their quantization_config."""
-    rows = []
-    for method in _METHODS:
-        try:
-            check_supported({"quantization_config": {"quant_method": method}}, Path("config.json"))
-        except ModelError as error:
-            rows.append((f"`{method}`", "refused", error.hint or ""))
-        else:
-            rows.append((f"`{method}`", "read", ""))
-    return _table(("quant_method", "", "what to do"), rows)
+    rows = [(f"`{method}`", "read", what) for method, what in READABLE.items()]
+    rows += [(f"`{method}`", "refused", what) for method, what in REFUSED.items()]
+    return _table(("quant_method and format", "", "what"), rows)
 
 
 def through_transformers() -> str:

@@ -13,7 +13,7 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models import cpu_decoder, decoder
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import Decoder
-from pagedcli.models.formats import StoredTensor, weight_format
+from pagedcli.models.formats import FORMATS, StoredTensor
 from pagedcli.models.loading import load_model
 from pagedcli.models.parameters import Parameter, Part
 from pagedcli.models.reading import read_spec
@@ -117,13 +117,11 @@ def test_compute_logits_takes_any_rows_of_hidden(case):
 def test_the_first_decoder_that_can_run_a_model_does_and_each_that_cannot_says_why(tmp_path_factory):
     path = cached_model("qwen3", tmp_path_factory)
     spec = read_spec(path)
-    plain = DecoderNeeds(spec, ReferenceAttention, weight_format(None))
+    plain = DecoderNeeds(spec, ReferenceAttention, FORMATS[None])
     assert type(load_model(path, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU)) is Decoder
     assert cpu_decoder.refusal(plain) == "needs the native attention kernels, and attention is 'reference'"
     assert decoder.refusal(plain) is None
-    assert "int8 weights need the native CPU kernels" in decoder.refusal(
-        replace(plain, weight_format=weight_format("int8"))
-    )
+    assert "int8 weights need the native CPU kernels" in decoder.refusal(replace(plain, weight_format=FORMATS["int8"]))
     assert "has no Qwen3ForCausalLM" in decoder.refusal(replace(plain, spec=replace(spec, is_fallback=True)))
     with pytest.raises(
         ConfigError, match="no decoder runs Qwen3ForCausalLM with weights int8: native in one call: needs"

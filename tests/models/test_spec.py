@@ -157,7 +157,6 @@ def test_qwen_slides_only_where_its_config_says(fields, window, tmp_path):
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights (quantization_config: awq)"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not a causal"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),

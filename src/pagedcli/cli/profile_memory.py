@@ -148,8 +148,8 @@ def _labels(profile: "Profile") -> dict[str, tuple[str, str]]:
 
 def _weights_dtype(profile: "Profile") -> str:
     dtype = _name(profile.decided.dtype)
-    quantization = profile.config.quantization
-    return dtype if quantization is None else f"{quantization}, embedding and norms {dtype}"
+    weights = profile.decided.weights
+    return dtype if weights is None else f"{weights}, embedding and norms {dtype}"
 
 
 def _waterfall_table(profile: "Profile") -> Table:

@@ -20,9 +20,9 @@ from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import has_cpu_kernels
-from pagedcli.models.formats import weight_format
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
-from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder
+from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 
@@ -44,6 +44,8 @@ class Decisions:
     backend: str
     refused: tuple[str, ...]  # why faster backends were not chosen, one line each
     decoder: str  # see models.loading
+    weights: str | None  # how those of linear layers are quantized
+    packs_weights: bool  # linear layers run on the project's CPU kernels
     block_size: int  # tokens
     block_bytes: int  # over all layers, K and V
     max_model_len: int  # tokens
@@ -92,13 +94,16 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         capability=gpu.capability if gpu is not None else None,
     )
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
-    needs = DecoderNeeds(spec, choice.kind, weight_format(config.quantization), config.tensor_parallel_size)
+    stored = weight_format(config.quantization, spec)
+    needs = DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size)
     decoder = choose_decoder(needs)
     max_model_len = resolve_max_model_len(config, spec)
     check_length(spec, max_model_len)
     available = machine.available_bytes if gpu is None else gpu.free_bytes
     _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
-    packs_weights = has_cpu_kernels(spec, choice.kind) or spec.is_fallback
+    native = has_cpu_kernels(spec, choice.kind)
+    notes = () if native or spec.is_fallback else unpacked_note(device, dtype)
+    note = stored.note(dtype, native=native)
     no_graphs = why_no_graphs(config, spec, device, choice.kind)
     return Decisions(
         device=device,
@@ -108,6 +113,8 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         backend=choice.name,
         refused=choice.refused,
         decoder=decoder,
+        weights=None if stored is AS_STORED else stored.name,
+        packs_weights=native,
         block_size=config.block_size,
         block_bytes=block_bytes(
             num_layers=own.num_layers,
@@ -123,7 +130,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
         no_graphs=no_graphs,
-        notes=() if packs_weights else unpacked_note(device, dtype),
+        notes=notes if note is None else (*notes, note),
     )
 
 

@@ -76,7 +76,7 @@ def _fit(config: EngineConfig, changed: EngineConfig, spec: ModelSpec, decided: 
     terms = predict_terms(changed, spec, decided, machine)
     return Fit(
         flags=" ".join(flags),
-        weight_format=changed.quantization or dtype_name(decided.dtype),
+        weight_format=decided.weights or dtype_name(decided.dtype),
         kv_dtype=dtype_name(decided.kv_dtype),
         weights=terms.weights,
         room=terms.kv_cache,

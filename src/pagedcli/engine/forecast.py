@@ -3,6 +3,7 @@
 Used by `pagedcli plan`, and by `pagedcli profile-memory`, which compares it with its measurements.
 """
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from pagedcli.engine.machine import Machine
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, ModelSizes
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.sharding import shard_spec
+from pagedcli.models.formats import AS_STORED
+from pagedcli.models.packed_formats import packed_format
+from pagedcli.models.parameters import decoder_parameters
+from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
 
 CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
@@ -42,7 +46,7 @@ def model_sizes(config: EngineConfig, spec: ModelSpec) -> ModelSizes:
 def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> MemoryTerms:
     """Every term of the device's memory, computed from sizes and the machine's free memory."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
-    weights = sizes.weight_bytes(itemsize, quantization=config.quantization)
+    weights = weight_bytes(config, spec, decided)
     activations = sizes.activation_bytes(decided.largest_step, itemsize, native=decided.in_one_call)
     if decided.device.type == "cpu":
         return MemoryTerms(
@@ -62,6 +66,24 @@ def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, mac
         activations=activations,
         graphs=predict_graphs(sizes, decided),
     )
+
+
+def weight_bytes(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> int:
+    """Bytes of one rank's weights in memory."""
+    itemsize = decided.dtype.itemsize
+    if spec.quantization is None:
+        return model_sizes(config, spec).weight_bytes(itemsize, quantization=config.quantization)
+    stored, rank = packed_format(spec.quantization), ParallelContext(0, config.tensor_parallel_size)
+    total = 0
+    for key, parameter in shard_parameters(decoder_parameters(spec, AS_STORED), spec, rank).items():
+        is_linear = key.endswith((".qkv.weight", ".out.weight", ".gate_up.weight", ".down.weight"))
+        for name, shape in parameter.kept_shapes.items():
+            if is_linear and stored.covers(name.removesuffix(".weight")):
+                out_features, in_features = shape
+                total += stored.kept_bytes(out_features, in_features, itemsize, native=decided.packs_weights)
+            else:
+                total += math.prod(shape) * itemsize
+    return total
 
 
 def predict_graphs(sizes: ModelSizes, decided: Decisions) -> int:
@@ -100,7 +122,7 @@ def loading_peak(config: EngineConfig, spec: ModelSpec, decided: Decisions, fold
     """Peak host bytes of this process while it loads a model on a CPU: the weights and their sources. Includes pages
     of a mapped checkpoint, which the system drops when memory is short."""
     sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
-    weights = sizes.weight_bytes(itemsize, quantization=config.quantization)
+    weights = weight_bytes(config, spec, decided)
     if config.load_format == "dummy":
         return HOST_PROCESS + max(weights, sizes.num_parameters * itemsize) + sizes.table_bytes(itemsize)
     checkpoint = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

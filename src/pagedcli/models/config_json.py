@@ -52,13 +52,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_supported(config: dict[str, Any], path: Path) -> None:
     """Refuse what neither a native decoder nor the fallback supports. Raises ModelError with the reason."""
-    if config.get("quantization_config") is not None:
-        quantization = config["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise ModelError(
-            f"{path} holds quantized weights (quantization_config: {method}), which are not supported",
-            hint="use the float32, bfloat16 or float16 version of the model",
-        )
     if config.get("is_encoder_decoder") is True:
         raise ModelError(f"{path} is an encoder-decoder model; only decoder-only language models run here")
     architectures = config.get("architectures") or []

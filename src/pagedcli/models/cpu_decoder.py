@@ -4,7 +4,6 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 """
 
 import ctypes
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from pagedcli.attention.base import PagedBatch
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.parameters import decoder_parameters
+from pagedcli.models.parameters import decoder_parameters, take_linear
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
@@ -43,17 +42,18 @@ class CpuDecoder:
         """Packs the weights and removes each from `tensors`, so that memory holds only one copy."""
         spec = request.spec
         self.spec = spec
-        self.notes: tuple[str, ...] = ()
+        note = request.weight_format.note(request.dtype, native=True)
+        self.notes: tuple[str, ...] = () if note is None else (note,)
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
-        self._format = request.weight_format
+        self._format, self._dtype = request.weight_format, request.dtype
         self._functions = bind(load_library().functions)
         self._kept: list[Tensor | NativeLinear] = [rope_table]  # what the structs point into
         self._weight_bytes = 0
         embedding = tensors.pop("embedding")
         tied = spec.tie_word_embeddings
         output = {"weight": embedding if tied else tensors.pop("lm_head")}
-        self._lm_head = self._keep(self._format.lm_head.native_linear(output, None))
+        self._lm_head = self._keep(self._format.lm_head.native_linear([output], None, request.dtype))
         self._embedding = None if tied and self._format.keeps_rows else embedding
         self._weight_bytes += self._embedding.nbytes if self._embedding is not None else 0
         self._layers = (LayerStruct * spec.num_layers)(
@@ -112,8 +112,10 @@ class CpuDecoder:
 
     def _layer(self, tensors: dict[str, Tensor], key: str) -> LayerStruct:
         def linear(name: str, *, gated: bool = False) -> object:
-            stored = {each.suffix: tensors.pop(f"{key}.{name}.{each.suffix}") for each in self._format.stored}
-            return self._linear(stored, tensors.pop(f"{key}.{name}.bias", None), gated=gated).struct
+            weight_format, modules = take_linear(tensors, f"{key}.{name}", self._format)
+            bias = tensors.pop(f"{key}.{name}.bias", None)
+            self._weight_bytes += bias.nbytes if bias is not None else 0
+            return self._keep(weight_format.native_linear(modules, bias, self._dtype, gated=gated)).struct
 
         q_norm, k_norm = None, None
         if self.spec.qk_norm:
@@ -128,10 +130,6 @@ class CpuDecoder:
             gate_up=linear("gate_up", gated=True),
             down=linear("down"),
         )
-
-    def _linear(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, *, gated: bool = False) -> NativeLinear:
-        self._weight_bytes += bias.nbytes if bias is not None else 0
-        return self._keep(self._format.native_linear(stored, bias, gated=gated))
 
     def _keep(self, linear: NativeLinear) -> NativeLinear:
         self._kept.append(linear)

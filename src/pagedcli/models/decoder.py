@@ -3,7 +3,7 @@
 One of the decoders of models.loading. If attention runs on the project's CPU kernels, the linear layers do, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,15 +15,13 @@ from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
-from pagedcli.models.formats import weight_format
-from pagedcli.models.parameters import decoder_parameters
+from pagedcli.models.formats import AS_STORED, Modules, WeightFormat
+from pagedcli.models.parameters import decoder_parameters, take_linear
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.weights import open_weights
-
-MakeLinear = Callable[[Mapping[str, Tensor], Tensor | None], LinearLayer]
 
 
 class Decoder:
@@ -46,7 +44,9 @@ class Decoder:
         build = _Builder(request, spec, tensors)
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
-        vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
+        if (note := request.weight_format.note(request.dtype, native=build.uses_cpu_kernels)) is not None:
+            self.notes += (note,)
+        vectors = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() == 1 and "[" not in key)
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
@@ -91,21 +91,19 @@ class _Builder:
         self._activation = ACTIVATIONS[spec.hidden_act]
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
-        stored = request.weight_format
-        self.make_linear: MakeLinear = stored.native_linear if self.uses_cpu_kernels else stored.torch_linear
 
     def tables(self) -> tuple[Callable[[Tensor], Tensor], VocabularyHead, int]:
         """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
         its format allows it, so that there is no second copy."""
         tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
         table = self._tensors.pop("embedding")  # [V, E]
-        stored = {"weight": table if tied else self._tensors.pop("lm_head")}
+        stored = [{"weight": table if tied else self._tensors.pop("lm_head")}]
         embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
         if not self.uses_cpu_kernels:
-            linear = self._request.weight_format.lm_head.torch_linear(stored, None)
+            linear = self._request.weight_format.lm_head.torch_linear(stored, None, self._request.dtype)
             head = VocabularyHead(linear, self._spec.vocab_size, parallel)
             return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
-        packed = self._request.weight_format.lm_head.native_linear(stored, None)
+        packed = self._request.weight_format.lm_head.native_linear(stored, None, self._request.dtype)
         head = VocabularyHead(packed, self._spec.vocab_size, parallel)
         if tied and self._request.weight_format.keeps_rows and parallel.size == 1:
             return packed.weight_rows, head, packed.nbytes
@@ -172,10 +170,7 @@ class _Builder:
         return GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._linear(f"{key}.down"))
 
     def _unquantized(self, key: str) -> LinearLayer:
-        stored, plain = {"weight": self._tensors.pop(key)}, weight_format(None)
-        linear = plain.native_linear(stored, None) if self.uses_cpu_kernels else plain.torch_linear(stored, None)
-        self.linear_bytes += linear.nbytes
-        return linear
+        return self._made(AS_STORED, [{"weight": self._tensors.pop(key)}], None)
 
     def _table(self, rope: RopeSpec | None) -> Tensor | None:
         if rope is None:
@@ -187,11 +182,16 @@ class _Builder:
         return self._tables[rope]
 
     def _linear(self, key: str, *, with_bias: bool = True) -> LinearLayer:
-        stored = {
-            tensor.suffix: self._tensors.pop(f"{key}.{tensor.suffix}") for tensor in self._request.weight_format.stored
-        }
+        weight_format, modules = take_linear(self._tensors, key, self._request.weight_format)
         bias = self._tensors.pop(f"{key}.bias", None)
-        linear = self.make_linear(stored, bias if with_bias else None)
+        if not with_bias:
+            bias = None
+            modules = [{suffix: module[suffix] for suffix in module.keys() - {"bias"}} for module in modules]
+        return self._made(weight_format, modules, bias)
+
+    def _made(self, weight_format: WeightFormat, modules: Modules, bias: Tensor | None) -> LinearLayer:
+        make = weight_format.native_linear if self.uses_cpu_kernels else weight_format.torch_linear
+        linear: LinearLayer = make(modules, bias, self._request.dtype)
         self.linear_bytes += linear.nbytes
         return linear
 

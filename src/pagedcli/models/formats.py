@@ -1,18 +1,24 @@
-"""How the weights of linear layers are stored in a checkpoint and kept in memory: WeightFormat. A format is one class
-and one entry of FORMATS.
+"""How the weights of linear layers are stored in a checkpoint and kept in memory: WeightFormat. A format is one class;
+those of checkpoints that others quantized are in models.packed_formats.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from pagedcli.errors import ConfigError
+from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library
+
+# The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
+Modules = Sequence[Mapping[str, Tensor]]
+Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
+DEVIATION = 0.02  # standard deviation of dummy weights
+FLOAT8_DEVIATION = 64.0  # of those stored as FP8, before their scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +30,27 @@ class StoredTensor:
     """
 
     suffix: str  # after the module's name and a dot
-    dtype: torch.dtype | None = None  # as stored; None: any floating-point type, converted to the model's
+    dtype: torch.dtype | None = None  # as stored; None: any floating-point type
     out_dim: int | None = 0  # dimension of the output features, along which modules are stacked; None: it has none
     in_dim: int | None = 1  # dimension of the input features; None: it has none
-    out_per: int = 1  # output features per element
-    in_per: int = 1  # input features per element: 8 four-bit numbers in an int32, a group that shares a scale
+    out_per: int | None = 1  # output features per element; None: one element for all
+    in_per: int | None = 1  # input features per element: 8 four-bit numbers in an int32, a group that shares a scale
+    converts: bool = True  # a floating-point tensor becomes one of the model's dtype
+    optional: bool = False  # not every checkpoint has it
+    init: Init = "normal"  # what `--load-format dummy` fills it with
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Its shape in the checkpoint."""
-        sizes = {self.out_dim: -(-out_features // self.out_per), self.in_dim: -(-in_features // self.in_per)}
+        """Its shape in the checkpoint. Raises: ModelError if its words would not be full."""
+        pairs = (out_features, self.out_per), (in_features, self.in_per)
+        if self.dtype == torch.int32 and any(per is not None and size % per for size, per in pairs):
+            raise ModelError(
+                f"{in_features} x {out_features} quantized weights do not fill the words of {self.suffix!r}",
+                hint="use the unquantized version of the model",
+            )
+        sizes = {
+            self.out_dim: 1 if self.out_per is None else -(-out_features // self.out_per),
+            self.in_dim: 1 if self.in_per is None else -(-in_features // self.in_per),
+        }
         return tuple(sizes[dim] for dim in (0, 1) if dim in sizes)
 
 
@@ -45,22 +63,33 @@ class WeightFormat(Protocol):
 
     name: str
     stored: tuple[StoredTensor, ...]
-    keeps_rows: bool  # whether the rows of a packed weight can be read again, as a tied embedding needs them
+    stacks: bool  # whether the modules of a fused layer (q, k, v) are read as one tensor
+    keeps_rows: bool  # whether the rows of the output layer can be read again, as a tied embedding needs them
 
     @property
     def lm_head(self) -> "WeightFormat":
         """The format of the output layer, which is stored as a plain weight."""
         ...
 
+    def covers(self, module: str) -> bool:
+        """Whether a module, by its name in the checkpoint, is stored so; the others are plain weights."""
+        ...
+
     def torch_refusal(self) -> str | None:
         """Why there is no torch layer of this format; None if there is one."""
         ...
 
-    def torch_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> LinearLayer:
-        """The layer by torch, on the device of `tensors`: the stored ones by suffix, modules stacked."""
+    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
+        """What a user should know of how the layers compute, by the project's CPU kernels or not."""
         ...
 
-    def native_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, gated: bool = False) -> NativeLinear:
+    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
+        """The layer by torch for activations of `dtype`, on the device of the tensors."""
+        ...
+
+    def native_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> NativeLinear:
         """The layer by the project's CPU kernels. Raises: BackendError for a shape or dtype that they cannot pack."""
         ...
 
@@ -70,20 +99,32 @@ class AsStored:
 
     name = "as stored"
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
+    stacks = True
     keeps_rows = True
 
     @property
     def lm_head(self) -> WeightFormat:
         return self
 
+    def covers(self, module: str) -> bool:
+        return True
+
     def torch_refusal(self) -> str | None:
         return None
 
-    def torch_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> LinearLayer:
-        return Linear(tensors["weight"], bias)
+    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
+        return None
 
-    def native_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, gated: bool = False) -> NativeLinear:
-        return NativeLinear(load_library(), tensors["weight"], bias, gated=gated)
+    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
+        return Linear(modules[0]["weight"], bias)
+
+    def native_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> NativeLinear:
+        return NativeLinear(load_library(), modules[0]["weight"], bias, gated=gated)
+
+
+AS_STORED = AsStored()
 
 
 class Rounded:
@@ -91,6 +132,7 @@ class Rounded:
     a scale and a minimum per 32 inputs, with an int8 output layer."""
 
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
+    stacks = True
     keeps_rows = False  # too coarse to start a sequence from
 
     def __init__(self, name: Literal["int8", "int4"]) -> None:
@@ -101,23 +143,23 @@ class Rounded:
     def lm_head(self) -> WeightFormat:
         return Rounded("int8")
 
+    def covers(self, module: str) -> bool:
+        return True
+
     def torch_refusal(self) -> str | None:
         return f"{self.name} weights need the native CPU kernels"
 
-    def torch_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> LinearLayer:
+    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
+        return None
+
+    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
         raise AssertionError("a format with a torch_refusal is not asked for a torch layer")
 
-    def native_linear(self, tensors: Mapping[str, Tensor], bias: Tensor | None, *, gated: bool = False) -> NativeLinear:
-        return NativeLinear(load_library(), tensors["weight"], bias, gated=gated, quantization=self._quantization)
+    def native_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> NativeLinear:
+        return NativeLinear(load_library(), modules[0]["weight"], bias, gated=gated, quantization=self._quantization)
 
 
 # by EngineConfig.quantization
-FORMATS: Mapping[str | None, WeightFormat] = {None: AsStored(), "int8": Rounded("int8"), "int4": Rounded("int4")}
-
-
-def weight_format(quantization: str | None) -> WeightFormat:
-    """The format that --quantization names. Raises: ConfigError for an unknown one."""
-    if quantization not in FORMATS:
-        names = ", ".join(name for name in FORMATS if name is not None)
-        raise ConfigError(f"quantization {quantization!r} is unknown", hint=f"choose one of {names}")
-    return FORMATS[quantization]
+FORMATS: Mapping[str | None, WeightFormat] = {None: AS_STORED, "int8": Rounded("int8"), "int4": Rounded("int4")}

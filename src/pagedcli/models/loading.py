@@ -11,7 +11,8 @@ from pagedcli.attention.base import AttentionBackend
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, LoadFormat
-from pagedcli.models.formats import weight_format
+from pagedcli.models.formats import FORMATS, WeightFormat
+from pagedcli.models.packed_formats import packed_format
 from pagedcli.models.refusals import length_refusal, window_refusal
 from pagedcli.models.spec import ModelSpec
 
@@ -52,7 +53,7 @@ def load_model(
         path=path,
         spec=spec,
         backend=backend,
-        weight_format=weight_format(quantization),
+        weight_format=weight_format(quantization, spec),
         dtype=dtype,
         device=device,
         load_format=load_format,
@@ -65,6 +66,24 @@ def load_model(
         decoder = choose_decoder(DecoderNeeds(spec, type(backend), request.weight_format, parallel.size))
     model: CausalLM = import_module(REGISTRY[decoder]).load(request)
     return model
+
+
+def weight_format(quantization: str | None, spec: ModelSpec) -> WeightFormat:
+    """The format of a model's weights: that of its checkpoint, or the one that --quantization names.
+
+    Raises: ConfigError for an unknown one, and for a checkpoint that is quantized already.
+    """
+    if quantization not in FORMATS:
+        names = ", ".join(name for name in FORMATS if name is not None)
+        raise ConfigError(f"quantization {quantization!r} is unknown", hint=f"choose one of {names}")
+    if spec.quantization is None:
+        return FORMATS[quantization]
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization is {quantization}, but the checkpoint is quantized already: {spec.quantization.description}",
+            hint="leave --quantization out: the checkpoint's own format is used",
+        )
+    return packed_format(spec.quantization)
 
 
 def choose_decoder(needs: DecoderNeeds) -> str:

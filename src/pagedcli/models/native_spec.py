@@ -9,6 +9,7 @@ import msgspec
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import convert, stop_ids
 from pagedcli.models.families import FAMILIES, Family, FamilyConfig, OptionalInt
+from pagedcli.models.quantization import read_quantization
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import ModelSpec
 
@@ -73,6 +74,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
         eos_token_ids=stop_ids(path, eos),
         bos_token_id=_default(fields.bos_token_id, default_bos),
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
+        quantization=read_quantization(config, where),
         **traits,
     )
 

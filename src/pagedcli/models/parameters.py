@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pagedcli.models.formats import VECTOR, WEIGHT, StoredTensor, WeightFormat
+from pagedcli.errors import ModelError
+from pagedcli.models.formats import AS_STORED, VECTOR, WEIGHT, Init, StoredTensor, WeightFormat
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
-
-Init = Literal["normal", "ones", "zeros"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class Parameter:
     """One tensor of the decoder: checkpoint tensors stacked along their output features (q, k and v make one qkv)."""
 
     shapes: Mapping[str, tuple[int, ...]]  # name in the checkpoint -> shape there, in stacking order
-    init: Init = "normal"  # its content with `--load-format dummy`
+    init: Init | None = None  # its content with `--load-format dummy`; None: what `stored` says
     parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
     dtype: torch.dtype | None = None  # in memory; None: the model's, or that of `stored`
@@ -57,15 +55,17 @@ class Parameter:
     def shape(self) -> tuple[int, ...]:
         """Shape of the stacked tensor."""
         shapes, dim = list(self.kept_shapes.values()), self.dim
+        if len(shapes) == 1:
+            return shapes[0]
         return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
         """The part of a checkpoint tensor that is kept."""
         return self.parts[name].of(tensor) if name in self.parts else tensor
 
-    def kept_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Its dtype in memory."""
-        return self.dtype or self.stored.dtype or model_dtype
+    def kept_dtype(self, model_dtype: torch.dtype) -> torch.dtype | None:
+        """Its dtype in memory; None: that of the checkpoint."""
+        return self.dtype or self.stored.dtype or (model_dtype if self.stored.converts else None)
 
 
 # norms of the branches: key -> name in the checkpoint
@@ -154,7 +154,7 @@ def _experts(
 def _norm(spec: ModelSpec, sizes: dict[str, int]) -> Parameter:
     return Parameter(
         {name: (size,) for name, size in sizes.items()},
-        init="zeros" if spec.norm_offset else "ones",
+        init=0.0 if spec.norm_offset else 1.0,
         stored=VECTOR,
         dtype=torch.float32 if spec.float_norms else None,
     )
@@ -164,8 +164,36 @@ def _linear(
     key: str, rows: dict[str, int], columns: int, has_bias: bool, weight_format: WeightFormat
 ) -> Iterator[tuple[str, Parameter]]:
     """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
-    for stored in weight_format.stored:
-        shapes = {f"{name}.{stored.suffix}": stored.shape(n, columns) for name, n in rows.items()}
-        yield f"{key}.{stored.suffix}", Parameter(shapes, stored=stored)
+    covered = [weight_format.covers(name) for name in rows]
+    if any(covered) and not all(covered):
+        raise ModelError(
+            f"only some of {', '.join(rows)} are quantized, and they are one layer here",
+            hint="use the unquantized version of the model",
+        )
+    if weight_format.stacks or not covered[0]:
+        yield f"{key}.weight", Parameter({f"{name}.weight": (n, columns) for name, n in rows.items()})
+    else:
+        for i, (name, n) in enumerate(rows.items()):
+            for stored in weight_format.stored:
+                if stored.suffix == "bias" and has_bias:
+                    continue
+                shapes = {f"{name}.{stored.suffix}": stored.shape(n, columns)}
+                yield f"{key}[{i}].{stored.suffix}", Parameter(shapes, stored=stored)
     if has_bias:
         yield f"{key}.bias", Parameter({f"{name}.bias": (n,) for name, n in rows.items()}, stored=VECTOR)
+
+
+def take_linear(
+    tensors: dict[str, Tensor], key: str, weight_format: WeightFormat
+) -> tuple[WeightFormat, list[dict[str, Tensor]]]:
+    """A linear layer's format and the tensors of its modules. Changes: tensors, from which they are removed."""
+    if (weight := tensors.pop(f"{key}.weight", None)) is not None:
+        return weight_format if weight_format.stacks else AS_STORED, [{"weight": weight}]
+    modules: list[dict[str, Tensor]] = []
+    while module := {
+        stored.suffix: tensors.pop(name)
+        for stored in weight_format.stored
+        if (name := f"{key}[{len(modules)}].{stored.suffix}") in tensors
+    }:
+        modules.append(module)
+    return weight_format, modules

@@ -6,6 +6,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.config_json import check_supported, read_json
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.native_spec import native_spec
+from pagedcli.models.quantization import read_quantization, refusal
 from pagedcli.models.spec import ModelSpec
 
 
@@ -21,6 +22,8 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
         raise ModelError(f"{path / 'config.json'} has no model_type", hint="use a Hugging Face model folder")
     if model_type in FAMILIES:
         return native_spec(path, config, model_type)
+    if (quantization := read_quantization(config, path / "config.json")) is not None:
+        raise refusal(path / "config.json", quantization.method, f"{model_type} runs through transformers")
     # AutoConfig has the defaults of every other family; only this import may load transformers
     from pagedcli.models.fallback_spec import read_fallback_spec
 

@@ -29,6 +29,12 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
             f"tensor_parallel_size is {size}, but {spec.architecture} {why} and is not split",
             hint="use --tensor-parallel-size 1",
         )
+    if spec.quantization is not None and spec.quantization.act_order:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but weights whose groups are no neighbours are not split: "
+            f"{spec.quantization.description}",
+            hint="use --tensor-parallel-size 1",
+        )
     numbers = {"query heads": spec.num_heads, "MLP columns": spec.intermediate_size}
     if spec.experts is not None:
         numbers["columns of an expert"] = spec.experts.intermediate_size
@@ -59,20 +65,22 @@ def shard_parameters(
 
 
 def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelContext) -> dict[str, Part]:
-    stored, layer = parameter.stored, key.split(".")[-2] if "." in key else key
+    stored, layer = parameter.stored, key.split(".")[-2].split("[")[0] if "." in key else key
     if layer in ("embedding", "lm_head"):
         return {name: Part(0, *parallel.part_of(spec.vocab_size)) for name in parameter.shapes}
-    if layer == "qkv" and stored.out_dim is not None:
+    out_dim, out_per = stored.out_dim, stored.out_per
+    in_dim, in_per = stored.in_dim, stored.in_per
+    if layer == "qkv" and out_dim is not None and out_per is not None:
         heads = {name: _head_rows(name, spec, parallel) for name in parameter.shapes}
-        return {name: _part(stored.out_dim, rows, stored.out_per, stored) for name, rows in heads.items()}
-    if layer == "gate_up" and stored.out_dim is not None:
-        sizes = {name: shape[stored.out_dim] * stored.out_per for name, shape in parameter.shapes.items()}
+        return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}
+    if layer == "gate_up" and out_dim is not None and out_per is not None:
+        sizes = {name: shape[out_dim] * out_per for name, shape in parameter.shapes.items()}
         parts = {name: parallel.part_of(size) for name, size in sizes.items()}
-        return {name: _part(stored.out_dim, rows, stored.out_per, stored) for name, rows in parts.items()}
-    if layer in ("out", "down") and stored.in_dim is not None:
-        sizes = {name: shape[stored.in_dim] * stored.in_per for name, shape in parameter.shapes.items()}
+        return {name: _part(out_dim, rows, out_per, stored) for name, rows in parts.items()}
+    if layer in ("out", "down") and in_dim is not None and in_per is not None:
+        sizes = {name: shape[in_dim] * in_per for name, shape in parameter.shapes.items()}
         parts = {name: parallel.part_of(size) for name, size in sizes.items()}
-        return {name: _part(stored.in_dim, columns, stored.in_per, stored) for name, columns in parts.items()}
+        return {name: _part(in_dim, columns, in_per, stored) for name, columns in parts.items()}
     return {}
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.models.quantization import StoredQuantization
 from pagedcli.models.rope import RopeSpec
 
 
@@ -60,6 +61,7 @@ class ModelSpec:
     layer_ropes: tuple[RopeSpec | None, ...] = ()  # of each layer, None: no rotary embedding; empty: `rope` in all
     fused_projections: bool = False  # the checkpoint stacks q, k, v and gate, up
     experts: ExpertsSpec | None = None  # in place of the MLP
+    quantization: StoredQuantization | None = None  # how the checkpoint's linear layers are stored; None: as numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property

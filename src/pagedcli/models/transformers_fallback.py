@@ -26,7 +26,7 @@ from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.fallback_refusals import AttentionTrace, refuse_length
 from pagedcli.models.fallback_refusals import refusal as refused
 from pagedcli.models.fallback_spec import first_sentence, read_config
-from pagedcli.models.formats import WEIGHT
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_NAME = "pagedcli"
@@ -150,7 +150,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return "runs on one rank only"
     if not needs.spec.is_fallback:
         return f"leaves {needs.spec.architecture} to the native decoders"
-    if needs.weight_format.stored != (WEIGHT,) or not needs.weight_format.keeps_rows:
+    if needs.weight_format is not AS_STORED:
         return f"has no {needs.weight_format.name} weights"
     return None
 

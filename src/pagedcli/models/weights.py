@@ -1,6 +1,7 @@
 """Sources of a decoder's weights: safetensors files, read one tensor at a time with strict names, or seeded noise."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +15,11 @@ from torch import Tensor
 from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import read_json
+from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION
 from pagedcli.models.parameters import Parameter
+
+# rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
+_UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".input_zero_point")
 
 
 class WeightSource(Protocol):
@@ -53,15 +58,24 @@ class DummyWeights:
     ) -> dict[str, Tensor]:
         """See WeightSource."""
         generator = torch.Generator().manual_seed(self._seed)
-        pool = torch.empty(self._POOL * self._BLOCK).normal_(0.0, 0.02, generator=generator).to(device, dtype)
+        pool = torch.empty(self._POOL * self._BLOCK).normal_(0.0, DEVIATION, generator=generator).to(device, dtype)
         num_places, num_blocks = (self._POOL - 1) * self._BLOCK, 0
         tensors = {}
         for key, parameter in parameters.items():
-            if parameter.init != "normal":
-                value = 1.0 if parameter.init == "ones" else 0.0
-                tensors[key] = torch.full(parameter.shape, value, dtype=parameter.kept_dtype(dtype), device=device)
+            init = parameter.stored.init if parameter.init is None else parameter.init
+            kept_dtype = parameter.kept_dtype(dtype) or torch.float32
+            if parameter.stored.optional or parameter.stored.out_dim is None:  # the order of groups: neighbours
+                continue
+            if isinstance(init, int | float):
+                tensors[key] = torch.full(parameter.shape, init, dtype=kept_dtype, device=device)
                 continue
             whole = replace(parameter, parts={})
+            if init == "bits":
+                bits = torch.randint(256, (math.prod(whole.shape) * kept_dtype.itemsize,), generator=generator)
+                tensor = bits.to(torch.uint8).view(kept_dtype).view(whole.shape).to(device)
+                [name] = parameter.shapes
+                tensors[key] = parameter.kept(name, tensor)
+                continue
             tensor = torch.empty(whole.shape, dtype=dtype, device=device)
             for block in torch.split(tensor.view(-1), self._BLOCK):
                 place = num_blocks * self._STRIDE % num_places
@@ -71,6 +85,8 @@ class DummyWeights:
                 sizes = [shape[parameter.dim] for shape in parameter.shapes.values()]
                 stacked = zip(parameter.shapes, torch.split(tensor, sizes, parameter.dim), strict=True)
                 tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
+            if kept_dtype == torch.float8_e4m3fn:
+                tensor = (tensor.float() * (FLOAT8_DEVIATION / DEVIATION)).to(kept_dtype)
             tensors[key] = tensor
         return tensors
 
@@ -93,9 +109,12 @@ class CheckpointWeights:
             files = {name: stack.enter_context(_open(self._path / name)) for name in self._file_names()}
             where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
             expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
-            self._check_names(expected.keys(), where, ignored)
+            optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
+            self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
             tensors = {}
             for key, parameter in parameters.items():
+                if parameter.stored.optional and not where.keys() >= parameter.shapes.keys():
+                    continue
                 parts = (
                     parameter.kept(name, self._read(files[where[name]], where[name], name, parameter))
                     for name in parameter.shapes
@@ -141,14 +160,14 @@ class CheckpointWeights:
         return ModelError(f"{self._path} has no model.safetensors", hint=hint)
 
     def _check_names(self, expected: Any, where: dict[str, str], ignored: frozenset[str]) -> None:
-        missing = sorted(expected - where.keys())
+        missing = sorted(expected - where.keys() - ignored)
         if missing:
             raise ModelError(
                 f"{self._path}: tensor {missing[0]!r} is missing{_and_others(missing)}",
                 hint="the folder is incomplete, or config.json describes another model",
             )
         unexpected = sorted(
-            name for name in where.keys() - expected if name not in ignored and not name.endswith(".inv_freq")
+            name for name in where.keys() - expected if name not in ignored and not name.endswith(_UNUSED)
         )
         if unexpected:
             raise ModelError(
@@ -160,6 +179,9 @@ class CheckpointWeights:
     def _read(self, file: Any, file_name: str, name: str, parameter: Parameter) -> Tensor:
         tensor: Tensor = file.get_tensor(name)
         shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
+        is_scale = None in (parameter.stored.in_per, parameter.stored.out_per)  # written with and without sizes of 1
+        if is_scale and [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]:
+            tensor = tensor.reshape(shape)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self._path / file_name}: tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
@@ -170,14 +192,16 @@ class CheckpointWeights:
         if tensor.dtype not in (floating if stored_dtype is None else (stored_dtype,)):
             raise ModelError(
                 f"{self._path / file_name}: tensor {name!r} is stored as {dtype_name(tensor.dtype)}",
-                hint="quantized weights are not supported: use the float32, bfloat16 or float16 version",
+                hint="config.json and the weights do not belong together: download both again",
             )
         return tensor
 
 
-def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """The parts, stacked. A single matrix that needs no conversion stays in the mapped file: it is only read, so a
     model that packs its weights never holds two copies."""
+    if len(parameter.shapes) == 1 and not parameter.stored.converts:
+        return next(parts).to(device=device, dtype=dtype)
     if len(parameter.shapes) == 1 and len(parameter.shape) == 2:
         part = next(parts)
         if part.dtype == dtype and part.device == device and part.is_contiguous():

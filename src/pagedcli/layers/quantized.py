@@ -1,0 +1,77 @@
+"""Weights as whole numbers with scales, in one layout whatever checkpoint they come from; kernels pack them from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """w[o, i] = scales[o, g] * (codes[o, i] - zeros[o, g]), g the group of input i."""
+
+    codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
+    bits: int  # 4 or 8
+    scales: Tensor  # floating point [out, groups]
+    zeros: Tensor  # int16 [out, groups], 0 ... 2**bits
+    group_size: int  # inputs of a group; the last may have fewer
+    groups: Tensor | None = None  # int64 [in]: the group of each input; None: neighbours
+
+    @property
+    def in_order(self) -> tuple["QuantizedWeight", Tensor | None]:
+        """The weight with the inputs of each group as neighbours, and that order of inputs [in]; None: as they are.
+
+        Raises: ValueError if a group has not group_size inputs.
+        """
+        neighbours = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
+        if self.groups is None or torch.equal(self.groups, neighbours):
+            return replace(self, groups=None), None
+        order = self.groups.argsort(stable=True)
+        if not torch.equal(self.groups[order], neighbours):
+            raise ValueError("its groups are not of one size")
+        return replace(self, codes=self.codes[:, order], groups=None), order
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight as numbers [out, in], computed in float32 and rounded once."""
+        groups = self.groups
+        if groups is None:
+            groups = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
+        out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        for start in range(0, len(out), 1024):  # float32 copies of a whole weight would be the peak of loading
+            part = slice(start, start + 1024)
+            whole = self.codes[part].float() - self.zeros[part].float()[:, groups]
+            out[part] = whole.mul_(self.scales[part].float()[:, groups])
+        return out
+
+    @classmethod
+    def stacked(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
+        """The output features of weights with the same inputs below each other.
+
+        Raises: ValueError if the inputs are grouped differently.
+        """
+        first = weights[0]
+        for other in weights[1:]:
+            a, b = first.groups, other.groups
+            if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
+                raise ValueError("its modules group their inputs differently")
+        if len(weights) == 1:
+            return first
+        return replace(
+            first,
+            codes=torch.cat([weight.codes for weight in weights]),
+            scales=torch.cat([weight.scales for weight in weights]),
+            zeros=torch.cat([weight.zeros for weight in weights]),
+        )
+
+
+def unpacked(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
+    """Whole numbers of `bits` bits from int32 words along `dim`, lowest bits first, as uint8.
+
+    Shapes:  words [a, b] with ceil(size * bits / 32) along dim; returns [a, b] with `size` along dim.
+    """
+    num_bytes = words.contiguous().view(torch.uint8).view(*words.shape, 4)  # little-endian, as safetensors
+    parts = [num_bytes] if bits == 8 else [num_bytes & 15, num_bytes >> 4]
+    numbers = torch.stack(parts, -1).flatten(2)  # [a, b, numbers of a word]
+    spread = numbers.transpose(1, 2).flatten(0, 1) if dim == 0 else numbers.flatten(1)
+    return spread.narrow(dim, 0, size)

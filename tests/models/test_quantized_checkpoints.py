@@ -1,0 +1,154 @@
+"""Checkpoints that others quantized: the same logits as from their dequantized weights."""
+
+import json
+
+import pytest
+import torch
+from model_zoo import tiny_model
+from paged_harness import paged_logits
+from quantized_zoo import FORMATS, awq, float8, gptq, pack_quantized, quantized_twins
+from safetensors.torch import load_file, save_file
+
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def plain_model(tmp_path_factory):
+    return tiny_model("qwen3", tmp_path_factory.mktemp("plain") / "model", intermediate_size=128, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session", params=FORMATS)
+def twins(request, plain_model, tmp_path_factory):
+    return quantized_twins(plain_model, tmp_path_factory.mktemp(request.param), *FORMATS[request.param])
+
+
+def load(path, backend, dtype=torch.float32, **options):
+    return load_model(path, read_spec(path), backend=backend, dtype=dtype, device=CPU, **options)
+
+
+def logits_of(path, backend):
+    sequences = [list(range(5, 25)), list(range(40, 47))]
+    model = load(path, backend)
+    return torch.cat(paged_logits(model, backend, sequences, num_prompt=[15, 3], block_size=4, chunk=None))
+
+
+def test_the_reference_gives_the_logits_of_the_dequantized_weights(twins):
+    packed, plain = (logits_of(path, ReferenceAttention()) for path in twins)
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
+
+
+def config_of(tmp_path, quantization):
+    config = {"model_type": "qwen3", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return tmp_path
+
+
+GPTQ, AWQ, FP8 = gptq()[1], awq()[1], float8("tensor")[1]
+PACKED = pack_quantized()[1]
+SCHEME = PACKED["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported (4-bit NormalFloat"),
+        ({"quant_method": "gguf"}, "GGUF inside"),
+        ({"quant_method": "of tomorrow"}, "an unknown method"),
+        ({"bits": 4}, "has no quant_method"),
+        ([4], "has no quant_method"),
+        ({**GPTQ, "bits": 3}, "3-bit weights"),
+        ({**GPTQ, "bits": "4"}, "Expected `int`, got `str` - at `$.bits`"),
+        ({**GPTQ, "group_size": 0}, "group_size 0"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
+        ({**GPTQ, "lm_head": True}, "its output layer is quantized, too"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "other settings for +:.*down.*"),
+        ({**GPTQ, "dynamic": {"-:(": {}}}, "has a pattern that is none: 're:('"),
+        ({**AWQ, "version": "gemv"}, "version gemv"),
+        ({**AWQ, "bits": 8}, "8-bit weights"),
+        ({**AWQ, "zero_point": False}, "no zero points"),
+        ({**FP8, "fmt": "e5m2"}, "fmt e5m2"),
+        ({**FP8, "weight_block_size": [128]}, "blocks of [128]"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "NVFP4 weights"),
+        ({**PACKED, "format": "marlin-24"}, "2:4 sparse weights in the order of a GPU kernel"),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights, sparse-24-bitmask"),
+        ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "scales of a quantized KV cache"),
+        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
+        ({**PACKED, "config_groups": {"a": SCHEME, "b": SCHEME}}, "2 groups of layers"),
+        ({**PACKED, "config_groups": {"a": {**SCHEME, "weights": None}}}, "only activations are quantized"),
+        ({**PACKED, "format": "int-quantized"}, "strategy group"),
+        ({**PACKED, "format": "float-quantized"}, "4-bit int weights in this format"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name_from_the_config_alone(quantization, reason, tmp_path):
+    with pytest.raises(ModelError) as caught:
+        read_spec(config_of(tmp_path, quantization))
+    assert reason in caught.value.message
+    assert str(tmp_path) in caught.value.message
+
+
+def test_a_family_without_a_native_decoder_and_a_second_quantization_are_refused(tmp_path):
+    path = config_of(tmp_path, GPTQ)
+    with pytest.raises(ConfigError, match="quantized already: gptq, 4 bits in groups of 32"):
+        load(path, ReferenceAttention(), quantization="int4")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ModelError, match="gpt2 runs through transformers"):
+        read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "quantized", "not_quantized"),
+    [
+        (AWQ, "model.layers.0.mlp.gate_proj", "lm_head"),
+        ({**AWQ, "modules_to_not_convert": ["mlp.gate"]}, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.gate"),
+        ({**PACKED, "ignore": ["re:.*down_proj"]}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"),
+        ({**GPTQ, "dynamic": {"-:.*layers\\.0.*": {}}}, "model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        (
+            {**GPTQ, "modules_in_block_to_quantize": [["mlp.up_proj"]]},
+            "model.layers.1.mlp.up_proj",
+            "model.layers.1.mlp",
+        ),
+    ],
+)
+def test_modules_that_the_config_names_are_read_unquantized(quantization, quantized, not_quantized, tmp_path):
+    stored = read_spec(config_of(tmp_path, quantization)).quantization
+    assert stored.covers(quantized)
+    assert not stored.covers(not_quantized)
+
+
+def test_a_layer_of_which_only_a_part_is_quantized_is_refused(plain_model, tmp_path):
+    packed, _ = quantized_twins(plain_model, tmp_path, *pack_quantized())
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*k_proj"]
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"only some of .*q_proj, .*k_proj"):
+        load(packed, ReferenceAttention())
+
+
+def test_layers_left_out_of_the_quantization_keep_their_weights(plain_model, tmp_path):
+    packed, plain = quantized_twins(plain_model, tmp_path, *pack_quantized())
+    for path in (packed, plain):
+        tensors = load_file(path / "model.safetensors")
+        for name in [name for name in tensors if "down_proj" in name]:
+            del tensors[name]
+        tensors |= {n: t for n, t in load_file(plain_model / "model.safetensors").items() if "down_proj" in n}
+        save_file(tensors, path / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*down_proj"]
+    (packed / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "int8", "fp8-block"])
+def test_dummy_weights_of_every_format_are_noise_of_the_usual_size(name, plain_model, tmp_path):
+    packed, _ = quantized_twins(plain_model, tmp_path, *FORMATS[name])
+    (packed / "model.safetensors").unlink()
+    model = load(packed, ReferenceAttention(), load_format="dummy")
+    weight = model._layers[0].mlp.body.mlp.down(torch.eye(128))
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)

@@ -1,0 +1,200 @@
+"""Tiny checkpoints in every format that others quantize to, each with its twin of dequantized float32 weights.
+
+The packings are written from the formats' descriptions, apart from the code under test; compressed-tensors' own library
+checks them where it is installed.
+"""
+
+import json
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def quantized_twins(source, folder, quantize, quantization_config):
+    """Writes folder/packed and folder/plain from the model at `source`; quantize(weight, generator) gives a module's
+    stored tensors and its dequantized weight. Returns both paths."""
+    packed, plain = folder / "packed", folder / "plain"
+    for path in (packed, plain):
+        shutil.copytree(source, path)
+    tensors, stored, widened = load_file(source / "model.safetensors"), {}, {}
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(LAYERS) and name.endswith(".weight"):
+            parts, widened[name] = quantize(tensor, generator)
+            stored |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+        else:
+            stored[name] = widened[name] = tensor
+    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
+    save_file(widened, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
+    return packed, plain
+
+
+def words_of(numbers, bits, order=None):
+    """int32 words of the numbers in the last dimension, lowest bits first; `order`: which number each place holds."""
+    per_word = 32 // bits
+    groups = numbers.long().unflatten(-1, (-1, per_word))
+    if order is not None:
+        groups = groups[..., list(order)]
+    words = (groups << (torch.arange(per_word) * bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def random_codes(weight, bits, group_size, generator, symmetric=False):
+    """codes [out, in], scales [out, groups] in float16 and zeros [out, groups] of about the size of the weight."""
+    out, num_in = weight.shape
+    shape = (out, -(-num_in // (group_size or num_in)))
+    codes = torch.randint(0, 1 << bits, weight.shape, generator=generator)
+    scales = (torch.rand(shape, generator=generator) + 0.5) * 0.2 * 3.5 / (1 << bits)
+    middle = 1 << (bits - 1)
+    zeros = torch.full(shape, middle)
+    if not symmetric:
+        zeros += torch.randint(-middle // 2, middle // 2, shape, generator=generator)
+    return codes, scales.half(), zeros
+
+
+def dequantized(codes, scales, zeros, groups):
+    return (codes - zeros[:, groups]).float() * scales.float()[:, groups]
+
+
+def gptq(bits=4, group_size=32, *, act_order=False, version=1, symmetric=False, bias=False):
+    """A quantize function and the quantization_config of GPTQ."""
+
+    def quantize(weight, generator):
+        codes, scales, zeros = random_codes(weight, bits, group_size, generator, symmetric)
+        num_in = weight.shape[1]
+        groups = torch.arange(num_in) // (group_size or num_in)
+        if act_order:  # the same of modules with the same input
+            groups = groups[torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))]
+        stored = {
+            "qweight": words_of(codes, bits).T,
+            "qzeros": words_of(zeros.T - (2 - version), bits),
+            "scales": scales.T,
+            "g_idx": groups.to(torch.int32),
+        }
+        if bias:
+            stored["bias"] = torch.zeros(weight.shape[0])
+        return stored, dequantized(codes, scales, zeros, groups)
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size or -1, "desc_act": act_order}
+    config |= {"sym": symmetric, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
+    return quantize, config
+
+
+def awq(group_size=32):
+    def quantize(weight, generator):
+        codes, scales, zeros = random_codes(weight, 4, group_size, generator)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        stored = {
+            "qweight": words_of(codes.T, 4, order),
+            "qzeros": words_of(zeros.T, 4, order),
+            "scales": scales.T,
+        }
+        return stored, dequantized(codes, scales, zeros, torch.arange(weight.shape[1]) // group_size)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+    return quantize, {**config, "modules_to_not_convert": ["lm_head"]}
+
+
+def compressed(form, weights, *, inputs=None):
+    """compressed-tensors' config; `weights` are its QuantizationArgs."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+    return {**config, "config_groups": {"group_0": group}}
+
+
+def pack_quantized(bits=4, group_size=32, *, symmetric=True):
+    def quantize(weight, generator):
+        codes, scales, zeros = random_codes(weight, bits, group_size, generator, symmetric)
+        scales = scales.bfloat16()
+        stored = {
+            "weight_packed": words_of(codes, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            stored["weight_zero_point"] = words_of(zeros.T, bits).T
+        groups = torch.arange(weight.shape[1]) // (group_size or weight.shape[1])
+        return stored, dequantized(codes, scales, zeros, groups)
+
+    strategy = "channel" if group_size is None else "group"
+    args = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group_size}
+    return quantize, compressed("pack-quantized", args)
+
+
+def int_quantized(*, symmetric=True, per_tensor=False):
+    def quantize(weight, generator):
+        codes, scales, zeros = random_codes(weight, 8, None, generator, symmetric)
+        if per_tensor:
+            scales, zeros = scales[:1, 0], zeros[:1, 0]
+        stored = {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}
+        if not symmetric:
+            stored["weight_zero_point"] = (zeros - 128).to(torch.int8)
+        return stored, (codes - zeros).float() * scales.float()
+
+    args = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "tensor" if per_tensor else "channel"}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    return quantize, compressed("int-quantized", args, inputs=inputs)
+
+
+def float8(granularity, *, by_compressed_tensors=False):
+    """FP8 with scales per "tensor", "channel" or "block" of 32 x 32."""
+
+    def quantize(weight, generator):
+        numbers = (weight * 300).to(torch.float8_e4m3fn)
+        out, num_in = weight.shape
+        shape = {"tensor": (1,), "channel": (out, 1), "block": (-(-out // 32), -(-num_in // 32))}[granularity]
+        scales = (torch.rand(shape, generator=generator) + 0.5) / 300
+        spread = scales
+        if granularity == "block":
+            spread = scales.repeat_interleave(32, 0)[:out].repeat_interleave(32, 1)[:, :num_in]
+        if granularity == "tensor" and not by_compressed_tensors:
+            scales = scales[0]
+        is_inverse = granularity == "block" and not by_compressed_tensors
+        stored = {"weight": numbers, "weight_scale_inv" if is_inverse else "weight_scale": scales}
+        if not by_compressed_tensors and granularity == "tensor":
+            stored["input_scale"] = torch.tensor(0.5)
+        return stored, numbers.float() * spread
+
+    if by_compressed_tensors:
+        args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": granularity}
+        if granularity == "block":
+            args["block_structure"] = [32, 32]
+        return quantize, compressed("float-quantized", args)
+    config = {
+        "quant_method": "fbgemm_fp8" if granularity == "channel" else "fp8",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    return quantize, {**config, "weight_block_size": [32, 32]} if granularity == "block" else config
+
+
+FORMATS = {
+    "gptq": gptq(),
+    "gptq-8bit": gptq(8, 64),
+    "gptq-act-order": gptq(act_order=True),
+    "gptq-v2": gptq(4, None, version=2),
+    "gptq-bias": gptq(4, 16, symmetric=True, bias=True),
+    "awq": awq(),
+    "pack-int4": pack_quantized(),
+    "pack-int4-asymmetric": pack_quantized(symmetric=False),
+    "pack-int8": pack_quantized(8, None),
+    "pack-int8-asymmetric": pack_quantized(8, 32, symmetric=False),
+    "int8": int_quantized(),
+    "int8-asymmetric": int_quantized(symmetric=False),
+    "int8-tensor": int_quantized(per_tensor=True),
+    "fp8-tensor": float8("tensor"),
+    "fp8-channel": float8("channel"),
+    "fp8-block": float8("block"),
+    "fp8-block-compressed": float8("block", by_compressed_tensors=True),
+    "fp8-channel-compressed": float8("channel", by_compressed_tensors=True),
+}
