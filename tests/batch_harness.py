@@ -5,6 +5,7 @@ import json
 
 import msgspec
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import LineSource
@@ -27,19 +28,20 @@ class Harness:
         self.engine = LLMEngine(EngineConfig(**(settings | engine)))
         self.tokenizer = Tokenizer(self.engine.model_path)
 
-    def run(self, lines, *, sink=None, output_token_ids=False, run=None, **options):
+    def run(self, lines, *, sink=None, output_token_ids=False, columns=None, run=None, **options):
         """The result and the rows of a run. `lines`: bytes or what JSON makes of them; or an iterator of Line.
 
         `run`: further keywords of BatchRun; `options`: those of BatchOptions.
         """
         stream = io.BytesIO()
+        columns = columns or Columns(token_ids=output_token_ids)
         result = BatchRun(
             self.engine,
             self.tokenizer,
             MemorySource(lines) if isinstance(lines, list) else lines,
             sink or StreamSink(stream, order="input"),
-            RowWriter(self.tokenizer, "demo", "key", 1, output_token_ids=output_token_ids),
-            BatchOptions(**({"defaults": DEFAULTS} | options)),
+            RowWriter(self.tokenizer, "demo", "key", 1, columns),
+            BatchOptions(**({"defaults": DEFAULTS, "columns": columns} | options)),
             **(run or {}),
         ).run()
         return result, [json.loads(row) for row in stream.getvalue().splitlines()]

@@ -1,8 +1,9 @@
-"""Shared fixtures: data that may be absent, and a small thread count so that tests share two cores fairly."""
+"""Shared fixtures: files of a run, data that may be absent, and few threads so that tests share two cores fairly."""
 
 from pathlib import Path
 
 import pytest
+from cli_harness import PROMPTS
 
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
@@ -29,6 +30,20 @@ def native_library():
 @pytest.fixture(scope="module")
 def library():
     return native_library()
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A file of three prompts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(PROMPTS)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The path of an output that does not exist yet."""
+    return tmp_path / "out.jsonl"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -108,7 +108,24 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     chat_template: Annotated[str | None, _rows("Jinja file or text", metavar="FILE", default="the tokenizer's own")] = (
         None
     )
+    field: Annotated[
+        str | None,
+        _rows(
+            "Field of each line with the prompt: text, token ids, messages, or a list of texts (its first one)",
+            metavar="NAME",
+            default="prompt or messages",
+        ),
+    ] = None
+    id_field: Annotated[str | None, _rows("Field of each line with its id", metavar="NAME", default="id")] = None
+    output_field: Annotated[str, _rows("Field of each row for the generated text", metavar="NAME")] = "text"
+    keep: Annotated[
+        str | None,
+        _rows("Input columns to copy into the rows: names, separated by commas, or all", metavar="NAMES"),
+    ] = None
     output_token_ids: Annotated[bool, _rows("Add token_ids to each row")] = False
+    output_metrics: Annotated[
+        bool, _rows("Add metrics to each row: seconds queued, to the first token, per token, in all; preemptions")
+    ] = False
     order: Annotated[Order, _rows("Order of the rows")] = "input"
     reorder: Annotated[
         Reorder, _rows("prefix: process rows with shared prefixes together; output order is unchanged")

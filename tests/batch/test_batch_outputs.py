@@ -8,7 +8,7 @@ import pytest
 from batch_harness import DEFAULTS, Harness, without_run_dependent_fields
 from cli_harness import FAST, pagedcli, rows_of
 
-from pagedcli.batch.intake import Prepared
+from pagedcli.batch.intake import Prepared, PreparedPrompt
 from pagedcli.batch.lines import Line
 from pagedcli.batch.reorder import PrefixWindow
 from pagedcli.batch.requests import RowHead
@@ -109,7 +109,9 @@ def test_places_for_metrics_and_summary_are_checked_before_the_run(prompts, tmp_
 
 
 def waiting(index, token_ids, salt=None):
-    return Line(index, index + 1, b"", 0), Prepared(RowHead(index, index + 1), token_ids, DEFAULTS, salt)
+    return Line(index, index + 1, b"", 0), Prepared(
+        RowHead(index, index + 1), [PreparedPrompt(token_ids, DEFAULTS)], salt
+    )
 
 
 def test_a_window_gives_out_common_beginnings_one_after_the_other():

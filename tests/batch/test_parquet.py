@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, answer_of, answer_schema
 from pagedcli.errors import PagedcliError, UsageError
@@ -67,7 +68,7 @@ def test_what_cannot_be_read_is_said_before_anything_starts(tmp_path):
     with pytest.raises(UsageError, match=r"no column 'prompt'.*: question"):
         table_of([{"question": "x"}], tmp_path / "in.parquet")
     with pytest.raises(UsageError, match="column 'text', which the output adds"):
-        table_of([{"prompt": "x", "text": "y"}], tmp_path / "in.parquet").check_answer_columns()
+        ParquetRows(table_of([{"prompt": "x", "text": "y"}], tmp_path / "in.parquet")).check()
 
 
 def test_a_damaged_row_group_ends_the_run_with_the_name_of_the_file(tmp_path):
@@ -85,7 +86,7 @@ def test_other_columns_are_carried_along_with_their_types(tmp_path):
     table = pa.table({"label": label, "prompt": ["x", "y", "z"], "day": pa.array([1, 2, None], pa.date32())})
     pq.write_table(table, tmp_path / "in.parquet")
     with (tmp_path / "out.parquet").open("wb") as file:
-        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, (answer(i) for i in range(3)))
+        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, lambda: map(answer, range(3)))
     out = pq.read_table(tmp_path / "out.parquet")
     assert out.select(table.column_names).equals(table)
     assert out["text"].to_pylist() == ["t0", "t1", "t2"]
@@ -94,7 +95,7 @@ def test_other_columns_are_carried_along_with_their_types(tmp_path):
 
 def test_the_error_column_is_typed_where_no_row_failed(tmp_path):
     with (tmp_path / "out.parquet").open("wb") as file:
-        ParquetRows().write(file, [answer(0), answer(1)])
+        ParquetRows().write(file, lambda: [answer(0), answer(1)])
     out = pq.read_table(tmp_path / "out.parquet")
     assert out["error"].null_count == 2
     assert out.schema.field("error").type == answer_schema().field("error").type
@@ -111,7 +112,7 @@ def test_all_parts_of_a_row_have_a_column(tmp_path):
         answer(2, text=None, finish_reason=None, usage=None, error=error),
     ]
     with (tmp_path / "out.parquet").open("wb") as file:
-        ParquetRows(output_token_ids=True).write(file, rows)
+        ParquetRows(columns=Columns(token_ids=True)).write(file, lambda: rows)
     out = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert out[0]["token_ids"] == [5, 6]
     assert out[0]["token_logprobs"] == [position]
@@ -132,8 +133,8 @@ def test_any_number_of_rows_is_written_in_row_groups(tmp_path, monkeypatch, num_
     table = pa.table({"prompt": pa.array([str(i) for i in range(num_rows)], pa.string())})
     pq.write_table(table, tmp_path / "in.parquet", row_group_size=700)
     with (tmp_path / "out.parquet").open("wb") as file:
-        rows = (answer(i, text=str(i)) for i in range(num_rows))
-        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, rows)
+        rows = [answer(i, text=str(i)) for i in range(num_rows)]
+        ParquetRows(ParquetSource(str(tmp_path / "in.parquet"))).write(file, lambda: rows)
     out = pq.ParquetFile(tmp_path / "out.parquet")
     assert out.read()["text"].to_pylist() == out.read()["prompt"].to_pylist()
     assert max((out.metadata.row_group(i).num_rows for i in range(out.num_row_groups)), default=0) <= 2048
@@ -142,5 +143,5 @@ def test_any_number_of_rows_is_written_in_row_groups(tmp_path, monkeypatch, num_
 def test_only_the_rows_of_a_limit_are_written(tmp_path):
     source = table_of([{"prompt": str(i)} for i in range(9)], tmp_path / "in.parquet")
     with (tmp_path / "out.parquet").open("wb") as file:
-        ParquetRows(source).write(file, (answer(i) for i in range(4)))
+        ParquetRows(source).write(file, lambda: map(answer, range(4)))
     assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["0", "1", "2", "3"]

@@ -13,19 +13,6 @@ from conftest import shared_data
 from pagedcli.config import EngineConfig
 from pagedcli.engine.decide import model_folder
 
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(PROMPTS)
-    return path
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out.jsonl"
-
-
 # ---------------------------------------------------------------------- good runs
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,18 +11,6 @@ import threading
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(PROMPTS)
-    return path
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out.jsonl"
 
 
 def files_in(folder):
@@ -209,6 +198,7 @@ def test_the_printed_command_continues_after_max_errors_until_the_run_is_done(tm
         (line,) = [line for line in said.splitlines() if line.startswith("continue with: ")]
         arguments = shlex.split(line.partition(": pagedcli ")[2])
     assert exit_codes == [1, 1, 3]
+    assert re.search(r"5 failed \(.*\d, in the journal 4\)", said), said
     assert len(rows_of(tmp_path / "my out.jsonl")) == 8
 
 

@@ -9,6 +9,7 @@ import pytest
 from cli_harness import pagedcli
 from ray_harness import rows, table_rows
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
 from pagedcli.batch.job import batch_options
 from pagedcli.batch.journal import journal_path
@@ -57,13 +58,14 @@ def single(tmp_path_factory):
     return folder
 
 
-def cut(input_file, path, *, num_workers=2):
-    loaded = load_config(None, FLAGS)
-    source = open_source(str(input_file))
+def cut(input_file, path, *, num_workers=2, flags=None):
+    loaded = load_config(None, FLAGS | (flags or {}))
+    columns = Columns.of(loaded.config.run)
+    source = open_source(str(input_file), columns)
     model = model_folder(loaded.config.engine)
     tokenizer = Tokenizer(model)
     fingerprint = run_fingerprint(loaded.config, model, tokenizer, shard="1/1") | input_fingerprint(source.scan())
-    options = batch_options(loaded)
+    options = batch_options(loaded, columns)
     plan = plan_input(source, tokenizer, options, block_size=16)
     folder = PartFolder(path)
     folder.cut(source, *plan.parts(num_workers), plan.duplicates, fingerprint)
@@ -198,6 +200,31 @@ def test_a_table_is_cut_and_merged_with_all_its_columns(tmp_path):
     assert table_rows(tmp_path / "merged.parquet") == table_rows(tmp_path / "out.parquet")
     with pytest.raises(UsageError, match=r"parts are .parquet files"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_parts_have_the_columns_of_one_process(tmp_path, suffix):
+    data = [{"question": f"Story {i % 3}: once {i}", "qid": f"q{i}", "label": i, "other": "x"} for i in range(8)]
+    if suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(data), tmp_path / "in.parquet")
+    else:
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    names = {"field": "question", "id_field": "qid", "output_field": "story", "keep": "label"}
+    flags = [word for name, value in names.items() for word in (f"--{name.replace('_', '-')}", value)]
+    source, single, merged = (tmp_path / f"{name}{suffix}" for name in ("in", "single", "merged"))
+    pagedcli("generate", source, "-o", single, *flags, *CLI_FLAGS)
+    folder, job = cut(source, tmp_path / "parts", flags={f"run.{name}": value for name, value in names.items()})
+    worker = Worker(job)
+    for number in folder.missing():
+        worker.run_part(number)
+    merge_parts(folder.path, merged)
+    read = table_rows if suffix == ".parquet" else rows
+    assert read(merged) == read(single)
+    assert [row["label"] for row in read(merged)] == list(range(8))
+    assert "other" not in read(merged)[0]
 
 
 def test_ids_that_no_vocabulary_has_are_error_rows_and_not_the_end_of_the_run(tmp_path):

@@ -44,7 +44,12 @@ def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard
         **sampling,
         "seed": str(engine.seed),
         "shard": shard,
+        "field": str(run.field),
+        "id_field": str(run.id_field),
+        "output_field": run.output_field,
+        "keep": str(run.keep),
         "output": "token_ids" if run.output_token_ids else "text",
+        "output_metrics": str(run.output_metrics).lower(),
         "strict": str(run.strict).lower(),
     }
 

@@ -4,15 +4,15 @@ Used by batch.run and by commands that check a file without running it. An inval
 engine.admission then decides whether a Prepared fits.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
-from pagedcli.batch.chat import with_system_prompt
+from pagedcli.batch.chat import Message, with_system_prompt
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.lines import Line
-from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head
+from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head, request_of
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.engine.admission import AdmissionLimits
@@ -33,16 +33,24 @@ class BatchOptions:
     max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     reorder: Literal["none", "prefix"] = "none"  # prefix: requests with a common prefix are started one after another
+    columns: Columns = field(default_factory=Columns)
     check_ids: bool = True  # False: the lines are part of an input whose ids have been checked
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """One prompt of a line."""
+
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request, ready for the engine."""
+    """The request of a line, ready for the engine."""
 
     head: RowHead
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    prompts: list[PreparedPrompt]  # mostly one
     cache_salt: str | None
 
 
@@ -55,51 +63,44 @@ class Refused:
 
 
 class Intake:
-    """Prepares lines one by one; `parser.ignored` counts fields without effect.
+    """Prepares lines one by one; `parser.ignored` counts fields without effect."""
 
-    `select` extracts the request from a line, if it is not the whole line.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        options: BatchOptions,
-        limits: AdmissionLimits,
-        *,
-        select: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: BatchOptions, limits: AdmissionLimits) -> None:
         self.parser = RequestParser(options.defaults, strict=options.strict)
         self._tokenizer = tokenizer
         self._options = options
         self._limits = limits
-        self._select = select
         self._seen_ids = SeenIds()
 
     def prepare(self, line: Line, *, done: bool = False) -> Prepared | Refused | None:
         """The request of a line. None for one that is already done: only its id is remembered."""
-        head = RowHead(line.index, line.number)
+        head, columns = RowHead(line.index, line.number), self._options.columns
         try:
             document = decode_line(line.content)
-            head = read_head(document, line.index, line.number)
+            head = read_head(document, line.index, line.number, columns)
             if self._options.check_ids and head.id is not None and not self._seen_ids.add(head.id):
                 raise RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
             if done:
                 return None
-            check_head(document, head)
-            request = self.parser.parse(document if self._select is None else self._select(document), head)
-            prompt_token_ids = encode_request(self._tokenizer, request, self._options.system_prompt)
+            check_head(document, head, columns)
+            request = self.parser.parse(request_of(document, columns), head)
+            prompts = encode_request(self._tokenizer, request, self._options.system_prompt)
         except RequestError as error:
             return None if done else Refused(head, error)
-        params = self._final_params(request, len(prompt_token_ids), line.index)
-        return Prepared(head, prompt_token_ids, params, request.cache_salt)
+        prepared = [
+            PreparedPrompt(ids, self._final_params(request, len(ids), line.index, place))
+            for place, ids in enumerate(prompts)
+        ]
+        return Prepared(head, prepared, request.cache_salt)
 
-    def _final_params(self, request: BatchRequest, num_prompt: int, index: int) -> SamplingParams:
-        """The request's parameters with a seed of its own, and the default max_tokens lowered to what fits."""
+    def _final_params(self, request: BatchRequest, num_prompt: int, index: int, place: int) -> SamplingParams:
+        """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""
         params, limits = request.params, self._limits
         changes: dict[str, int] = {}
         if params.seed is None:
-            # from the row's index: a resumed run draws the same
-            changes["seed"] = seed_for(self._options.seed, index)
+            # from the row's index and the prompt's place in it: a resumed run draws the same
+            seed = seed_for(self._options.seed, index)
+            changes["seed"] = seed_for(seed, place) if place else seed
         if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
             room = limits.max_model_len - num_prompt
             if limits.num_blocks is not None:  # the last token is never written to the cache
@@ -109,14 +110,19 @@ class Intake:
         return msgspec.structs.replace(params, **changes) if changes else params
 
 
-def encode_request(tokenizer: Tokenizer, request: BatchRequest, system_prompt: str | None) -> list[int]:
-    """Prompt token ids of a request; a system prompt turns text prompts into chats. Raises: RequestError."""
-    messages = request.messages
-    if messages is None and system_prompt is not None and isinstance(request.prompt, str):
-        messages = [{"role": "user", "content": request.prompt}]
-    if messages is not None:
+def encode_request(tokenizer: Tokenizer, request: BatchRequest, system_prompt: str | None) -> list[list[int]]:
+    """Token ids of each prompt of a request; a system prompt turns text prompts into chats. Raises: RequestError."""
+
+    def encode_chat(messages: list[Message]) -> list[int]:
         return tokenizer.encode_chat(with_system_prompt(messages, system_prompt), request.chat_template_kwargs)
-    if isinstance(request.prompt, str):
-        return tokenizer.encode(request.prompt)
-    assert request.prompt is not None, "a request has a prompt or messages"
-    return request.prompt
+
+    if request.messages is not None:
+        return [encode_chat(request.messages)]
+    return [
+        prompt
+        if not isinstance(prompt, str)
+        else tokenizer.encode(prompt)
+        if system_prompt is None
+        else encode_chat([{"role": "user", "content": prompt}])
+        for prompt in request.prompts
+    ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from pagedcli.batch.columns import Columns, OutputKind
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import LineSource
@@ -25,7 +26,7 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.run_record import RunRecord
 from pagedcli.batch.sinks import FileSink, Sink, StreamSink
-from pagedcli.batch.sources import open_source
+from pagedcli.batch.sources import check_kept, open_source
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import LoadedConfig
@@ -59,6 +60,15 @@ class Job:
         return None if self.output is None or is_stream(self.output) else self.output
 
     @property
+    def columns(self) -> Columns:
+        """The columns of input and output. Raises: UsageError if names collide."""
+        path = self.output
+        kind: OutputKind = (
+            "jsonl" if path is None else "parquet" if is_parquet(path) else "csv" if is_csv(path) else "jsonl"
+        )
+        return Columns.of(self.loaded.config.run, kind=kind)
+
+    @property
     def shard_name(self) -> str:
         return f"{self.shard[0] + 1}/{self.shard[1]}"
 
@@ -83,7 +93,7 @@ class Job:
             check_summary_json(self.summary_json, resume=self.resume)
 
 
-def batch_options(loaded: LoadedConfig, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
+def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
     """The batch settings of this configuration."""
     config = loaded.config
     return BatchOptions(
@@ -96,6 +106,7 @@ def batch_options(loaded: LoadedConfig, *, shard: tuple[int, int] = (0, 1)) -> B
         max_errors=config.run.max_errors,
         shard=shard,
         reorder=config.run.reorder,
+        columns=columns,
     )
 
 
@@ -117,8 +128,11 @@ class OpenJob:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.lines = open_source(job.input_name)
-        self._table = _parquet_rows(job, self.lines)
+        columns = job.columns
+        self.lines = open_source(job.input_name, columns)
+        self._table = _parquet_rows(job, self.lines, columns)
+        self._columns = columns if self._table is None else self._table.row_columns
+        check_kept(self.lines, columns, in_rows=self._columns.copies)
         self._num_rows: int | None = None  # of the output, if known
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
@@ -157,7 +171,7 @@ class OpenJob:
             stream = stdout if job.output is None else job.output.open("wb")
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
         journal = open_journal(job.output_file, self._fingerprint, resume=job.resume, overwrite=job.overwrite)
-        return FileSink(job.output_file, journal, order=order, table=self._table)
+        return FileSink(job.output_file, journal, order=order, table=self._table, columns=self._columns)
 
     def start(
         self,
@@ -176,7 +190,7 @@ class OpenJob:
             config.engine.model,
             run_key(self._fingerprint),
             created_s,
-            output_token_ids=config.run.output_token_ids,
+            self._columns,
         )
         return BatchRun(
             engine,
@@ -184,7 +198,7 @@ class OpenJob:
             self.lines,
             sink,
             rows,
-            batch_options(self.job.loaded, shard=self.job.shard),
+            batch_options(self.job.loaded, self._columns, shard=self.job.shard),
             live=self.lines.is_live,
             num_rows=self._num_rows,
             observe=observe,
@@ -192,7 +206,7 @@ class OpenJob:
         )
 
 
-def _parquet_rows(job: Job, lines: LineSource) -> ParquetRows | None:
+def _parquet_rows(job: Job, lines: LineSource, columns: Columns) -> ParquetRows | None:
     """The Parquet writer, if the output is a table. Raises: UsageError for settings that a table does not support."""
     if job.output is None or not is_parquet(job.output):
         return None
@@ -202,7 +216,6 @@ def _parquet_rows(job: Job, lines: LineSource) -> ParquetRows | None:
         raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
     if run.order == "completion":
         raise UsageError("a Parquet output is in the order of the input", hint="leave out --order completion")
-    carried = lines if isinstance(lines, ParquetSource) else None
-    if carried is not None:
-        carried.check_answer_columns()
-    return ParquetRows(carried, run.output_token_ids)
+    table = ParquetRows(lines if isinstance(lines, ParquetSource) else None, columns)
+    table.check()
+    return table

@@ -4,8 +4,8 @@ Used by batch.sources and batch.sinks; loads pyarrow only when a Parquet file is
 row group.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
+from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.errors import PagedcliError, UsageError
@@ -21,7 +22,9 @@ _READ_ROWS = 1024  # converted to Python at a time
 _ROW_GROUP_ROWS = 16_384
 _ROW_GROUP_BYTES = 64 * 2**20  # of the columns carried along, uncompressed
 _JSON_FIELDS = ("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")  # may be JSON in a string
-ANSWER_COLUMNS = ("text", "finish_reason", "usage", "error", "token_ids", "outputs", "token_logprobs")
+ANSWER_COLUMNS = ("text", "finish_reason", "usage", "error", "token_ids", "outputs", "token_logprobs", "stop_reason")
+
+_Group = tuple[list[Any], list[str]]  # columns and their names
 
 
 def is_parquet(path: Path) -> bool:
@@ -42,12 +45,13 @@ def require_pyarrow() -> None:
 class ParquetSource(LineSource):
     """The rows of Parquet files as plain lines, from the columns that a line may have, without nulls.
 
-    Columns are named as the fields of a JSONL line; a `body` column (a struct, or JSON in a string) is merged into
-    the line. Other columns are not read.
+    Columns are named as the fields of a JSONL line, or chosen by `columns`; a `body` column (a struct, or JSON in a
+    string) is merged into the line. Other columns are not read.
     """
 
-    def __init__(self, name: str, paths: list[Path] | None = None) -> None:
+    def __init__(self, name: str, paths: list[Path] | None = None, columns: Columns | None = None) -> None:
         require_pyarrow()
+        columns = columns or Columns()
         self.name = name
         self._paths = [Path(name)] if paths is None else paths
         schemas = [_schema_of(path) for path in self._paths]
@@ -56,12 +60,15 @@ class ParquetSource(LineSource):
             if not schema.equals(self.schema):
                 raise UsageError(f"{path} and {self._paths[0]} have different columns")
         names = self.schema.names
-        self.columns = [column for column in names if column in LINE_FIELDS]
-        if not {"prompt", "messages", "body"} & set(self.columns):
+        prompts = {"prompt", "messages", "body"} if columns.prompt is None else {columns.prompt}
+        if not prompts & set(names):
+            wanted = "'prompt', 'messages' or 'body'" if columns.prompt is None else repr(columns.prompt)
             raise UsageError(
-                f"{name} has no column 'prompt', 'messages' or 'body'; its columns: {', '.join(names)}",
-                hint="rename the column that holds the prompts",
+                f"{name} has no column {wanted}; its columns: {', '.join(names)}",
+                hint="--field names the column that holds the prompts",
             )
+        used = {*LINE_FIELDS, *columns.ids, *columns.keep, *prompts}
+        self.columns = [column for column in names if columns.keep_all or column in used]
 
     def _lines(self) -> Iterator[Line]:
         index = 0
@@ -81,14 +88,6 @@ class ParquetSource(LineSource):
                     yield from file.iter_batches(_READ_ROWS, columns=columns)
             except (pa.ArrowException, OSError) as error:
                 raise PagedcliError(f"{path} is damaged: {error}") from error
-
-    def check_answer_columns(self) -> None:
-        """Raises: UsageError if a column has the name of an output column."""
-        taken = [name for name in self.schema.names if name in ANSWER_COLUMNS]
-        if taken:
-            raise UsageError(
-                f"{self.name} has a column {taken[0]!r}, which the output adds", hint="rename it, or write JSONL"
-            )
 
 
 def _open_parquet(path: Path) -> Any:
@@ -144,16 +143,38 @@ def _plain(name: str, value: Any) -> Any:
 class ParquetRows:
     """Writes the rows of a run as a table: the columns of `carried`, then those of the answer."""
 
-    carried: ParquetSource | None = None  # None: the rows' index and id
-    output_token_ids: bool = False
+    carried: ParquetSource | None = None  # None: the rows' index, id and copied columns
+    columns: Columns = field(default_factory=Columns)
 
-    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Write `rows`, in batch.rows' format, for the first rows of `carried` and in its order."""
+    @property
+    def carried_names(self) -> list[str]:
+        """The columns of the input that the output has."""
+        names: list[str] = [] if self.carried is None else self.carried.schema.names
+        return [name for name in names if not self.columns.keep or name in self.columns.keep]
+
+    @property
+    def row_columns(self) -> Columns:
+        """The columns of the rows: a table carries those of its input itself."""
+        return self.columns if self.carried is None else replace(self.columns, keep=(), keep_all=False)
+
+    def check(self) -> None:
+        """Raises: UsageError if a carried column has the name of one that the output adds."""
+        for name in self.carried_names:
+            if name in answer_schema(self.columns).names:
+                assert self.carried is not None, "it has columns"
+                raise UsageError(
+                    f"{self.carried.name} has a column {name!r}, which the output adds",
+                    hint="rename it, choose the columns to keep with --keep, or write JSONL",
+                )
+
+    def write(self, file: BinaryIO, rows: Callable[[], Iterable[bytes]]) -> None:
+        """Write `rows()`, in batch.rows' format, for the first rows of `carried` and in its order."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        rows, writer = iter(rows), None
-        for columns, names in self._groups(rows):
+        groups = self._own_groups(rows) if self.carried is None else self._carried_groups(self.carried, iter(rows()))
+        writer = None
+        for columns, names in groups:
             table = pa.Table.from_arrays(columns, names=names)
             if writer is None:
                 writer = pq.ParquetWriter(file, table.schema, compression="zstd")
@@ -161,43 +182,66 @@ class ParquetRows:
         assert writer is not None, "there is at least an empty group"
         writer.close()
 
-    def _groups(self, rows: Iterator[bytes]) -> Iterator[tuple[list[Any], list[str]]]:
-        """Columns and names per row group; one empty group if there are no rows."""
+    def _own_groups(self, rows: Callable[[], Iterable[bytes]]) -> Iterator[_Group]:
+        """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         import pyarrow as pa
 
-        schema = answer_schema(output_token_ids=self.output_token_ids)
-        if self.carried is None:
-            head = pa.schema([("index", pa.int64()), ("id", pa.string())])
-            num_groups = 0
-            while (some := list(islice(rows, _ROW_GROUP_ROWS))) or not num_groups:
-                answers = [answer_of(msgspec.json.decode(row)) for row in some]
-                yield columns_of(answers, [*head, *schema]), [*head.names, *schema.names]
-                num_groups += 1
-            return
+        schema = pa.schema([("index", pa.int64()), ("id", pa.string())])
+        schema = pa.schema([*schema, *_kept_schema(rows(), self.columns), *answer_schema(self.columns)])
+        left, num_groups = iter(rows()), 0
+        while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
+            yield columns_of([answer_of(msgspec.json.decode(row), self.columns) for row in some], schema), schema.names
+            num_groups += 1
+
+    def _carried_groups(self, carried: ParquetSource, rows: Iterator[bytes]) -> Iterator[_Group]:
+        import pyarrow as pa
+
+        names = self.carried_names
+        schema = pa.schema([carried.schema.field(name) for name in names])
         waiting: list[Any] = []
-        for batch in self.carried.batches():
+        for batch in carried.batches(names):
             waiting.append(batch)
             num_rows, num_bytes = sum(each.num_rows for each in waiting), sum(each.nbytes for each in waiting)
             if num_rows >= _ROW_GROUP_ROWS or num_bytes >= _ROW_GROUP_BYTES:
                 yield self._joined(pa.Table.from_batches(waiting), rows)
                 waiting = []
-        yield self._joined(pa.Table.from_batches(waiting, self.carried.schema), rows)
+        yield self._joined(pa.Table.from_batches(waiting, schema), rows)
 
-    def _joined(self, carried: Any, rows: Iterator[bytes]) -> tuple[list[Any], list[str]]:
-        schema = answer_schema(output_token_ids=self.output_token_ids)
-        answers = [answer_of(msgspec.json.decode(row)) for row in islice(rows, carried.num_rows)]
+    def _joined(self, carried: Any, rows: Iterator[bytes]) -> _Group:
+        schema = answer_schema(self.columns)
+        answers = [answer_of(msgspec.json.decode(row), self.columns) for row in islice(rows, carried.num_rows)]
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
-        return [*carried.columns, *columns_of(answers, list(schema))], [*carried.column_names, *schema.names]
+        return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
 
 
-def answer_schema(*, output_token_ids: bool = False) -> Any:
+def _kept_schema(rows: Iterable[bytes], columns: Columns) -> Any:
+    """Name and type of each copied column, from all rows. A column with values of several types becomes text."""
+    import pyarrow as pa
+
+    types: dict[str, Any] = dict.fromkeys(columns.keep, pa.null())
+    rows = iter(rows)
+    while columns.copies and (some := [msgspec.json.decode(row) for row in islice(rows, _READ_ROWS)]):
+        for name in dict.fromkeys(name for row in some for name in row if name not in columns.reserved):
+            try:
+                found = pa.schema([(name, pa.array([row.get(name) for row in some]).type)])
+                known = pa.schema([(name, types.get(name, pa.null()))])
+                types[name] = pa.unify_schemas([known, found], promote_options="permissive").field(name).type
+            except pa.ArrowException:
+                types[name] = pa.string()
+    return pa.schema(list(types.items()))
+
+
+def answer_schema(columns: Columns | None = None) -> Any:
     """The columns of an answer. All are typed, even if no row has a value."""
     import pyarrow as pa
 
-    token_ids = [("token_ids", pa.list_(pa.int32()))] if output_token_ids else []
+    columns = columns or Columns()
+    token_ids = [("token_ids", pa.list_(pa.int32()))] if columns.token_ids else []
+    numbers = [(name, pa.float64() if name.endswith("_s") else pa.int64()) for name in METRICS]
+    metrics = [("metrics", pa.struct(numbers))] if columns.metrics else []
     alternative = pa.struct([("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))])
     position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
-    sample = [("text", pa.string()), ("finish_reason", pa.string()), *token_ids]
+    sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string()), *token_ids]
     sample.append(("token_logprobs", pa.list_(position)))  # `logprobs` is how many the row asks for
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
@@ -206,37 +250,47 @@ def answer_schema(*, output_token_ids: bool = False) -> Any:
             *sample,
             ("outputs", pa.list_(pa.struct([("index", pa.int32()), *sample]))),  # with n > 1, instead of text
             ("usage", pa.struct(usage)),
+            *metrics,
             ("error", pa.struct([("code", pa.string()), ("message", pa.string()), ("line", pa.int64())])),
         ]
     )
 
 
-def columns_of(answers: list[dict[str, Any]], fields: list[Any]) -> list[Any]:
-    """pyarrow arrays of the fields."""
+def columns_of(answers: list[dict[str, Any]], schema: Any) -> list[Any]:
+    """pyarrow arrays of the fields of a schema."""
     import pyarrow as pa
 
-    return [pa.array([answer.get(field.name) for answer in answers], field.type) for field in fields]
+    return [pa.array([_as_text(answer.get(each.name), each.type) for answer in answers], each.type) for each in schema]
 
 
-def answer_of(row: dict[str, Any]) -> dict[str, Any]:
+def _as_text(value: Any, type_: Any) -> Any:
+    """A value of a column of strings as a string."""
+    if value is None or isinstance(value, str) or str(type_) != "string":
+        return value
+    return msgspec.json.encode(value).decode()
+
+
+def answer_of(row: dict[str, Any], columns: Columns | None = None) -> dict[str, Any]:
     """The cells of a row in batch.rows' format, plain or OpenAI."""
+    name = (columns or Columns()).answer
     if "response" not in row:
-        answer = row | {"id": None if row["id"] is None else str(row["id"])}
-        samples = [_sample(sample) for sample in row.get("outputs", [row])]
+        answer = row
+        samples = [_sample(sample, name) for sample in row.get("outputs", [row])]
     else:
         body = (row["response"] or {}).get("body", {"choices": []})
-        answer = {"id": row["custom_id"], "error": row["error"], "usage": body.get("usage")}
-        samples = [_sample(choice) for choice in body["choices"]]
+        answer = row | {"id": row["custom_id"], "usage": body.get("usage"), "metrics": body.get("metrics")}
+        samples = [_sample(choice, name) for choice in body["choices"]]
     return answer | (samples[0] if len(samples) == 1 else {"outputs": samples or None}) | {"index": row.get("index")}
 
 
-def _sample(sample: dict[str, Any]) -> dict[str, Any]:
+def _sample(sample: dict[str, Any], name: str) -> dict[str, Any]:
     """A sample of a plain row, or a choice. The completions endpoint's logprobs differ in form and are left out."""
-    logprobs = sample.get("logprobs")
+    logprobs, stop_reason = sample.get("logprobs"), sample.get("stop_reason")
     return {
         "index": sample["index"],
-        "text": sample["message"]["content"] if "message" in sample else sample["text"],
+        name: sample["message"]["content"] if "message" in sample else sample.get(name, sample.get("text")),
         "finish_reason": sample["finish_reason"],
+        "stop_reason": None if stop_reason is None else str(stop_reason),
         "token_ids": sample.get("token_ids"),
         "token_logprobs": logprobs.get("content") if isinstance(logprobs, dict) else logprobs,
     }

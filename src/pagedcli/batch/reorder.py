@@ -30,7 +30,7 @@ class PrefixWindow:
 
     def add(self, line: Line, request: Prepared) -> None:
         self._filling.append((line, request))
-        self._num_tokens += len(request.prompt_token_ids)
+        self._num_tokens += sum(len(prompt.token_ids) for prompt in request.prompts)
 
     def take(self, *, partial: bool) -> tuple[Line, Prepared] | None:
         """The next request; None while a window fills. `partial`: no more input for now, so it need not be full."""
@@ -41,6 +41,6 @@ class PrefixWindow:
 
 
 def _prefix_order(item: tuple[Line, Prepared]) -> tuple[str, list[int]]:
-    """Only requests of one salt share blocks."""
+    """Only requests of one salt share blocks; of several prompts the first one counts."""
     _, request = item
-    return request.cache_salt or "", request.prompt_token_ids
+    return request.cache_salt or "", request.prompts[0].token_ids

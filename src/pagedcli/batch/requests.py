@@ -4,12 +4,13 @@ Used by batch.run. Any error in a line is a RequestError with a stable code; not
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from pagedcli.batch.chat import Message, read_messages
+from pagedcli.batch.columns import Columns
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -50,6 +51,8 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+_SETTINGS = (_SAMPLING_FIELDS | _REQUEST_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
+_KNOWN = _SETTINGS | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys() | {"prompt", "messages"}
 # what a column of a table may be called to count as a field of the row
 LINE_FIELDS = frozenset(
     (*_SAMPLING_FIELDS, *_ALIASES, *_REQUEST_FIELDS, *_UNSUPPORTED_FIELDS, "id", "custom_id", "body")
@@ -64,14 +67,15 @@ class RowHead:
     line_number: int  # 1-based
     id: str | int | None = None
     shape: Shape = "plain"
+    kept: dict[str, Any] = field(default_factory=dict)  # columns of the line
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """A valid line."""
 
-    prompt: str | list[int] | None
-    messages: list[Message] | None  # exactly one of the two is given
+    prompts: list[str] | list[list[int]]  # texts or token ids, empty if there are messages
+    messages: list[Message] | None
     params: SamplingParams
     max_tokens_given: bool  # set by the line itself
     cache_salt: str | None = None
@@ -97,15 +101,15 @@ class RequestParser:
         self._check_unknown(body, plain=head.shape == "plain")
         params = self._sampling_params(body, head.shape)
         messages = read_messages(body["messages"]) if "messages" in body else None
-        prompt = _read_prompt(body["prompt"]) if "prompt" in body else None
-        if (prompt is None) == (messages is None):
-            what = "both" if prompt is not None else "neither"
+        prompts = read_prompts(body["prompt"]) if "prompt" in body else []
+        if bool(prompts) == (messages is not None):
+            what = "both" if prompts else "neither"
             raise RequestError("invalid_request", f"a line needs either 'prompt' or 'messages', this one has {what}")
         if head.shape != "plain" and (messages is None) == (head.shape == "chat.completion"):
             wanted = "messages" if head.shape == "chat.completion" else "prompt"
             raise RequestError("invalid_request", f"the body of a {document['url']} line needs {wanted!r}")
         return BatchRequest(
-            prompt=prompt,
+            prompts=prompts,
             messages=messages,
             params=params,
             max_tokens_given="max_tokens" in body,
@@ -176,26 +180,29 @@ def decode_line(content: bytes | None) -> dict[str, Any]:
     return document
 
 
-def read_head(document: dict[str, Any], index: int, line_number: int) -> RowHead:
-    """Row id and shape of a line, without checking the rest. Raises: RequestError for an unknown url."""
-    row_id = document.get("custom_id")
-    row_id = document.get("id") if row_id is None else row_id
+def read_head(document: dict[str, Any], index: int, line_number: int, columns: Columns | None = None) -> RowHead:
+    """Row id, shape and kept columns of a line, without checking the rest."""
+    columns = columns or Columns()
+    row_id = next((document[name] for name in columns.ids if document.get(name) is not None), None)
     if (
         not isinstance(row_id, str | int)
         or isinstance(row_id, bool)
         or (isinstance(row_id, int) and row_id.bit_length() > 63)
     ):
         row_id = None
-    url = document.get("url")
-    if "body" not in document and "url" not in document:
-        return RowHead(index, line_number, row_id)
-    shape = _SHAPES.get(url) if isinstance(url, str) else None
-    return RowHead(index, line_number, row_id, shape or "chat.completion")
+    head = RowHead(index, line_number, row_id)
+    if columns.prompt is None and ("body" in document or "url" in document):
+        url = document.get("url")
+        shape = _SHAPES.get(url) if isinstance(url, str) else None
+        head = replace(head, shape=shape or "chat.completion")
+    return replace(head, kept=columns.kept(document)) if columns.copies else head
 
 
-def check_head(document: dict[str, Any], head: RowHead) -> None:
-    """Raises: RequestError for an invalid id or url."""
-    for name in ("custom_id", "id"):
+def check_head(document: dict[str, Any], head: RowHead, columns: Columns | None = None) -> None:
+    """Raises: RequestError for an invalid id or url, or a column that cannot be copied."""
+    columns = columns or Columns()
+    columns.check_line(document)
+    for name in columns.ids:
         if document.get(name) is not None and head.id is None:
             raise RequestError("invalid_request", f"{name} must be a string or a 64-bit integer")
     if head.shape == "plain":
@@ -206,23 +213,36 @@ def check_head(document: dict[str, Any], head: RowHead) -> None:
         raise RequestError("invalid_request", "a batch line needs a 'custom_id' that is a string")
 
 
-def _read_prompt(prompt: Any) -> str | list[int]:
-    """Text or token ids. The completions endpoint also accepts a list of prompts; here it may contain only one."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """The part of a line that is its request. With a field for the prompt these are that field and the sampling
+    parameters: everything else in the line is data. Raises: RequestError if the line lacks the field."""
+    name = columns.prompt
+    if name is None:
+        used = {*columns.ids} | (set(document) if columns.keep_all else set(columns.keep))
+        return {name: value for name, value in document.items() if name in _KNOWN or name not in used}
+    if name not in document:
+        raise RequestError("invalid_request", f"no field {name!r}")
+    value = document[name]
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        value = first
+    request = {key: each for key, each in document.items() if key in _SETTINGS}
+    return request | {"messages" if isinstance(first, dict) else "prompt": value}
+
+
+def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """Text or token ids, or a list of either, as the completions endpoint accepts. Raises: RequestError."""
     if isinstance(prompt, str):
-        return prompt
+        return [prompt]
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    wanted: Any = list[int] if not several else list[str] if isinstance(prompt[0], str) else list[list[int]]
     try:
-        return msgspec.convert(prompt, list[int])
+        prompts = msgspec.convert(prompt, wanted)
     except msgspec.ValidationError as error:
-        hint = (
-            "; several prompts need several lines"
-            if isinstance(prompt, list) and isinstance(prompt[0], str | list)
-            else ""
-        )
         raise RequestError(
-            "invalid_request", f"'prompt' must be a string or a list of token ids: {error}{hint}"
+            "invalid_request", f"'prompt' must be text, token ids, or a list of either: {error}"
         ) from error
+    return prompts if several else [prompts]
 
 
 def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:

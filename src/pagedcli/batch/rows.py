@@ -3,13 +3,13 @@
 Used by batch.run. A plain line gives a plain row; an OpenAI batch line gives a row with exactly OpenAI's fields.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
+from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.batch.requests import RowHead
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
@@ -17,7 +17,28 @@ from pagedcli.errors import RequestError
 if TYPE_CHECKING:
     from pagedcli.engine.outputs import RequestOutput, SampleOutput
 
-SampleText = Callable[[int, list[int]], str]  # sample index, its token ids
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result for one prompt of a line."""
+
+    output: "RequestOutput"
+    texts: list[str]  # of its samples
+    has_stops: bool  # whether the request has stop strings or stop tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    index: int  # in the row: prompt after prompt, as the completions endpoint numbers them
+    output: "SampleOutput"
+    text: str
+    stops: bool  # whether the request has stop strings or stop tokens
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """How the sample ended; with stop strings or tokens also the one that ended it."""
+        ending: dict[str, Any] = {"finish_reason": self.output.finish_reason}
+        return ending | {"stop_reason": self.output.stop_reason} if self.stops else ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +49,16 @@ class RowWriter:
     model: str  # as the user named it
     run_key: str
     created_s: int  # Unix time of the run's first start
-    output_token_ids: bool = False
+    columns: Columns = field(default_factory=Columns)
 
-    def encode_success(self, head: RowHead, output: "RequestOutput", sample_text: SampleText) -> bytes:
-        """The row of a finished request."""
-        usage: dict[str, Any] = _usage(output)
+    def encode_success(self, head: RowHead, answers: list[Answer]) -> bytes:
+        """The row of a finished line."""
+        samples = _samples(answers)
+        counts: dict[str, Any] = {"usage": _usage(answers)}
+        if self.columns.metrics:
+            counts["metrics"] = _metrics(answers)
         if head.shape == "plain":
-            return msgspec.json.encode(self._plain_row(head, output, sample_text, usage))
+            return msgspec.json.encode(self._plain_row(head, samples, counts))
         key = self._id(head)
         chat = head.shape == "chat.completion"
         body = {
@@ -42,75 +66,62 @@ class RowWriter:
             "object": head.shape,
             "created": self.created_s,
             "model": self.model,
-            "choices": [
-                (self._chat_choice if chat else self._completion_choice)(
-                    sample, sample_text(sample.index, sample.token_ids)
-                )
-                for sample in output.samples
-            ],
-            "usage": usage,
+            "choices": [(self._chat_choice if chat else self._completion_choice)(sample) for sample in samples],
+            **counts,
         }
         response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
-        row = {"id": f"batch_req_{key}", "custom_id": head.id, "response": response, "error": None}
-        return msgspec.json.encode(row)
+        return self._openai_row(head, response, None)
 
     def encode_error(self, head: RowHead, error: RequestError) -> bytes:
         """The row of a line that could not be served."""
         what = {"code": error.code, "message": error.message, "line": head.line_number}
-        if head.shape == "plain":
-            row = {
-                "index": head.index,
-                "id": head.id,
-                "text": None,
-                "finish_reason": None,
-                "usage": None,
-                "error": what,
-            }
-        else:
-            row = {"id": f"batch_req_{self._id(head)}", "custom_id": head.id, "response": None, "error": what}
-        return msgspec.json.encode(row)
+        if head.shape != "plain":
+            return self._openai_row(head, None, what)
+        answer = {self.columns.answer: None, "finish_reason": None, "usage": None, "error": what}
+        return msgspec.json.encode({"index": head.index, "id": head.id, **head.kept, **answer})
+
+    def _openai_row(self, head: RowHead, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+        row = {"id": f"batch_req_{self._id(head)}", "custom_id": head.id, **head.kept}
+        return msgspec.json.encode(row | {"response": response, "error": error})
 
     def _id(self, head: RowHead) -> str:
         return xxhash.xxh3_128_hexdigest(f"{self.run_key}:{head.index}".encode())
 
     # ------------------------------------------------------------------ plain
 
-    def _plain_row(
-        self, head: RowHead, output: "RequestOutput", sample_text: SampleText, usage: dict[str, Any]
-    ) -> dict[str, Any]:
-        samples = [self._plain_sample(sample, sample_text(sample.index, sample.token_ids)) for sample in output.samples]
-        row: dict[str, Any] = {"index": head.index, "id": head.id}
+    def _plain_row(self, head: RowHead, samples: list[_Sample], counts: dict[str, Any]) -> dict[str, Any]:
+        row: dict[str, Any] = {"index": head.index, "id": head.id, **head.kept}
         if len(samples) == 1:
-            row |= samples[0]
+            row |= self._plain_sample(samples[0])
         else:
-            row["outputs"] = [{"index": place, **sample} for place, sample in enumerate(samples)]
-        return row | {"usage": usage, "error": None}
+            row["outputs"] = [{"index": sample.index, **self._plain_sample(sample)} for sample in samples]
+        return row | counts | {"error": None}
 
-    def _plain_sample(self, sample: "SampleOutput", text: str) -> dict[str, Any]:
-        fields: dict[str, Any] = {"text": text, "finish_reason": sample.finish_reason}
-        if self.output_token_ids:
-            fields["token_ids"] = sample.token_ids
-        if sample.logprobs is not None:
-            fields["logprobs"] = self._chat_logprobs(sample)
+    def _plain_sample(self, sample: _Sample) -> dict[str, Any]:
+        fields: dict[str, Any] = {self.columns.answer: sample.text, **sample.ending}
+        if self.columns.token_ids:
+            fields["token_ids"] = sample.output.token_ids
+        if sample.output.logprobs is not None:
+            fields["logprobs"] = self._chat_logprobs(sample.output)
         return fields
 
     # ------------------------------------------------------------------ OpenAI
 
-    def _chat_choice(self, sample: "SampleOutput", text: str) -> dict[str, Any]:
+    def _chat_choice(self, sample: _Sample) -> dict[str, Any]:
         logprobs = None
-        if sample.logprobs is not None:
-            logprobs = {"content": self._chat_logprobs(sample), "refusal": None}
-        message = {"role": "assistant", "content": text, "refusal": None}
+        if sample.output.logprobs is not None:
+            logprobs = {"content": self._chat_logprobs(sample.output), "refusal": None}
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
         return self._choice(sample, {"index": sample.index, "message": message, "logprobs": logprobs})
 
-    def _completion_choice(self, sample: "SampleOutput", text: str) -> dict[str, Any]:
-        logprobs = self._completion_logprobs(sample) if sample.logprobs is not None else None
-        return self._choice(sample, {"index": sample.index, "text": text, "logprobs": logprobs})
+    def _completion_choice(self, sample: _Sample) -> dict[str, Any]:
+        logprobs = self._completion_logprobs(sample.output) if sample.output.logprobs is not None else None
+        return self._choice(sample, {"index": sample.index, "text": sample.text, "logprobs": logprobs})
 
-    def _choice(self, sample: "SampleOutput", choice: dict[str, Any]) -> dict[str, Any]:
-        choice["finish_reason"] = sample.finish_reason
-        if self.output_token_ids:
-            choice["token_ids"] = sample.token_ids
+    def _choice(self, sample: _Sample, choice: dict[str, Any]) -> dict[str, Any]:
+        choice |= sample.ending
+        if self.columns.token_ids:
+            choice["token_ids"] = sample.output.token_ids
         return choice
 
     def _chat_logprobs(self, sample: "SampleOutput") -> list[dict[str, Any]]:
@@ -142,16 +153,41 @@ class RowWriter:
         return fields
 
 
-def _usage(output: "RequestOutput") -> dict[str, Any]:
-    num_prompt = len(output.prompt_token_ids)
-    num_output = sum(len(sample.token_ids) for sample in output.samples)
+def _samples(answers: list[Answer]) -> list[_Sample]:
+    """The samples of all prompts, prompt after prompt."""
+    pairs = [
+        (sample, text, answer.has_stops)
+        for answer in answers
+        for sample, text in zip(answer.output.samples, answer.texts, strict=True)
+    ]
+    return [_Sample(index, *pair) for index, pair in enumerate(pairs)]
+
+
+def _usage(answers: list[Answer]) -> dict[str, Any]:
+    num_prompt = sum(len(answer.output.prompt_token_ids) for answer in answers)
+    num_output = sum(len(sample.token_ids) for answer in answers for sample in answer.output.samples)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        # depends on what ran before: the only number in which a resumed run may differ
-        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        # depends on what ran before: the only number in which a resumed run may differ, apart from metrics
+        "prompt_tokens_details": {"cached_tokens": sum(answer.output.num_cached_tokens for answer in answers)},
     }
+
+
+def _metrics(answers: list[Answer]) -> dict[str, Any]:
+    """Latency of a line in seconds, from its arrival in the engine; of several prompts the first and the last count."""
+    metrics = [answer.output.metrics for answer in answers]
+    tpot_s = [each.tpot_s for each in metrics if each.tpot_s is not None]
+    values = (
+        min(each.queued_s for each in metrics),
+        min(each.ttft_s for each in metrics),
+        sum(tpot_s) / len(tpot_s) if tpot_s else None,
+        max(each.total_s for each in metrics),
+        sum(each.num_preemptions for each in metrics),
+        sum(each.num_recomputed_tokens for each in metrics),
+    )
+    return dict(zip(METRICS, values, strict=True))
 
 
 def _json_logprob(logprob: float) -> float:

@@ -14,7 +14,7 @@ from pagedcli.batch.intake import BatchOptions, Intake, Prepared, Refused
 from pagedcli.batch.lines import InputDigest, Line, as_they_come
 from pagedcli.batch.reorder import PrefixWindow
 from pagedcli.batch.requests import RowHead
-from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
@@ -40,14 +40,23 @@ class BatchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _InWork:
-    """The state of a line while the engine works on it."""
+class _Prompt:
+    """The state of a prompt while the engine works on it."""
 
-    head: RowHead
-    line_digest: int
+    row: "_Row"
     params: SamplingParams
     stop_checkers: StopCheckers | None
     guides: Guides | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The state of a line while the engine works on its prompts."""
+
+    head: RowHead
+    line_digest: int
+    request_ids: list[str]  # of its prompts
+    answers: dict[str, Answer] = field(default_factory=dict)  # by request id
 
 
 def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: InputDigest) -> Iterator[Line | None]:
@@ -102,7 +111,7 @@ class BatchRun:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
         self._read = InputDigest()
         self._lines = wanted_lines(lines, options, self._read)
-        self._in_work: dict[str, _InWork] = {}
+        self._in_work: dict[str, _Prompt] = {}  # by request id
         # one engine step may finish every running request: keep as many again tokenized and ready
         self._max_in_work = 2 * engine.plan.max_num_seqs
         self._window = PrefixWindow() if options.reorder == "prefix" else None
@@ -138,7 +147,7 @@ class BatchRun:
                     return "complete"
                 continue
             for output in engine.step():
-                self._write_success(output)
+                self._take_output(output)
             self._update_stats(start_s)
             if self._observe is not None:
                 self._observe(self.stats)
@@ -191,53 +200,77 @@ class BatchRun:
             self._start(*item)
 
     def _start(self, line: Line, request: Prepared) -> None:
-        """Submit a request to the engine, or write the error row of one that cannot be served."""
-        ids, params = request.prompt_token_ids, request.params
-        stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
-        request_id = str(line.index)
-        try:
-            guides = self._grammars.guides(params)
-            self._engine.add_request(
-                request_id,
-                ids,
-                params,
-                cache_salt=request.cache_salt,
-                make_stop_checker=stop_checkers,
-                make_guide=guides,
-            )
-        except RequestError as error:
-            self._write_error(request.head, line.digest, error)
-        else:
-            self._in_work[request_id] = _InWork(request.head, line.digest, params, stop_checkers, guides)
+        """Submit the prompts of a line to the engine, or write its error row if one of them cannot be served."""
+        num_prompts = len(request.prompts)
+        more = [f"{line.index}/{place}" for place in range(1, num_prompts)]
+        row = _Row(request.head, line.digest, [str(line.index), *more])
+        for request_id, prompt in zip(row.request_ids, request.prompts, strict=True):
+            ids, params = prompt.token_ids, prompt.params
+            stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
+            try:
+                guides = self._grammars.guides(params)
+                self._engine.add_request(
+                    request_id,
+                    ids,
+                    params,
+                    cache_salt=request.cache_salt,
+                    make_stop_checker=stop_checkers,
+                    make_guide=guides,
+                )
+            except RequestError as error:
+                which = f"prompt {row.request_ids.index(request_id) + 1} of {num_prompts}: " if num_prompts > 1 else ""
+                self._fail(row, RequestError(error.code, which + error.message))
+                return
+            self._in_work[request_id] = _Prompt(row, params, stop_checkers, guides)
 
     # ------------------------------------------------------------------ rows
 
-    def _write_success(self, output: "RequestOutput") -> None:
-        work = self._in_work.pop(output.request_id)
-        if output.error is not None:
-            self._write_error(work.head, work.line_digest, output.error)
+    def _take_output(self, output: "RequestOutput") -> None:
+        """Keep the output of a prompt, and write the row of its line once it has all of them."""
+        prompt = self._in_work.pop(output.request_id, None)
+        if prompt is None:
+            return  # another prompt of its line has failed in this step
+        row = prompt.row
+        try:
+            if output.error is not None:
+                raise output.error
+            if prompt.guides is not None:
+                prompt.guides.check()
+        except RequestError as error:
+            self._fail(row, error)
             return
-        if work.guides is not None:
-            try:
-                work.guides.check()
-            except RequestError as error:
-                self._write_error(work.head, work.line_digest, error)
-                return
+        has_stops = bool(prompt.params.stop_strings or prompt.params.stop_token_ids)
+        row.answers[output.request_id] = Answer(output, self._texts(prompt, output), has_stops)
+        if len(row.answers) == len(row.request_ids):
+            self._write_success(row)
 
-        def sample_text(sample_index: int, token_ids: list[int]) -> str:
-            if work.stop_checkers is not None:
-                return work.stop_checkers.text(sample_index, token_ids)
-            return self._tokenizer.decode_output(
-                output.prompt_token_ids, token_ids, skip_special_tokens=work.params.skip_special_tokens
-            )
+    def _texts(self, prompt: _Prompt, output: "RequestOutput") -> list[str]:
+        if prompt.stop_checkers is not None:
+            return [prompt.stop_checkers.text(sample.index, sample.token_ids) for sample in output.samples]
+        skip = prompt.params.skip_special_tokens
+        return [
+            self._tokenizer.decode_output(output.prompt_token_ids, sample.token_ids, skip_special_tokens=skip)
+            for sample in output.samples
+        ]
 
-        row = self._rows.encode_success(work.head, output, sample_text)
-        self._sink.write(work.head.index, work.line_digest, row, ok=True)
+    def _write_success(self, row: _Row) -> None:
+        answers = [row.answers[request_id] for request_id in row.request_ids]
+        content = self._rows.encode_success(row.head, answers)
+        self._sink.write(row.head.index, row.line_digest, content, ok=True)
         self.stats.num_done += 1
-        self.stats.ttft.add(output.metrics.ttft_s)
-        self.stats.queued.add(output.metrics.queued_s)
-        if output.metrics.tpot_s is not None:
-            self.stats.tpot.add(output.metrics.tpot_s)
+        for answer in answers:
+            metrics = answer.output.metrics
+            self.stats.ttft.add(metrics.ttft_s)
+            self.stats.queued.add(metrics.queued_s)
+            if metrics.tpot_s is not None:
+                self.stats.tpot.add(metrics.tpot_s)
+
+    def _fail(self, row: _Row, error: RequestError) -> None:
+        """Write the error row of a line, and drop its other prompts."""
+        for request_id in row.request_ids:
+            if self._in_work.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
+        self._write_error(row.head, row.line_digest, error)
 
     def _write_error(self, head: RowHead, line_digest: int, error: RequestError) -> None:
         self._sink.write(head.index, line_digest, self._rows.encode_error(head, error), ok=False)

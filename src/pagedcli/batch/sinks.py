@@ -6,9 +6,11 @@ Used by batch.run. Each row is written once, with the index of its input row.
 import gzip
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, cast
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.csv_rows import csv_lines
 from pagedcli.batch.journal import Journal
 from pagedcli.batch.lines import InputScan
@@ -95,7 +97,15 @@ class FileSink:
 
     full = False
 
-    def __init__(self, path: Path, journal: Journal, *, order: Order, table: ParquetRows | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        journal: Journal,
+        *,
+        order: Order,
+        table: ParquetRows | None = None,
+        columns: Columns | None = None,
+    ) -> None:
         self.path = path
         self.journal = journal
         self.resumed_rows = journal.num_rows
@@ -103,6 +113,7 @@ class FileSink:
         self.rows_are_kept = True  # where a later run can find the rows; known after `abandon`
         self._order = order
         self._table = table
+        self._columns = columns or Columns()
 
     def holds(self, index: int, line_digest: int) -> bool:
         return self.journal.holds(index, line_digest)
@@ -129,8 +140,8 @@ class FileSink:
             journal.close()
 
     def _write_output(self, read: InputScan) -> None:
-        digest, rows = LineDigest(), self.journal.rows(self._order)
-        lines = csv_lines(rows) if is_csv(self.path) else (row + b"\n" for row in rows)
+        digest, rows = LineDigest(), partial(self.journal.rows, self._order)
+        lines = csv_lines(rows, self._columns) if is_csv(self.path) else (row + b"\n" for row in rows())
         with whole_rows(self.path, overwrite=self.journal.header.overwrite) as file:
             if self._table is not None:
                 self._table.write(file, rows)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pagedcli.batch.columns import Columns, names_of
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
 from pagedcli.errors import UsageError
@@ -12,14 +13,34 @@ from pagedcli.errors import UsageError
 _JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
 
-def open_source(name: str) -> LineSource:
-    """The rows of an input. Raises: UsageError if it cannot be read."""
+def open_source(name: str, columns: Columns | None = None) -> LineSource:
+    """The rows of an input, with the columns that its requests and rows need. Raises: UsageError if it cannot be
+    read."""
+    columns = columns or Columns()
     path = Path(name)
     if name == "-":
         return LineSource(name)
     if path.is_dir():
-        return _open_folder(path)
-    return ParquetSource(name) if is_parquet(path) else LineSource(name)
+        return _open_folder(path, columns)
+    return ParquetSource(name, columns=columns) if is_parquet(path) else LineSource(name)
+
+
+def check_kept(source: LineSource, columns: Columns, *, in_rows: bool = True) -> None:
+    """Check the columns to be copied; reads all lines of a file if there are any.
+
+    `in_rows`: they become fields of the rows, and must not have the names of others.
+    Raises: UsageError.
+    """
+    if not columns.copies:
+        return
+    names = set(columns.keep)  # all that is known of an input that can be read only once
+    if isinstance(source, ParquetSource):
+        names = set(source.schema.names)
+    elif not source.is_live:
+        names = names_of(line.content for line in source)
+    columns.check_found(names)
+    if in_rows:
+        columns.check_free(names)
 
 
 class FolderSource(LineSource):
@@ -39,7 +60,7 @@ class FolderSource(LineSource):
                 index, number = index + line.index + 1, number + line.number
 
 
-def _open_folder(folder: Path) -> LineSource:
+def _open_folder(folder: Path, columns: Columns) -> LineSource:
     names = sorted(os.listdir(folder))
     tables = [folder / name for name in names if is_parquet(Path(name))]
     files = [folder / name for name in names if name.endswith(_JSONL_ENDINGS)]
@@ -47,4 +68,4 @@ def _open_folder(folder: Path) -> LineSource:
         raise UsageError(f"{folder} contains both Parquet and JSONL files", hint="use a folder with files of one kind")
     if not tables and not files:
         raise UsageError(f"{folder} contains no Parquet or JSONL files", hint="known: *.parquet, *.jsonl, *.jsonl.gz")
-    return ParquetSource(str(folder), tables) if tables else FolderSource(str(folder), files)
+    return ParquetSource(str(folder), tables, columns) if tables else FolderSource(str(folder), files)

@@ -90,20 +90,23 @@ def run_cluster_job(job: ClusterJob) -> int:
 
 def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
+    from pagedcli.batch.columns import Columns
     from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
     from pagedcli.batch.job import batch_options
-    from pagedcli.batch.parquet import ParquetSource
-    from pagedcli.batch.sources import open_source
+    from pagedcli.batch.parquet import ParquetRows, ParquetSource
+    from pagedcli.batch.sources import check_kept, open_source
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.distributed.planning import plan_input
     from pagedcli.engine.decide import model_folder
 
     config = job.loaded.config
-    lines = open_source(job.input_name)
+    columns = Columns.of(config.run)
+    lines = open_source(job.input_name, columns)
     if lines.is_live:
         raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
+    check_kept(lines, columns, in_rows=not isinstance(lines, ParquetSource))
     if isinstance(lines, ParquetSource):
-        lines.check_answer_columns()
+        ParquetRows(lines, columns).check()
     model = model_folder(config.engine)
     tokenizer = Tokenizer(
         model, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
@@ -117,7 +120,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
             raise UsageError(f"{folder.path} belongs to a run with a different --limit")
         return {}
     folder.clear()
-    options = batch_options(job.loaded)
+    options = batch_options(job.loaded, columns)
     start_s = time.perf_counter()
     plan = plan_input(lines, tokenizer, options, config.engine.block_size)
     parts, costs = plan.parts(job.num_workers)

@@ -8,7 +8,7 @@ import typer
 
 from pagedcli.cli.engine_table import EngineFacts, engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags
-from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, FieldOption, PromptScan, prompt_model, scan_prompts
+from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt_model, scan_prompts
 from pagedcli.cli.share_table import share_table
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
@@ -26,11 +26,10 @@ _MAX_SHOWN = 10
 EXIT_BAD_ROWS = 3
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS)
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep")
 def plan(
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz); - reads stdin.")],
     *,
-    field: FieldOption = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Tokenizer folder, instead of the model's own.", show_default=False),
@@ -64,14 +63,13 @@ def plan(
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
     loaded = load_config(config, flags)
-    raise typer.Exit(run_plan(loaded, prompts, field=field, tokenizer=tokenizer, num_workers=workers, format_=format_))
+    raise typer.Exit(run_plan(loaded, prompts, tokenizer=tokenizer, num_workers=workers, format_=format_))
 
 
 def run_plan(
     loaded: LoadedConfig,
     input_name: str,
     *,
-    field: str | None = None,
     tokenizer: Path | None = None,
     num_workers: int | None = None,
     format_: Format = Format.TABLE,
@@ -82,7 +80,7 @@ def run_plan(
     folder, spec = prompt_model(loaded, tokenizer)
     pool, expected = _expect(config.engine, spec)
     num_blocks = pool.num_blocks if pool is not None and pool.num_blocks else None
-    scan = scan_prompts(loaded, input_name, folder, spec, field=field, num_blocks=num_blocks, shares=shares)
+    scan = scan_prompts(loaded, input_name, folder, spec, num_blocks=num_blocks, shares=shares)
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     tables = _tables(scan, config, pool)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
-from pagedcli.cli.prompt_scan import PROMPT_KEYS, FieldOption, prompt_model, scan_prompts
+from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig, load_config
@@ -46,7 +46,6 @@ def profile_memory(
             show_default=False,
         ),
     ] = None,
-    field: FieldOption = None,
     target_concurrency: Annotated[
         int | None,
         typer.Option(
@@ -91,7 +90,7 @@ def profile_memory(
     profile = profile_here(engine, say) if described is None else profile_described(engine, described)
     lengths, shared = {"model length": profile.decided.max_model_len}, None
     if prompts is not None:
-        lengths, shared = _lengths_of(loaded, prompts, lengths, field)
+        lengths, shared = _lengths_of(loaded, prompts, lengths)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
@@ -112,11 +111,9 @@ def _no_blocks(profile: "Profile") -> ConfigError:
     return ConfigError(message, hint=fitting_hint(profile.fits) if profile.fits else hint)
 
 
-def _lengths_of(
-    loaded: LoadedConfig, prompts: str, lengths: dict[str, int], field: str | None
-) -> tuple[dict[str, int], int]:
+def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> tuple[dict[str, int], int]:
     """Percentiles of the file's prompt and output lengths, and the prefix shared by half of the prompts."""
-    scan = scan_prompts(loaded, prompts, *prompt_model(loaded, None), field=field)
+    scan = scan_prompts(loaded, prompts, *prompt_model(loaded, None))
     if scan.num_bad:
         say(f"{scan.num_bad:,} of {scan.num_rows:,} rows are invalid and ignored: see pagedcli plan")
     if not scan.plan.num_prompts:

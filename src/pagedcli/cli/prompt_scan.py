@@ -2,11 +2,8 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
@@ -14,19 +11,15 @@ from pagedcli.errors import RequestError
 from pagedcli.inspection.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
-    from pagedcli.batch.intake import Refused
+    from pagedcli.batch.grammar import Grammars
+    from pagedcli.batch.intake import PreparedPrompt, Refused
+    from pagedcli.engine.admission import AdmissionLimits
     from pagedcli.models.spec import ModelSpec
 
-PROMPT_KEYS = ("sampling.max_tokens", "run.system_prompt", "run.chat_template", "run.limit", "run.strict")
-FieldOption = Annotated[
-    str | None,
-    typer.Option(
-        "--field",
-        metavar="NAME",
-        help="Field of each line that holds the prompt; for a list, its first item.",
-        show_default=False,
-    ),
-]
+PROMPT_KEYS = (
+    *("sampling.max_tokens", "run.system_prompt", "run.chat_template"),
+    *("run.field", "run.id_field", "run.limit", "run.strict"),
+)
 _NO_LIMIT = 2**62  # tokens, if the model is unknown
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
@@ -81,7 +74,6 @@ def scan_prompts(
     folder: Path,
     spec: "ModelSpec | None",
     *,
-    field: str | None = None,
     num_blocks: int | None = None,
     shares: SharePlan | None = None,
 ) -> PromptScan:
@@ -90,15 +82,19 @@ def scan_prompts(
     `num_blocks`: of the pool. Rows that do not fit into it are invalid, but part of the plan.
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
+    from pagedcli.batch.columns import Columns
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.intake import Intake, Refused
     from pagedcli.batch.job import batch_options
-    from pagedcli.batch.sources import open_source
+    from pagedcli.batch.sources import check_kept, open_source
     from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.engine.admission import AdmissionLimits, admit
+    from pagedcli.engine.admission import AdmissionLimits
     from pagedcli.engine.decide import resolve_max_model_len
 
-    config, lines = loaded.config, open_source(input_name)
+    config = loaded.config
+    columns = Columns.of(config.run)
+    lines = open_source(input_name, columns)
+    check_kept(lines, columns)
     scan = PromptScan(spec, None if spec is None else resolve_max_model_len(config.engine, spec), shares=shares)
     encoder = Tokenizer(
         folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
@@ -109,8 +105,7 @@ def scan_prompts(
     grammars = None
     if spec is not None:
         grammars = Grammars(encoder, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-    select = None if field is None else partial(_take_field, field=field)
-    intake = Intake(encoder, batch_options(loaded), limits, select=select)
+    intake = Intake(encoder, batch_options(loaded, columns), limits)
     for line in lines:
         if config.run.limit is not None and line.index >= config.run.limit:
             break
@@ -120,31 +115,27 @@ def scan_prompts(
         if isinstance(taken, Refused):
             scan.refuse(taken)
             continue
-        ids, params = taken.prompt_token_ids, taken.params
         try:
-            if grammars is not None:
-                grammars.guides(params)  # a grammar that does not compile is a bad row
-            max_tokens = admit(ids, params, limits)
+            max_tokens = [_max_tokens(prompt, grammars, limits) for prompt in taken.prompts]
         except RequestError as error:
             scan.refuse(Refused(taken.head, error))
             if error.code != "kv_cache_exceeded":
                 continue
-            max_tokens = params.max_tokens or 1  # still planned: another pool may hold it
-        if spec is None and params.max_tokens is None:
-            max_tokens = 0  # not known
-        scan.plan.add(line.number, ids, max_tokens, n=params.n, cache_salt=taken.cache_salt)
-        if shares is not None:
-            shares.add(ids, max_tokens * params.n, taken.cache_salt)
-    scan.ignored = {} if field is not None else dict(intake.parser.ignored)
+            max_tokens = [prompt.params.max_tokens or 1 for prompt in taken.prompts]  # another pool may hold it
+        for prompt, most in zip(taken.prompts, max_tokens, strict=True):
+            ids, n = prompt.token_ids, prompt.params.n
+            num_new = most if spec is not None or prompt.params.max_tokens is not None else 0  # 0: not known
+            scan.plan.add(line.number, ids, num_new, n=n, cache_salt=taken.cache_salt)
+            if shares is not None:
+                shares.add(ids, num_new * n, taken.cache_salt)
+    scan.ignored = dict(intake.parser.ignored)
     return scan
 
 
-def _take_field(document: dict[str, Any], *, field: str) -> dict[str, Any]:
-    """A line with only the prompt from this field."""
-    if field not in document:
-        raise RequestError("invalid_request", f"no field {field!r}")
-    value = document[field]
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        value = value[0]
-    key = "messages" if isinstance(value, list) and value and isinstance(value[0], dict) else "prompt"
-    return {key: value}
+def _max_tokens(prompt: "PreparedPrompt", grammars: "Grammars | None", limits: "AdmissionLimits") -> int:
+    """How much the prompt may generate. Raises: RequestError if a run would refuse it."""
+    from pagedcli.engine.admission import admit
+
+    if grammars is not None:
+        grammars.guides(prompt.params)  # a grammar that does not compile is a bad row
+    return admit(prompt.token_ids, prompt.params, limits)

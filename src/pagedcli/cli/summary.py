@@ -166,8 +166,10 @@ def _failures(stats: BatchStats) -> str:
     num_failed = stats.num_failed + stats.num_resumed_failed
     if not num_failed:
         return ""
-    codes = ", ".join(f"{code} {count:,}" for code, count in stats.error_codes.most_common())
-    return f"; {num_failed:,} failed" + (f" ({codes})" if codes else "")
+    parts = [f"{code} {count:,}" for code, count in stats.error_codes.most_common()]
+    if stats.num_resumed_failed:
+        parts.append(f"in the journal {stats.num_resumed_failed:,}")
+    return f"; {num_failed:,} failed" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import Line
@@ -55,12 +56,13 @@ class PagedBatchGenerator:
             defaults=msgspec.convert(defaults, SamplingParams), seed=config.seed, system_prompt=system_prompt
         )
         self._seed = config.seed
-        self._schema = answer_schema(output_token_ids=output_token_ids)
+        columns = Columns(token_ids=output_token_ids)
+        self._schema = answer_schema(columns)
         self._indexes = count()
         self._stream = RowStream(
             config,
             options,
-            lambda tokenizer: RowWriter(tokenizer, model, run_key({}), 0, output_token_ids=output_token_ids),
+            lambda tokenizer: RowWriter(tokenizer, model, run_key({}), 0, columns),
             chat_template=chat_template,
         )
 
@@ -80,7 +82,7 @@ class PagedBatchGenerator:
         for answer in answers:
             if answer["error"] is not None:
                 del answer["error"]["line"]  # a row of a dataset has no number
-        for field, column in zip(self._schema, columns_of(answers, list(self._schema)), strict=True):
+        for field, column in zip(self._schema, columns_of(answers, self._schema), strict=True):
             table = table.append_column(field, column)
         return table
 

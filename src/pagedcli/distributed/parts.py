@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.parquet import ParquetSource
@@ -102,9 +103,9 @@ class PartFolder:
                 line = Line(int(index), int(line_number), text, xxhash.xxh64_intdigest(content))
                 yield PartLine(line, flag == _DUPLICATE)
 
-    def carried(self, number: int) -> ParquetSource:
+    def carried(self, number: int, columns: Columns) -> ParquetSource:
         """The rows of a part of a table, with all columns."""
-        return ParquetSource(str(self._input(number).with_suffix(".parquet")))
+        return ParquetSource(str(self._input(number).with_suffix(".parquet")), columns=columns)
 
     # ------------------------------------------------------------------ changes
 

@@ -51,9 +51,12 @@ def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, b
             if isinstance(taken, Refused) and taken.error.code == "duplicate_id":
                 plan.duplicates.add(line.index)
         else:
-            token_ids = taken.prompt_token_ids
+            first, *more = taken.prompts
+            token_ids = first.token_ids
             if not all(0 <= token_id < _LARGEST_ID for token_id in token_ids):
                 token_ids = []  # the engine will reject it
-            plan.keys.add(token_ids, (taken.params.max_tokens or 0) * taken.params.n, taken.cache_salt)
+            num_more = sum(len(prompt.token_ids) for prompt in more)
+            num_new = sum((prompt.params.max_tokens or 0) * prompt.params.n for prompt in taken.prompts)
+            plan.keys.add(token_ids, num_more + num_new, taken.cache_salt)
     plan.ignored = dict(intake.parser.ignored)
     return plan

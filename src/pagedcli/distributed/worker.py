@@ -2,9 +2,10 @@
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.journal import Journal
@@ -31,7 +32,7 @@ class WorkerJob:
     config: Config
     max_tokens_given: bool  # by a flag
 
-    def options(self) -> BatchOptions:
+    def options(self, columns: Columns) -> BatchOptions:
         """Without what is checked over the whole input: ids, limits and shards."""
         config = self.config
         return BatchOptions(
@@ -40,6 +41,7 @@ class WorkerJob:
             seed=config.engine.seed,
             system_prompt=config.run.system_prompt,
             strict=config.run.strict,
+            columns=columns,
             check_ids=False,
         )
 
@@ -54,15 +56,19 @@ class Worker:
         assert manifest is not None, "the driver has cut the input"
         self._manifest = manifest
         run = job.config.run
+        is_table = manifest.suffix == ".parquet"
+        self._columns = Columns.of(run, kind="parquet" if is_table else "jsonl")
+        # a table carries the columns of its input itself
+        columns = self._row_columns = replace(self._columns, keep=(), keep_all=False) if is_table else self._columns
         self._stream = RowStream(
             job.config.engine,
-            job.options(),
+            job.options(columns),
             lambda tokenizer: RowWriter(
                 tokenizer,
                 job.config.engine.model,
                 run_key(manifest.fingerprint),
                 manifest.created_s,
-                output_token_ids=run.output_token_ids,
+                columns,
             ),
             chat_template=run.chat_template,
         )
@@ -108,7 +114,7 @@ class Worker:
     def _open_sink(self, number: int) -> FileSink:
         table = None
         if self._manifest.suffix == ".parquet":
-            table = ParquetRows(self._folder.carried(number), self._job.config.run.output_token_ids)
+            table = ParquetRows(self._folder.carried(number, self._columns), self._columns)
         return FileSink(self._folder.part(number), self._journal(number), order="input", table=table)
 
     def _journal(self, number: int) -> Journal:
@@ -128,7 +134,7 @@ class Worker:
 
     def _duplicate_row(self, each: PartLine) -> bytes:
         document = decode_line(each.line.content)
-        head: RowHead = read_head(document, each.line.index, each.line.number)
+        head: RowHead = read_head(document, each.line.index, each.line.number, self._row_columns)
         error = RequestError("duplicate_id", f"an earlier line has the same id {head.id!r}")
         with self._lock:
             self._duplicates.num_done += 1

@@ -153,6 +153,8 @@ def resolve_device(name: str, machine: Machine) -> torch.device:
         raise ConfigError(message, hint="use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {name!r}, but pagedcli runs on cpu and cuda only", hint="use --device cpu")
+    if device.type == "cpu" and device.index:
+        raise ConfigError(f"device is {name!r}, but a CPU has no number", hint="use --device cpu")
     if device.type == "cuda" and not machine.gpus:
         message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
         raise ConfigError(message, hint="use --device cpu")

@@ -1,0 +1,123 @@
+"""Columns chosen by the user: where a line has its prompt and id, what its row copies and where it has the answer.
+
+Used by batch.intake and by the writers of rows.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from pagedcli.config import RunConfig
+from pagedcli.errors import RequestError, UsageError
+
+OutputKind = Literal["jsonl", "csv", "parquet"]
+ALL = "all"
+_ROW_FIELDS = frozenset(
+    ("index", "id", "custom_id", "response", "error", "outputs", "finish_reason", "stop_reason")
+) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids")}
+_IDS = ("id", "custom_id")
+METRICS = ("queued_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "recomputed_tokens")
+_ONLY_IN: dict[OutputKind, frozenset[str]] = {
+    "jsonl": frozenset(),
+    "csv": frozenset(("sample", "prompt_tokens", "cached_tokens", "completion_tokens", "error_code", "error_message"))
+    | frozenset(METRICS),
+    "parquet": frozenset(("token_logprobs",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Fields of an input line, and fields of its output row."""
+
+    prompt: str | None = None  # field of the line with the prompt; None: prompt or messages, or an OpenAI batch line
+    id: str | None = None  # field of the line with its id; None: id or custom_id
+    answer: str = "text"  # field of a plain row with the generated text
+    keep: tuple[str, ...] = ()  # fields of the line to copy into the row
+    keep_all: bool = False
+    token_ids: bool = False  # whether rows have the generated token ids
+    metrics: bool = False  # whether rows have their latency
+    kind: OutputKind = "jsonl"
+
+    @classmethod
+    def of(cls, run: RunConfig, *, kind: OutputKind = "jsonl") -> "Columns":
+        """The columns of a configuration. Raises: UsageError if two output columns have the same name."""
+        names = tuple(name.strip() for name in (run.keep or "").split(",") if name.strip())
+        keep_all = names == (ALL,)
+        columns = cls(
+            prompt=run.field,
+            id=run.id_field,
+            answer=run.output_field,
+            keep=() if keep_all else names,
+            keep_all=keep_all,
+            token_ids=run.output_token_ids,
+            metrics=run.output_metrics,
+            kind=kind,
+        )
+        if columns.answer in columns._others:
+            raise UsageError(f"--output-field is {columns.answer!r}, which is another column of the output")
+        return columns
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Names of output columns, which no copied column may have."""
+        return self._others | {self.answer}
+
+    @property
+    def _others(self) -> frozenset[str]:
+        return _ROW_FIELDS | _ONLY_IN[self.kind]
+
+    @property
+    def copies(self) -> bool:
+        """Whether rows have columns of their lines."""
+        return self.keep_all or bool(self.keep)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The fields that may hold a line's id, the first one first."""
+        return ("custom_id", "id") if self.id is None else (self.id,)
+
+    def kept(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The columns of a line that its row copies; null for one that the line lacks."""
+        if not self.keep_all:
+            return {name: document.get(name) for name in self.keep if name not in _IDS}
+        reserved = self.reserved
+        return {name: value for name, value in document.items() if name not in self.ids and name not in reserved}
+
+    def check_line(self, document: dict[str, Any]) -> None:
+        """Raises: RequestError if a column to copy has the name of an output column."""
+        if self.keep_all and (taken := sorted((document.keys() - set(self.ids)) & self.reserved)):
+            raise RequestError("reserved_column", _collision(taken[0]))
+
+    def check_found(self, names: set[str]) -> None:
+        """Raises: UsageError if a column to copy is not among those of the input."""
+        for name in self.keep:
+            if name not in names:
+                near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"its columns: {', '.join(sorted(names))}"
+                raise UsageError(f"--keep names {name!r}, which no row of the input has", hint=hint)
+
+    def check_free(self, names: set[str]) -> None:
+        """Raises: UsageError if a column to copy has the name of an output column. `names`: the input's, if known."""
+        for name in sorted(names - set(self.ids)) if self.keep_all else self.keep:
+            if name in self.reserved and (self.keep_all or name not in _IDS):  # a row has its id in any case
+                other = "--output-field gives the answer another name" if name == self.answer else "rename it"
+                raise UsageError(_collision(name), hint=f"{other}, or list the columns to keep without it")
+
+
+def _collision(name: str) -> str:
+    return f"the input column {name!r} cannot be kept: the output has a column of that name"
+
+
+def names_of(contents: Iterable[bytes | None]) -> set[str]:
+    """The top-level names of all JSON lines that are objects."""
+    decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+    names: set[str] = set()
+    for content in contents:
+        try:
+            names |= decoder.decode(content or b"{}").keys()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue  # it becomes an error row
+    return names
