@@ -32,6 +32,7 @@ ALLOWED = {
     "interrupt": set(),
     "inspection": {"errors", "events", "files", "interrupt", "line_files", "kvcache", "printable"},
     "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
+    "simulation": {*LOW, "kvcache", "engine", "batch", "inspection", "kvevents"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
     "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm"},
 }
@@ -46,6 +47,7 @@ TORCH_FREE = (
     "kvcache",
     "kvevents",
     "inspection",
+    "simulation",
     "cli",
     "engine/admission.py",
     "engine/core.py",

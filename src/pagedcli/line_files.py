@@ -127,16 +127,18 @@ class LineReader:
                     made = decompressor.decompress(chunk, max_length=_CHUNK_BYTES)
                     chunk = decompressor.unused_data if decompressor.eof else b""
                     num_made += len(made)
-                    if num_made > _FREE_BYTES + _MOST_RATIO * num_read:
-                        raise TraceError(
-                            f"{self.path}: {num_read:,} bytes decompress to more than {num_made:,}: "
-                            f"not a {self._what} that pagedcli wrote"
-                        )
+                    self._check_ratio(num_read, num_made)
                     yield made
         except zstd.ZstdError as error:
             raise TraceError(f"{self.path}: damaged after line {self.line_number}: {error}") from error
         if num_read and not decompressor.eof:
             self.notes.append("the compressed stream has no end: the run was cut off")
+
+    def _check_ratio(self, num_read: int, num_made: int) -> None:
+        if num_made > _FREE_BYTES + _MOST_RATIO * num_read:
+            raise TraceError(
+                f"{self.path}: {num_read:,} bytes decompress to more than {num_made:,}: no {self._what} is like that"
+            )
 
 
 def has_compressed_name(path: Path, what: str) -> bool:

@@ -1,0 +1,249 @@
+"""Trace formats of others: one decoder per format, found by the keys of the first line.
+
+A line that is not a request of the format is counted, with its place and the reason; it never ends the run.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Protocol
+
+import msgspec
+
+from pagedcli.errors import TraceError, UsageError
+from pagedcli.simulation.reading import TraceLines
+from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
+
+Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+PromptLength = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+HashSize = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Hashes = list[int | str]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do not name
+
+
+class Row(Protocol):
+    """A decoded line."""
+
+    def lengths(self) -> tuple[int, int | None]:
+        """Tokens of prompt and output; None: not known."""
+        ...
+
+    def hash_list(self) -> Hashes: ...
+
+    def hash_size(self) -> int | None:
+        """Tokens per hash; None: the line does not say."""
+        ...
+
+    def time_s(self) -> float | None: ...
+
+
+class _Lengths(msgspec.Struct):
+    """What Mooncake's format and those derived from it share."""
+
+    input_length: PromptLength
+    hash_ids: Hashes
+    output_length: Length | None = None
+    block_size: HashSize | None = None
+    timestamp: Seconds | None = None
+
+    def lengths(self) -> tuple[int, int | None]:
+        return self.input_length, self.output_length
+
+    def hash_list(self) -> Hashes:
+        return self.hash_ids
+
+    def hash_size(self) -> int | None:
+        return self.block_size
+
+    def time_s(self) -> float | None:
+        return None if self.timestamp is None else self.timestamp / 1000
+
+
+class Mooncake(_Lengths):
+    """{"timestamp": ms, "input_length", "output_length", "hash_ids"}; also Dynamo's and AIPerf's files of this kind."""
+
+    keys: ClassVar[frozenset[str]] = frozenset(("input_length", "hash_ids", "output_length"))
+    default_hash_size: ClassVar[int | None] = MOONCAKE_TOKENS
+
+
+class Bailian(_Lengths):
+    """Mooncake's keys and {"chat_id", "parent_chat_id", "turn"}; times are in seconds."""
+
+    keys: ClassVar[frozenset[str]] = frozenset(("input_length", "hash_ids", "chat_id"))
+    default_hash_size: ClassVar[int | None] = BAILIAN_TOKENS
+
+    def time_s(self) -> float | None:
+        return self.timestamp
+
+
+class KVCacheSimulator(_Lengths):
+    """{"block_size", "hash_ids", "input_length"}, the format of kvcache-simulator."""
+
+    keys: ClassVar[frozenset[str]] = frozenset(("input_length", "hash_ids"))
+    default_hash_size: ClassVar[int | None] = None
+
+
+class _Replay(msgspec.Struct):
+    trace_block_size: HashSize
+    input_length: PromptLength
+    input_sequence_hashes: Hashes
+
+
+class _DynamoRequest(msgspec.Struct):
+    replay: _Replay
+    output_tokens: Length | None = None
+    request_received_ms: Seconds | None = None
+
+
+class Dynamo(msgspec.Struct):
+    """A request_end record of dynamo.request.trace.v1; other records of the stream are skipped."""
+
+    keys: ClassVar[frozenset[str]] = frozenset(("schema", "event_type"))
+    default_hash_size: ClassVar[int | None] = None
+    request: _DynamoRequest
+
+    def lengths(self) -> tuple[int, int | None]:
+        return self.request.replay.input_length, self.request.output_tokens
+
+    def hash_list(self) -> Hashes:
+        return self.request.replay.input_sequence_hashes
+
+    def hash_size(self) -> int | None:
+        return self.request.replay.trace_block_size
+
+    def time_s(self) -> float | None:
+        return None if self.request.request_received_ms is None else self.request.request_received_ms / 1000
+
+
+class LMCache(msgspec.Struct):
+    """A lookup of LMCache's lookup_hashes_*.jsonl: {"chunk_hashes", "chunk_size", "seq_len", "timestamp"}; only full
+    chunks have a hash."""
+
+    keys: ClassVar[frozenset[str]] = frozenset(("chunk_hashes", "seq_len"))
+    default_hash_size: ClassVar[int | None] = None
+    seq_len: PromptLength
+    chunk_hashes: Hashes
+    chunk_size: HashSize
+    timestamp: Seconds | None = None
+
+    def lengths(self) -> tuple[int, int | None]:
+        return self.seq_len, None
+
+    def hash_list(self) -> Hashes:
+        return self.chunk_hashes
+
+    def hash_size(self) -> int | None:
+        return self.chunk_size
+
+    def time_s(self) -> float | None:
+        return self.timestamp
+
+
+# the first whose keys a line has
+FORMATS: dict[str, Any] = {
+    "dynamo": Dynamo,
+    "lmcache": LMCache,
+    "bailian": Bailian,
+    "mooncake": Mooncake,
+    "kvcache-simulator": KVCacheSimulator,
+}
+
+
+def find_format(document: object) -> str | None:
+    """The format of a line, by its keys; None: unknown."""
+    if not isinstance(document, dict):
+        return None
+    return next((name for name, row in FORMATS.items() if row.keys <= _record(document).keys()), None)
+
+
+def read_traces(names: Iterable[str], format_name: str | None = None, hash_size: int | None = None) -> Workload:
+    """The requests of trace files of one format. `hash_size` (tokens per hash) overrides what the lines say.
+
+    Raises: UsageError or TraceError if a file cannot be read, or holds no request.
+    """
+    reader = _Reader(format_name, hash_size)
+    for name in names:
+        reader.read(TraceLines(name))
+    return reader.finish()
+
+
+class _Reader:
+    def __init__(self, format_name: str | None, given_hash_size: int | None) -> None:
+        self.format_name = format_name
+        self.given_hash_size = given_hash_size
+        self.workload = Workload()
+        self._chains = Chains()
+        self._decoder: msgspec.json.Decoder[Any] | None = None
+
+    def read(self, lines: TraceLines) -> None:
+        place = ""
+        for line in lines:
+            place = f"{lines.path}:{lines.line_number}"
+            line = line.strip().removeprefix(b"\xef\xbb\xbf")
+            if not line:
+                continue
+            try:
+                request = self._request(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _BadRow) as error:
+                self.workload.add_bad(place, str(error))
+                continue
+            if request is not None:
+                self.workload.requests.append(request)
+        if not place:
+            raise TraceError(f"{lines.path}: the file is empty, not a trace")
+        self.workload.notes += [f"{lines.path}: {note}" for note in lines.notes]
+
+    def _request(self, line: bytes) -> TraceRequest | None:
+        """The request of a line; None for a record of another kind."""
+        document = msgspec.json.decode(line)
+        if self.format_name is None:
+            self.format_name = find_format(document)
+        if self.format_name is None:
+            raise _BadRow("none of the known formats has these keys")
+        if not isinstance(document, dict):
+            raise _BadRow(f"expected an object, got {type(document).__name__}")
+        if self.format_name == "dynamo":
+            document = _record(document)
+            if document.get("event_type") != "request_end":
+                return None
+        kind = FORMATS[self.format_name]
+        return self._made(msgspec.convert(document, kind), kind.default_hash_size)
+
+    def _made(self, row: Row, default_hash_size: int | None) -> TraceRequest:
+        num_prompt, num_output = row.lengths()
+        size = self.given_hash_size or row.hash_size() or default_hash_size
+        if size is None:
+            raise _BadRow("the line does not say how many tokens a hash covers (see --hash-size)")
+        if self.workload.hash_size not in (None, size):
+            raise _BadRow(f"{size} tokens per hash, earlier lines have {self.workload.hash_size}")
+        hashes = row.hash_list()
+        if not num_prompt // size <= len(hashes) <= -(-num_prompt // size):
+            covered = len(hashes) * size
+            raise _BadRow(
+                f"{len(hashes):,} hashes of {size} tokens are {covered:,} tokens, the prompt has {num_prompt:,}"
+            )
+        self.workload.hash_size = size
+        index = str(len(self.workload.requests))
+        return TraceRequest(index, row.time_s(), num_prompt, num_output, self._chains.numbers(hashes))
+
+    def finish(self) -> Workload:
+        workload = self.workload
+        if not workload.requests:
+            first = f" ({workload.bad_lines[0].place}: {workload.bad_lines[0].reason})" if workload.bad_lines else ""
+            raise UsageError(
+                f"no line is a request of a known trace format{first}",
+                hint=f"formats: {', '.join(FORMATS)}, prompt files, and traces and recordings of pagedcli",
+            )
+        workload.format = self.format_name or ""
+        workload.finish()
+        return workload
+
+
+class _BadRow(Exception):
+    """A line that decodes, but is not a request."""
+
+
+def _record(document: dict[str, Any]) -> dict[str, Any]:
+    """The record itself: Dynamo's sinks may wrap it."""
+    inner = document.get("event")
+    return inner if isinstance(inner, dict) and "schema" in inner else document

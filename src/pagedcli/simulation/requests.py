@@ -1,0 +1,146 @@
+"""The requests of a trace: when they arrive, how long they are, and which of their blocks are equal.
+
+Made by formats.py and prompts.py, read by everything else in this package.
+"""
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pagedcli.kvcache.prefix_hash import Prefix, compute_hash
+
+MAX_TOKENS = 2**24  # of one request: more is a broken line
+MAX_LISTED = 20  # bad lines kept with their reason; all are counted
+
+
+@dataclass(slots=True)
+class TraceRequest:
+    """One request. Either its token ids are known, or only which hash blocks it consists of."""
+
+    request_id: str
+    arrival_s: float | None  # None: the trace has no times
+    num_prompt_tokens: int
+    num_output_tokens: int | None  # None: the trace does not say
+    hashes: "array[int]" = field(default_factory=lambda: array("q"))  # chain of each hash block, see Chains
+    token_ids: "array[int] | None" = None
+    output_ids: "list[array[int]] | None" = None  # of each sample, as an earlier run generated them
+    stopped: list[bool] | None = None  # whether each of these stopped by itself
+    max_new_tokens: int | None = None  # the request's own limit; None: its output length
+    num_samples: int = 1
+    cache_salt: str | None = None
+
+
+class Chains:
+    """Numbers each hash after the same earlier hashes. Equal numbers mean equal prefixes, whether the hashes of the
+    trace cover the blocks before (Mooncake, Dynamo) or not."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int | str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def numbers(self, hash_ids: Sequence[int | str], *, after: int = -1) -> "array[int]":
+        """One number per hash. `after`: the number that the chain continues; -1: it begins a prompt."""
+        found, numbers = array("q"), self._numbers
+        for hash_id in hash_ids:
+            after = numbers.setdefault((after, hash_id), len(numbers))
+            found.append(after)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is not a request."""
+
+    place: str  # file:line
+    reason: str
+
+
+@dataclass(slots=True)
+class Workload:
+    """All requests, in order of arrival."""
+
+    requests: list[TraceRequest] = field(default_factory=list)
+    format: str = ""
+    hash_size: int | None = None  # tokens per hash; None: token ids are known
+    num_bad: int = 0
+    bad_lines: list[BadLine] = field(default_factory=list)  # the first MAX_LISTED
+    notes: list[str] = field(default_factory=list)
+    has_times: bool = False
+
+    def add_bad(self, place: str, reason: str) -> None:
+        self.num_bad += 1
+        if len(self.bad_lines) < MAX_LISTED:
+            self.bad_lines.append(BadLine(place, reason))
+
+    def finish(self) -> None:
+        """Sort by time, and note what is odd."""
+        times = [request.arrival_s for request in self.requests if request.arrival_s is not None]
+        self.has_times = bool(times) and len(times) == len(self.requests)
+        if not self.has_times:
+            for request in self.requests:
+                request.arrival_s = None
+            return
+        num_early = sum(later < earlier for earlier, later in pairwise(times))
+        if num_early:
+            self.notes.append(f"{num_early:,} lines have an earlier time than the line before: sorted by time")
+            self.requests.sort(key=lambda request: request.arrival_s or 0.0)
+        first_s = self.requests[0].arrival_s or 0.0
+        for request in self.requests:
+            request.arrival_s = (request.arrival_s or 0.0) - first_s
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(request.num_prompt_tokens for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(request.num_prompt_tokens + largest_output(request) for request in self.requests)
+
+
+def largest_output(request: TraceRequest) -> int:
+    """Tokens that a request may generate."""
+    return max(1, request.max_new_tokens or request.num_output_tokens or 1)
+
+
+def early_ends(request: TraceRequest) -> list[int | None]:
+    """For each sample, after how many tokens it stops by itself; None: it reaches its limit."""
+    lengths = [max(1, request.num_output_tokens or 1)] * request.num_samples
+    if request.output_ids is not None:
+        lengths = [len(ids) for ids in request.output_ids]
+    limit, stopped = largest_output(request), request.stopped or [False] * len(lengths)
+    return [num if num < limit or stops else None for num, stops in zip(lengths, stopped, strict=True)]
+
+
+def block_keys(request: TraceRequest, hash_size: int | None, block_size: int) -> Iterator[tuple[int, int]]:
+    """What the content of each full block of the prompt depends on: equal keys mean equal prefixes.
+
+    With hashes: the chain of the hash block in which the block ends, and where in it. With token ids: a chain hash.
+    """
+    num_blocks = request.num_prompt_tokens // block_size
+    if request.token_ids is not None:
+        parent = None if request.cache_salt is None else Prefix.salt(request.cache_salt).hash
+        for start in range(0, num_blocks * block_size, block_size):
+            parent = compute_hash(request.token_ids[start : start + block_size], parent)
+            yield parent, 0
+        return
+    assert hash_size is not None, "a request without token ids has hashes"
+    for end in range(block_size, num_blocks * block_size + 1, block_size):
+        index = (end - 1) // hash_size
+        if index < len(request.hashes):  # the trace may have no hash of a partial block
+            yield request.hashes[index], end - index * hash_size
+
+
+def synthetic_prefixes(request: TraceRequest, hash_size: int | None, block_size: int) -> list[Prefix]:
+    """The prefixes of a prompt's full blocks, made of its hashes. No token id is negative, so no block of tokens can
+    equal them. Fresh objects: those that hit are replaced by the cached ones, so memory is that of cached blocks."""
+    prefixes: list[Prefix] = []
+    parent: Prefix | None = None
+    for chain, end in block_keys(request, hash_size, block_size):
+        parent = Prefix(struct.pack("<qq", -1 - chain, end), parent)
+        prefixes.append(parent)
+    return prefixes

@@ -1,0 +1,183 @@
+"""One simulated run: a workload through the real scheduler and block manager at one pool size."""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.outputs import RequestOutput
+from pagedcli.errors import RequestError
+from pagedcli.events import Emit
+from pagedcli.simulation.accesses import Bools, Ints, num_warmup
+from pagedcli.simulation.executor import STEP_NS, SimulatedCore, StepTime
+from pagedcli.simulation.requests import TraceRequest, Workload
+
+VOCAB_SIZE = 2**62  # synthetic tokens are numbers of any size
+_NOT_SERVED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How requests arrive, and how long steps take."""
+
+    speed: float | None = None  # requests arrive by their times, this many times as fast; None: all at once
+    step_time: StepTime | None = None  # None: time is counted in steps
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What a run did. Arrays have one item per request, in order of arrival; -1 where it was refused."""
+
+    plan: Plan
+    prompt_tokens: Ints
+    cached_tokens: "array[int]"  # of the prompt, when it was first computed
+    waited_steps: "array[int]"  # from arrival to the first step that computed it
+    waited_s: "array[float]"
+    num_requests: int = 0
+    num_refused: int = 0
+    refusals: dict[str, str] = field(default_factory=dict)  # code -> the first message
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_generated_tokens: int = 0
+    peak_used_blocks: int = 0
+    total_s: float = 0.0  # in virtual time
+
+    def served(self, warmup: float = 0.0) -> Bools:
+        """[R] the requests that count."""
+        found: Bools = np.asarray(self.cached_tokens) != _NOT_SERVED
+        found[: num_warmup(self.num_requests, warmup)] = False
+        return found
+
+    def hit_tokens(self, warmup: float = 0.0) -> tuple[int, int]:
+        """(tokens that hit, tokens of the prompts)."""
+        served = self.served(warmup)
+        return int(np.asarray(self.cached_tokens)[served].sum()), int(self.prompt_tokens[served].sum())
+
+    def hit_blocks(self, warmup: float = 0.0) -> tuple[int, int]:
+        """(full blocks that hit, full blocks of the prompts)."""
+        served, size = self.served(warmup), self.plan.block_size
+        cached = np.asarray(self.cached_tokens)[served]
+        # of a prompt that hits in whole, the last token is computed
+        return int((-(-cached // size)).sum()), int((self.prompt_tokens[served] // size).sum())
+
+
+def plan_for(
+    workload: Workload, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> Plan:
+    """The plan of a simulated engine that serves every request which the pool can hold."""
+    return Plan(
+        model="simulation",
+        device="none",
+        dtype="none",
+        backend="none",
+        refused=(),
+        block_size=block_size,
+        block_bytes=0,
+        num_blocks=num_blocks,
+        num_blocks_reason="simulated",
+        max_model_len=workload.longest,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        weight_bytes=0,
+        budget=None,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def simulate(
+    workload: Workload,
+    plan: Plan,
+    schedule: Schedule | None = None,
+    *,
+    emit: Emit | None = None,
+    observe: Callable[[int], None] | None = None,
+) -> RunResult:
+    """Run a workload to its end. `observe` receives the number of finished requests after each step."""
+    schedule = schedule or Schedule()
+    core = SimulatedCore(plan, workload.hash_size, step_time=schedule.step_time, emit=emit)
+    driver = _Driver(core, workload, schedule)
+    while driver.feed():
+        for output in core.step():
+            driver.finish(output)
+        if observe is not None:
+            observe(driver.num_done)
+    return driver.result()
+
+
+class _Driver:
+    """Feeds the core as a batch run does: at most twice max_num_seqs requests are unfinished at a time. As the queue is
+    first come, first served, a request that is added later than it arrives starts no later."""
+
+    def __init__(self, core: SimulatedCore, workload: Workload, schedule: Schedule) -> None:
+        num = len(workload.requests)
+        self.num_done = 0
+        self._core = core
+        self._requests = workload.requests
+        self._speed = schedule.speed
+        self._max_unfinished = 2 * core.plan.max_num_seqs
+        self._next = 0
+        self._step_starts = array("q")  # virtual time at which each step began
+        prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
+        missing = array("q", [_NOT_SERVED]) * num
+        self._result = RunResult(
+            core.plan, prompt_tokens, missing, missing[:], array("d", [_NOT_SERVED]) * num, num_requests=num
+        )
+        self._index: dict[str, int] = {}  # of unfinished requests
+        self._added_ns: dict[str, int] = {}
+
+    def feed(self) -> bool:
+        """Add the requests that have arrived. False at the end of the run."""
+        core = self._core
+        while self._next < len(self._requests) and core.num_unfinished_requests < self._max_unfinished:
+            request = self._requests[self._next]
+            arrival_ns = self._arrival_ns(request)
+            if arrival_ns > core.clock.now_ns:
+                if core.has_unfinished_requests():
+                    break
+                core.clock.now_ns = arrival_ns  # nothing to do until then
+            self._add(request)
+        self._step_starts.append(core.clock.now_ns)
+        return core.has_unfinished_requests()
+
+    def _arrival_ns(self, request: TraceRequest) -> int:
+        if self._speed is None or request.arrival_s is None:
+            return 0
+        return round(request.arrival_s / self._speed * 1e9)
+
+    def _add(self, request: TraceRequest) -> None:
+        try:
+            self._core.add(request)
+        except RequestError as error:
+            self._result.num_refused += 1
+            self._result.refusals.setdefault(error.code, error.message)
+            self.num_done += 1
+        else:
+            self._index[request.request_id] = self._next
+            self._added_ns[request.request_id] = self._core.clock.now_ns
+        self._next += 1
+
+    def finish(self, output: RequestOutput) -> None:
+        index = self._index.pop(output.request_id)
+        admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
+        arrival_ns = self._arrival_ns(self._requests[index])
+        self._result.cached_tokens[index] = output.num_cached_tokens
+        self._result.waited_s[index] = (admitted_ns - arrival_ns) / STEP_NS
+        steps = self._step_starts
+        self._result.waited_steps[index] = bisect_left(steps, admitted_ns) - bisect_left(steps, arrival_ns)
+        self.num_done += 1
+
+    def result(self) -> RunResult:
+        stats = self._core.stats
+        return replace(
+            self._result,
+            num_steps=stats.num_steps,
+            num_preemptions=stats.num_preemptions,
+            num_recomputed_tokens=stats.num_recomputed_tokens,
+            num_generated_tokens=stats.num_generated_tokens,
+            peak_used_blocks=stats.peak_used_blocks,
+            total_s=self._core.clock.now_ns / STEP_NS,
+        )

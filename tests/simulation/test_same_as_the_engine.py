@@ -1,0 +1,110 @@
+"""A simulation makes the same decisions as the engine: the same events, block id for block id."""
+
+import json
+from array import array
+
+import msgspec
+import pytest
+from cli_harness import pagedcli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import Simulation, scripted_plan
+
+from pagedcli.events import EngineStarted, StepFinished, StepStarted
+from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.simulation.recorded import read_recorded_run
+from pagedcli.simulation.requests import TraceRequest, Workload
+from pagedcli.simulation.run import simulate
+
+
+def decisions(events):
+    """The events without times, and without token ids, which a simulation does not know everywhere."""
+    found = []
+    for event in events:
+        if isinstance(event, EngineStarted):
+            continue
+        if isinstance(event, StepStarted | StepFinished):
+            found.append((type(event).__name__, event.step))
+        elif getattr(event, "token_ids", None) is not None:
+            found.append(msgspec.structs.replace(event, token_ids=None))
+        else:
+            found.append(event)
+    return found
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(lambda tail: [7] * (len(tail) % 4) + tail)
+requests = st.tuples(prompts, st.integers(1, 7), st.sampled_from([1, 1, 2]), st.sampled_from([None, None, "salt"]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=st.lists(requests, min_size=1, max_size=8),
+    num_blocks=st.integers(5, 14),
+    block_size=st.integers(1, 3),
+    budget=st.integers(2, 9),
+    chunk=st.sampled_from([None, 2, 5]),
+    policy=st.sampled_from(["last", "largest"]),
+)
+def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy):
+    limits = {"max_num_batched_tokens": budget, "chunked_prefill_size": chunk, "preemption_policy": policy}
+    expected, got = [], []
+    run = Simulation(num_blocks, block_size, emit=expected.append, **limits)
+    workload, outputs = Workload(), {}
+    for index, (prompt, max_tokens, num_samples, salt) in enumerate(rows):
+        if -(-(len(prompt) + max_tokens - 1) // block_size) > num_blocks:
+            continue
+        run.add(prompt, max_tokens, n=num_samples, cache_salt=salt, request_id=str(index))
+        workload.requests.append(
+            TraceRequest(
+                str(index), None, len(prompt), max_tokens, token_ids=array("q", prompt), max_new_tokens=max_tokens,
+                num_samples=num_samples, cache_salt=salt,
+            )
+        )  # fmt: skip
+    while run.has_unfinished_requests():
+        for output in run.step():
+            outputs[output.request_id] = [array("q", sample.token_ids) for sample in output.samples]
+    for request in workload.requests:
+        request.output_ids = outputs[request.request_id]
+    if workload.requests:
+        simulate(workload, scripted_plan(num_blocks, block_size, **limits), emit=got.append)
+        assert decisions(got) == decisions(expected)
+
+
+def _rows(num_rows):
+    for index in range(num_rows):
+        story = ("Once upon a time there was a fox", "The code of Mirano is 4821.", "Hello")[index % 3]
+        yield {"prompt": f"{story} {'and so on ' * (index % 7)}{index % 50}", "max_tokens": 1 + index % 6}
+
+
+@pytest.mark.parametrize("num_rows", [40, 1000])
+def test_a_simulated_prompt_file_has_the_events_of_generate(tmp_path, num_rows):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in _rows(num_rows)))
+    pool = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "8", "--max-model-len", "128")
+    pagedcli(
+        "generate", prompts, "-o", out, "--num-gpu-blocks-override", "30", "--output-token-ids", *pool,
+        "--record", tmp_path / "run.jsonl",
+    )  # fmt: skip
+    pagedcli(
+        "simulate", prompts, "--pool", "30", "--outputs", out, *pool, "--record", tmp_path / "simulated.jsonl",
+    )  # fmt: skip
+    expected = decisions(TraceReader(tmp_path / "run.jsonl"))
+    assert any(type(event).__name__ == "BlockEvicted" for event in expected)
+    assert decisions(TraceReader(tmp_path / "simulated.jsonl")) == expected
+
+
+def test_a_recorded_run_is_simulated_as_it_was(tmp_path):
+    prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in _rows(12)))
+    pagedcli(
+        "generate", prompts, "-o", tmp_path / "out.jsonl", "--num-gpu-blocks-override", "18", "--max-num-seqs", "4",
+        "--record", trace, "--record-tokens",
+    )  # fmt: skip
+    workload, engine = read_recorded_run(trace)
+    got = []
+    plan = scripted_plan(
+        engine.num_blocks, engine.block_size, max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens, max_model_len=engine.max_model_len,
+    )  # fmt: skip
+    simulate(workload, plan, emit=got.append)
+    assert decisions(got) == decisions(TraceReader(trace))
