@@ -1,4 +1,4 @@
-"""Reads a prompt file for `plan` and `profile-memory --prompts`, validating and counting rows as a run would."""
+"""Surveys a prompt file for `plan` and `profile-memory --prompts`."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,20 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
-from pagedcli.errors import RequestError
 from pagedcli.inspection.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
-    from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.intake import PreparedPrompt, Refused
-    from pagedcli.engine.admission import AdmissionLimits
+    from pagedcli.batch.intake import Refused
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = (
     *("sampling.max_tokens", "run.system_prompt", "run.chat_template"),
     *("run.field", "run.id_field", "run.limit", "run.strict"),
 )
-_NO_LIMIT = 2**62  # tokens, if the model is unknown
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
 
@@ -35,7 +31,6 @@ class PromptScan:
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
-    shares: SharePlan | None = None  # how workers would share the rows, if asked for
 
     @property
     def num_bad(self) -> int:
@@ -77,65 +72,23 @@ def scan_prompts(
     num_blocks: int | None = None,
     shares: SharePlan | None = None,
 ) -> PromptScan:
-    """Read, tokenize and validate every row as a run would. Invalid rows are kept apart.
+    """Survey the prompts of a file, and count the rows that a run would refuse.
 
     `num_blocks`: of the pool. Rows that do not fit into it are invalid, but part of the plan.
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
-    from pagedcli.batch.columns import Columns
-    from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.intake import Intake, Refused
-    from pagedcli.batch.job import batch_options
-    from pagedcli.batch.sources import check_kept, open_source
-    from pagedcli.batch.tokenizer import Tokenizer
-    from pagedcli.engine.admission import AdmissionLimits
-    from pagedcli.engine.decide import resolve_max_model_len
+    from pagedcli.batch.intake import Refused
+    from pagedcli.batch.prompt_reader import PromptReader
 
-    config = loaded.config
-    columns = Columns.of(config.run)
-    lines = open_source(input_name, columns)
-    check_kept(lines, columns)
-    scan = PromptScan(spec, None if spec is None else resolve_max_model_len(config.engine, spec), shares=shares)
-    encoder = Tokenizer(
-        folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
-    )
-    limits = AdmissionLimits(
-        scan.max_model_len or _NO_LIMIT, config.engine.block_size, num_blocks, None if spec is None else spec.vocab_size
-    )
-    grammars = None
-    if spec is not None:
-        grammars = Grammars(encoder, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-    intake = Intake(encoder, batch_options(loaded, columns), limits)
-    for line in lines:
-        if config.run.limit is not None and line.index >= config.run.limit:
-            break
-        scan.num_rows += 1
-        taken = intake.prepare(line)
-        assert taken is not None, "no row is done already"
-        if isinstance(taken, Refused):
-            scan.refuse(taken)
+    reader = PromptReader(loaded, input_name, folder, spec, num_blocks=num_blocks)
+    scan = PromptScan(spec, reader.max_model_len)
+    for row in reader:
+        if isinstance(row, Refused):
+            scan.refuse(row)
             continue
-        try:
-            max_tokens = [_max_tokens(prompt, grammars, limits) for prompt in taken.prompts]
-        except RequestError as error:
-            scan.refuse(Refused(taken.head, error))
-            if error.code != "kv_cache_exceeded":
-                continue
-            max_tokens = [prompt.params.max_tokens or 1 for prompt in taken.prompts]  # another pool may hold it
-        for prompt, most in zip(taken.prompts, max_tokens, strict=True):
-            ids, n = prompt.token_ids, prompt.params.n
-            num_new = most if spec is not None or prompt.params.max_tokens is not None else 0  # 0: not known
-            scan.plan.add(line.number, ids, num_new, n=n, cache_salt=taken.cache_salt)
-            if shares is not None:
-                shares.add(ids, num_new * n, taken.cache_salt)
-    scan.ignored = dict(intake.parser.ignored)
+        n, salt = row.num_samples, row.cache_salt
+        scan.plan.add(row.line_number, row.token_ids, row.num_new_tokens, n=n, cache_salt=salt)
+        if shares is not None:
+            shares.add(row.token_ids, row.num_new_tokens * n, salt)
+    scan.num_rows, scan.ignored = reader.num_rows, reader.ignored
     return scan
-
-
-def _max_tokens(prompt: "PreparedPrompt", grammars: "Grammars | None", limits: "AdmissionLimits") -> int:
-    """How much the prompt may generate. Raises: RequestError if a run would refuse it."""
-    from pagedcli.engine.admission import admit
-
-    if grammars is not None:
-        grammars.guides(prompt.params)  # a grammar that does not compile is a bad row
-    return admit(prompt.token_ids, prompt.params, limits)
