@@ -20,7 +20,7 @@ ALLOWED = {
     "line_files": {"errors"},
     "config_keys": {"errors"},
     "sampling_params": {"config_keys", "errors"},
-    "config": {"config_keys", "errors", "sampling_params"},
+    "config": {"config_keys", "errors", "events", "sampling_params"},
     "kvcache": LOW,
     "native": {"errors"},
     "attention": {"errors", "native"},

@@ -15,6 +15,7 @@ import yaml
 
 from pagedcli.config_keys import check_ranges, key
 from pagedcli.errors import ConfigError
+from pagedcli.events import Eviction
 from pagedcli.sampling_params import SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -71,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     gpu_memory_utilization: Annotated[float, _cache("Fraction of GPU memory to use", above=0, at_most=1)] = 0.9
     enable_prefix_caching: Annotated[bool, _cache("Reuse the KV blocks of shared prefixes")] = True
+    eviction: Annotated[
+        Eviction, _cache("Which cached block to evict; next-use: the one that the waiting requests need last")
+    ] = "lru"
 
     max_model_len: Annotated[
         int | None,

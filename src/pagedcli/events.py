@@ -11,6 +11,7 @@ import msgspec
 
 SCHEMA_VERSION = 2
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
+Eviction = Literal["lru", "fifo", "lfu", "prefix-lru", "next-use"]
 
 
 def _snake_case(name: str) -> str:
@@ -40,6 +41,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     max_num_batched_tokens: int
     chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
     enable_prefix_caching: bool
+    eviction: Eviction = "lru"  # the policy of the block pool
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
 

@@ -63,6 +63,7 @@ limits = st.fixed_dictionaries(
         "chunked_prefill_size": st.none() | st.integers(1, 7),
         "enable_prefix_caching": st.booleans(),
         "preemption_policy": st.sampled_from(["last", "largest"]),
+        "eviction": st.sampled_from(["lru", "fifo", "lfu", "prefix-lru", "next-use"]),
         "runs_ahead": st.booleans(),
     }
 )

@@ -19,6 +19,7 @@ NOT_CHECKABLE = {
         "max_num_batched_tokens": "a higher budget explains the same steps unless a sequence waits for it",
         "chunked_prefill_size": "a higher limit explains the same steps",
         "num_blocks": "a larger pool explains the same steps until its last block is taken",
+        "eviction": "any other policy than lru may evict in this order",
     },
     "RequestAdded": {
         "request_id": "said nowhere else",
@@ -48,6 +49,7 @@ CHANGED = {str: lambda text: text + "x", bool: lambda flag: not flag, tuple: lam
 WORDS = {
     "reason": ("new", "resumed", "continued", "max_num_seqs", "token_budget", "free_blocks", "preemption", "stop",
                "length", "abort"),
+    "eviction": ("lru", "fifo", "lfu", "prefix-lru", "next-use"),
     "miss_reason": ("caching_off", "no_full_block", "no_match", None),
 }  # fmt: skip
 

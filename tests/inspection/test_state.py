@@ -234,8 +234,8 @@ def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (BlocksAllocated(0, (1,)), "oldest free block is 0"),
-        (BlocksAllocated(0, (9,)), "oldest free block is 0"),
+        (BlocksAllocated(0, (1,)), "next free block is 0"),
+        (BlocksAllocated(0, (9,)), "next free block is 0"),
         (BlocksAllocated(5, (0,)), "seq 5 is unknown"),
         (BlocksReused(0, (0,)), "no lookup of seq 0"),
         (BlockEvicted(0, 1), "holds hash None"),

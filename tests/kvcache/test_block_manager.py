@@ -1,41 +1,15 @@
 """The block pool: invariants under random use, proof of hits, eviction order, hashes, speed of growth."""
 
 import struct
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.kvcache.prefix_hash import Prefix, compute_hash, hash_block, token_bytes
-
-SIZE = 2
-
-
-def make_seq(token_ids, seq_id=0, cache_salt=None):
-    return SimpleNamespace(
-        seq_id=seq_id,
-        token_ids=list(token_ids),
-        block_table=[],
-        prefixes=[],
-        cache_salt=cache_salt,
-        num_computed_tokens=0,
-        num_cached_tokens=0,
-        num_preemptions=0,
-    )
-
-
-def prefill(manager, seq):
-    """Allocate the whole sequence and count it as computed."""
-    hit = manager.lookup(seq)
-    manager.allocate(seq, hit, len(seq.token_ids) - manager.num_computed_after(seq, hit))
-    cached = seq.num_computed_tokens
-    seq.num_computed_tokens = len(seq.token_ids)
-    return cached
 
 
 def test_hash_is_xxh64_of_parent_and_int64_tokens():
@@ -186,81 +160,6 @@ def test_fork_copies_the_partial_block_on_first_write_and_leaves_it_to_the_last(
     assert a.block_table[1] == partial_block
     assert len({seq.block_table[1] for seq in (a, b, c)}) == 3
     assert a.block_table[0] == b.block_table[0] == c.block_table[0]
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Any order of admissions, appends, forks and releases on a pool of 7 blocks of 2 tokens over 3 token values."""
-
-    seqs = Bundle("seqs")
-    hash_function = staticmethod(hash_block)
-
-    def __init__(self):
-        super().__init__()
-        self.manager = BlockManager(7, SIZE, hash_function=self.hash_function)
-        self.live = []
-        self.next_id = 0
-
-    def new_seq(self, tokens):
-        self.next_id += 1
-        return make_seq(tokens, self.next_id)
-
-    @rule(target=seqs, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=8), chunk=st.integers(1, 8))
-    def admit(self, tokens, chunk):
-        seq = self.new_seq(tokens)
-        hit = self.manager.lookup(seq)
-        new = min(chunk, len(tokens) - self.manager.num_computed_after(seq, hit))
-        free = self.manager.num_free_blocks
-        if self.manager.can_allocate(seq, hit, new):
-            expected = free - hit.num_free - self.manager.num_new_blocks(seq, hit, new)
-            self.manager.allocate(seq, hit, new)
-            assert self.manager.num_free_blocks == expected
-            seq.num_computed_tokens += new
-            self.live.append(seq)
-        return seq
-
-    @rule(seq=seqs, token=st.integers(0, 2), chunk=st.integers(1, 4))
-    def grow(self, seq, token, chunk):
-        if not seq.block_table:
-            return
-        if seq.num_computed_tokens == len(seq.token_ids):
-            seq.token_ids.append(token)
-        new = min(chunk, len(seq.token_ids) - seq.num_computed_tokens)
-        if self.manager.can_append(seq, new):
-            needed, free = self.manager.num_append_blocks(seq, new), self.manager.num_free_blocks
-            copies = self.manager.may_append(seq, new)
-            # a copy frees nothing here: the shared block has another owner
-            assert self.manager.num_free_blocks == free - needed
-            assert len(copies) <= 1
-            seq.num_computed_tokens += new
-
-    @rule(seq=seqs)
-    def reuse_more(self, seq):
-        if seq.block_table and seq.num_computed_tokens < len(seq.token_ids):
-            before = seq.num_computed_tokens
-            assert self.manager.reuse_more(seq) == seq.num_computed_tokens - before
-            assert seq.num_computed_tokens < len(seq.token_ids)
-
-    @precondition(lambda self: self.live)
-    @rule(target=seqs, parent=seqs)
-    def fork(self, parent):
-        child = self.new_seq(parent.token_ids)
-        if parent.block_table and parent.num_computed_tokens == len(parent.token_ids):
-            self.manager.fork(parent, child)
-            self.live.append(child)
-        return child
-
-    @rule(seq=consumes(seqs))
-    def release(self, seq):
-        self.manager.deallocate(seq)
-        self.live = [other for other in self.live if other is not seq]
-
-    @invariant()
-    def holds(self):
-        self.manager.check(self.live)
-
-
-class CollidingPoolMachine(PoolMachine):
-    hash_function = staticmethod(lambda tokens, prefix: sum(tokens) % 2)
 
 
 TestPool = PoolMachine.TestCase

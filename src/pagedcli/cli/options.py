@@ -70,6 +70,7 @@ RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
 _UNPLANNED = {
     "load_format",
     "enable_prefix_caching",
+    "eviction",
     "chunked_prefill_size",
     "preemption_policy",
     "async_scheduling",

@@ -53,7 +53,11 @@ class EngineCore:
         self._clock_ns = clock_ns
         self._emit = None if emit is None else TimedEmit(emit, clock_ns)
         self.block_manager = BlockManager(
-            plan.num_blocks, plan.block_size, enable_prefix_caching=plan.enable_prefix_caching, emit=self._emit
+            plan.num_blocks,
+            plan.block_size,
+            enable_prefix_caching=plan.enable_prefix_caching,
+            eviction=plan.eviction,
+            emit=self._emit,
         )
         self.scheduler = Scheduler(
             self.block_manager,
@@ -392,4 +396,5 @@ def _started(plan: Plan) -> EngineStarted:
         max_num_batched_tokens=plan.max_num_batched_tokens,
         chunked_prefill_size=plan.chunked_prefill_size,
         enable_prefix_caching=plan.enable_prefix_caching,
+        eviction=plan.eviction,
     )

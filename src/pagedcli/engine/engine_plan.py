@@ -6,6 +6,7 @@ Needs no torch: simulations make plans without a model.
 from dataclasses import dataclass
 from typing import Literal
 
+from pagedcli.events import Eviction
 from pagedcli.kvcache.budget import MemoryBudget
 
 PreemptionPolicy = Literal["last", "largest"]
@@ -37,6 +38,7 @@ class Plan:
     kv_scales: tuple[float, float] | None = None  # scales of K and of V in an fp8 cache
     chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: the whole budget
     enable_prefix_caching: bool = True
+    eviction: Eviction = "lru"
     preemption_policy: PreemptionPolicy = "last"
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
     seed: int = 0  # for requests without one

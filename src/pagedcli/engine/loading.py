@@ -146,6 +146,7 @@ def _plan(
         eos_token_ids=frozenset(spec.eos_token_ids),
         chunked_prefill_size=config.chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        eviction=config.eviction,
         preemption_policy=config.preemption_policy,
         runs_ahead=decided.runs_ahead,
         seed=config.seed,

@@ -83,6 +83,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Append a new sequence to the waiting queue."""
         self.waiting.append(seq)
+        self.block_manager.expect(seq)
         self._report_added(seq)
 
     def schedule(self, step: int, *, report: bool = True) -> ScheduledStep:
@@ -183,6 +184,7 @@ class Scheduler:
         num_dropped = victim.num_computed_tokens
         self.running.remove(victim)
         victim.drop_computed()
+        manager.expect(victim, first=True)
         num_freed = manager.deallocate(victim)
         self._free_row(victim)
         self.waiting.appendleft(victim)
@@ -229,6 +231,7 @@ class Scheduler:
         self._report_added(child)
         if len(self.running) >= self.max_num_seqs:
             self.waiting.appendleft(child)
+            self.block_manager.expect(child, first=True)
             return False
         self.block_manager.fork(parent, child)
         child.num_cached_prompt_tokens = parent.num_prompt_tokens
@@ -246,6 +249,7 @@ class Scheduler:
                 self._free_row(seq)
             else:
                 self.waiting.remove(seq)
+                self.block_manager.forget(seq)
             seq.status = SequenceStatus.FINISHED
         if seqs:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -263,6 +267,8 @@ class Scheduler:
             seq.block_table, seq.row = [], None
         self.running = []
         self.waiting.extendleft(reversed(requeued))
+        for seq in self.waiting:
+            self.block_manager.expect(seq)
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         return requeued
 

@@ -3,7 +3,7 @@
 Used by every fold of our engine's events. Laws that the state does not depend on are in check.py.
 """
 
-from itertools import islice
+from itertools import chain, islice, takewhile
 from typing import Any, NoReturn
 
 from pagedcli.errors import TraceError
@@ -54,7 +54,7 @@ class PoolLaws(View[PoolState]):
         self._due: tuple[tuple[type[Event], ...], str] | None = (
             None  # the events that must come next, and the change in progress
         )
-        self._evicted: set[int] = set()  # blocks not yet taken by BlocksAllocated
+        self._evicted: dict[int, None] = {}  # blocks not yet taken by BlocksAllocated, in order of eviction
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
         self._lookup: PrefixLookedUp | None = None  # its hits are claimed next
         self._num_just_freed = 0  # blocks that the last BlocksReleased made free
@@ -133,17 +133,16 @@ class PoolLaws(View[PoolState]):
 
     def on_blocks_allocated(self, event: BlocksAllocated, state: PoolState) -> None:
         self._live(event, state)
-        oldest = list(islice(state.free_block_ids, len(event.block_ids)))
-        oldest += [-1] * (len(event.block_ids) - len(oldest))
-        for block_id, expected in zip(event.block_ids, oldest, strict=True):
+        for block_id, expected in zip(event.block_ids, self._next_free(event, state), strict=True):
             if block_id != expected:
-                named = "no block is free" if expected < 0 else f"the oldest free block is {expected}"
+                named = "no block is free" if expected is None else f"the next free block is {expected}"
                 refuse(event, f"block {block_id} was taken, but {named}")
             if state.hashes[block_id] is not None:
                 refuse(event, f"block {block_id} still holds cached content")
-        self._evicted.difference_update(event.block_ids)
-        if self._evicted:
-            refuse(event, f"evicted blocks {sorted(self._evicted)} were not taken")
+        not_taken = self._evicted.keys() - set(event.block_ids)
+        if not_taken:
+            refuse(event, f"evicted blocks {sorted(not_taken)} were not taken")
+        self._evicted = {}
 
     def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
         block_id = self._block(event, event.block_id, state)
@@ -151,7 +150,7 @@ class PoolLaws(View[PoolState]):
             refuse(event, f"block {block_id} is in use")
         if state.hashes[block_id] is None or state.hashes[block_id] != event.hash:
             refuse(event, f"block {block_id} holds hash {state.hashes[block_id]}")
-        self._evicted.add(block_id)
+        self._evicted[block_id] = None
         self._due = (BlockEvicted, BlocksAllocated), "the evicted blocks are allocated"
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
@@ -284,9 +283,22 @@ class PoolLaws(View[PoolState]):
         running = {seq.seq_id for seq in state.running()}.difference(event.seq_ids)
         if running:
             refuse(event, f"sequences {sorted(running)} are still running")
-        self._evicted, self._hole, self._lookup = set(), None, None
+        self._evicted, self._hole, self._lookup = {}, None, None
 
     # ------------------------------------------------------------------ parts
+
+    def _next_free(self, event: BlocksAllocated, state: PoolState) -> list[int | None]:
+        """The blocks that must be taken: empty ones in their order, then cached ones, by LRU or, with another eviction
+        policy, as they were evicted."""
+        assert state.engine is not None
+        count, evicted = len(event.block_ids), self._evicted
+        if state.engine.eviction == "lru":
+            blocks = list(islice(state.free_block_ids, count))
+        else:
+            others = (block_id for block_id in state.free_block_ids if block_id not in evicted)
+            empty = takewhile(lambda block_id: state.hashes[block_id] is None, others)
+            blocks = list(islice(chain(empty, evicted), count))
+        return [*blocks, *[None] * (count - len(blocks))]
 
     def _block(self, event: Event, block_id: int, state: PoolState) -> int:
         if not 0 <= block_id < state.num_blocks:

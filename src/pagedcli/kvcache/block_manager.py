@@ -12,11 +12,13 @@ from pagedcli.events import (
     BlocksReleased,
     BlocksReused,
     Emit,
+    Eviction,
     MissReason,
     PrefixLookedUp,
     SequenceForked,
 )
 from pagedcli.kvcache.block_pool import BlockPool, CacheUser
+from pagedcli.kvcache.eviction import NextUse
 from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
 
 
@@ -32,8 +34,8 @@ class PrefixHit:
 class BlockManager(BlockPool):
     """A pool of blocks, and the operations of sequences on it.
 
-    Every operation is O(1) per block. `emit` receives an event after each change; with None no event is built.
-    `hash_function` lets tests force collisions.
+    Every operation is O(1) per block (eviction other than lru: O(log n)). `emit` receives an event after each change;
+    with None no event is built. `hash_function` lets tests force collisions.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class BlockManager(BlockPool):
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
+        eviction: Eviction = "lru",
         emit: Emit | None = None,
         hash_function: HashFunction = hash_block,
     ) -> None:
-        super().__init__(num_blocks, block_size, emit=emit)
+        super().__init__(num_blocks, block_size, eviction=eviction, emit=emit)
         self.enable_prefix_caching = enable_prefix_caching
         self._hash_function = hash_function
+        self._queue = self._policy if isinstance(self._policy, NextUse) and enable_prefix_caching else None
 
     # ------------------------------------------------------------------ questions
 
@@ -90,6 +94,19 @@ class BlockManager(BlockPool):
         """Whether may_append would succeed."""
         return self.num_append_blocks(seq, num_new_tokens) <= len(self.free_block_ids)
 
+    # ------------------------------------------------------------------ the queue
+
+    def expect(self, seq: CacheUser, *, first: bool = False) -> None:
+        """A sequence joined the waiting queue at its back, or as its first one: next-use keeps what it will ask for."""
+        if self._queue is not None:
+            self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
+            self._queue.expect(seq.seq_id, seq.prefixes, first=first)
+
+    def forget(self, seq: CacheUser) -> None:
+        """A sequence left the waiting queue."""
+        if self._queue is not None:
+            self._queue.forget(seq.seq_id, seq.prefixes)
+
     # ------------------------------------------------------------------ changes
 
     def allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> None:
@@ -103,6 +120,7 @@ class BlockManager(BlockPool):
         if self._emit is not None:
             self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit)))
         self._claim(seq, hit.block_ids)
+        self.forget(seq)
         seq.num_cached_tokens = len(hit.block_ids) * self.block_size
         seq.num_computed_tokens = self.num_computed_after(seq, hit)
         self._grow(seq, num_new_tokens)
@@ -213,6 +231,8 @@ class BlockManager(BlockPool):
             if block.ref_count == 0:
                 del self.free_block_ids[block_id]
                 self.used_block_ids.add(block_id)
+            if self._policy is not None:
+                self._policy.hit(block_id)
             block.ref_count += 1
         seq.block_table.extend(block_ids)
         if self._emit is not None and block_ids:
@@ -223,7 +243,7 @@ class BlockManager(BlockPool):
         num_tokens = seq.num_computed_tokens + num_new_tokens
         num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
         if num_missing > 0:
-            fresh = [self._take_oldest() for _ in range(num_missing)]
+            fresh = [self._take_free() for _ in range(num_missing)]
             seq.block_table.extend(fresh)
             if self._emit is not None:
                 self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
@@ -264,7 +284,7 @@ class BlockManager(BlockPool):
 
     def _copy_partial_block(self, seq: CacheUser) -> tuple[int, int]:
         index = seq.num_computed_tokens // self.block_size
-        source_id, copy_id = seq.block_table[index], self._take_oldest()
+        source_id, copy_id = seq.block_table[index], self._take_free()
         seq.block_table[index] = copy_id
         if self._emit is not None:
             self._emit(BlocksAllocated(seq.seq_id, (copy_id,)))

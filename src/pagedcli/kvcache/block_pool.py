@@ -1,4 +1,4 @@
-"""The blocks of a pool: their ref counts, the prefix index, and the free list in eviction order.
+"""The blocks of a pool: their ref counts, the prefix index, and the free list.
 
 The part of BlockManager below sequences; needs no torch. A block is *partial* (being filled, no hash) or *full*
 (hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Protocol
 
-from pagedcli.events import BlockEvicted, Emit
+from pagedcli.events import BlockEvicted, Emit, Eviction
+from pagedcli.kvcache.eviction import EvictionPolicy, make_policy
 from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, Prefix, token_bytes
 
 
@@ -49,12 +50,15 @@ class Block:
 
 
 class BlockPool:
-    """Owns all blocks, the map from hash to block, the free list in eviction order and the used set.
+    """Owns all blocks, the map from hash to block, the free list and the used set.
 
-    Every operation is O(1) per block. `emit` receives an event after each eviction; with None no event is built.
+    The free list has empty blocks first, then cached ones, least recently used first. A fresh block is its first one;
+    but a policy other than lru chooses among the cached ones itself.
+    Every operation is O(1) per block with lru. `emit` receives an event after each eviction; with None no event is
+    built.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, emit: Emit | None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, eviction: Eviction, emit: Emit | None) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.block_size = block_size
@@ -62,6 +66,7 @@ class BlockPool:
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
+        self._policy: EvictionPolicy | None = make_policy(eviction)  # None: lru
         self._emit = emit
         # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
         self._followers: dict[int | None, dict[int, None]] = {}
@@ -93,8 +98,8 @@ class BlockPool:
     def recover(self, seqs: Iterable[CacheUser]) -> tuple[int, ...]:
         """Free all blocks after a step that raised, and drop those that may be unwritten from the prefix index.
 
-        Returns the blocks that are still cached, in eviction order; the empty ones precede them on the free list, by
-        id. Everything is rebuilt from the blocks, as the step may have raised in the middle of a change. The sequences
+        Returns the blocks that are still cached, as on the free list; the empty ones precede them there, by id.
+        Everything is rebuilt from the blocks, as the step may have raised in the middle of a change. The sequences
         of `seqs` had blocks, and keep their block tables.
         """
         for block_id in (*self._filled_before, *self._filled_now):
@@ -111,8 +116,15 @@ class BlockPool:
         found = self.hash_to_block_id.items()
         self.hash_to_block_id = {each: block_id for each, block_id in found if self.blocks[block_id].hash == each}
         self._followers = {}
+        if self._policy is not None:
+            self._policy.clear()
         for block_id in cached:
-            self._follow(self.blocks[block_id])
+            block = self.blocks[block_id]
+            self._follow(block)
+            if self._policy is not None:
+                if (found_prefix := self._findable_prefix(block)) is not None:
+                    self._policy.filled(found_prefix)
+                self._policy.freed(block_id, found_prefix)
         return cached
 
     # ------------------------------------------------------------------ one block
@@ -129,7 +141,9 @@ class BlockPool:
         """Add a full block to the index, unless a block of equal content is there already."""
         prefix = block.prefix
         assert prefix is not None
-        self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
+        found = self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
+        if self._policy is not None and found == block.block_id:
+            self._policy.filled(prefix)
         self._follow(block)
 
     def _follow(self, block: Block) -> None:
@@ -137,8 +151,18 @@ class BlockPool:
             parent = None if block.prefix.parent is None else block.prefix.parent.hash
             self._followers.setdefault(parent, {})[block.block_id] = None
 
-    def _take_oldest(self) -> int:
-        block_id, _ = self.free_block_ids.popitem(last=False)
+    def _findable_prefix(self, block: Block) -> Prefix | None:
+        """The content of a full block, None if lookups find another block of equal content."""
+        prefix = block.prefix
+        return prefix if prefix is not None and self.hash_to_block_id.get(prefix.hash) == block.block_id else None
+
+    def _take_free(self) -> int:
+        """An empty block, or else the cached one to evict, which is evicted."""
+        if self._policy is None or self.blocks[next(iter(self.free_block_ids))].prefix is None:
+            block_id, _ = self.free_block_ids.popitem(last=False)
+        else:
+            block_id = self._policy.choose()
+            del self.free_block_ids[block_id]
         block = self.blocks[block_id]
         if block.prefix is not None:
             self._evict(block)
@@ -171,6 +195,8 @@ class BlockPool:
         self.free_block_ids[block_id] = None
         if block.prefix is None:
             self.free_block_ids.move_to_end(block_id, last=False)  # empty blocks are reused before cached ones
+        elif self._policy is not None:
+            self._policy.freed(block_id, self._findable_prefix(block))
         return True
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
@@ -204,8 +230,11 @@ class BlockPool:
             assert block.prefix is None or len(block.token_ids) == self.block_size, "a hashed block is not full"
         for hash_value, block_id in self.hash_to_block_id.items():
             assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
-        in_eviction_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
-        assert all(a <= b for a, b in pairwise(in_eviction_order)), "a cached block goes before an empty one"
+        in_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
+        assert all(a <= b for a, b in pairwise(in_order)), "a cached block goes before an empty one"
+        if self._policy is not None:
+            cached = {block_id for block_id in free if self.blocks[block_id].prefix is not None}
+            assert self._policy.block_ids() == cached, "the policy has other blocks than the free cached ones"
         if seqs is not None:
             self._check_tables(seqs)
 
