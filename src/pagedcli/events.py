@@ -55,6 +55,7 @@ class RequestAdded(Event, frozen=True, gc=False):
     max_new_tokens: int
     salted: bool  # has a cache_salt: shares blocks only with requests of the same salt
     token_ids: tuple[int, ...] | None = None  # the prompt, only if the user asked for tokens
+    row_id: str | None = None  # the id that the user gave the row; None: there is none, or ids are private
 
 
 class RequestRefused(Event, frozen=True, gc=False):
@@ -63,6 +64,7 @@ class RequestRefused(Event, frozen=True, gc=False):
     request_id: str
     code: str
     message: str
+    row_id: str | None = None
 
 
 class PrefixLookedUp(Event, frozen=True, gc=False):
@@ -215,6 +217,14 @@ AnyEvent = (
 Emit = Callable[[Event], None]
 
 
-def without_tokens(event: Event) -> Event:
-    """The event without its token ids, if it has any."""
-    return event if getattr(event, "token_ids", None) is None else msgspec.structs.replace(event, token_ids=None)
+def only_wanted(emit: Emit, *, tokens: bool, row_ids: bool) -> Emit:
+    """An observer that passes the events on to `emit`, without the private fields that are not wanted."""
+    unwanted = tuple(name for name, wanted in (("token_ids", tokens), ("row_id", row_ids)) if not wanted)
+    if not unwanted:
+        return emit
+
+    def emit_wanted(event: Event) -> None:
+        present = {name: None for name in unwanted if getattr(event, name, None) is not None}
+        emit(msgspec.structs.replace(event, **present) if present else event)
+
+    return emit_wanted

@@ -90,7 +90,7 @@ def test_wrong_usage_is_said_with_exit_code_2(trace, tmp_path):
     assert "cannot read" in pagedcli("replay", tmp_path / "absent.jsonl", "--check", expect=2).stderr
     assert "not named like a trace" in pagedcli("replay", tmp_path / "run.txt", expect=2).stderr
     assert "-o needs --export" in pagedcli("replay", trace, "-o", "x", expect=2).stderr
-    assert "has no lookup of request 'zzz'" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
+    assert "there is no request 'zzz' in" in pagedcli("explain", trace, "--request", "zzz", expect=2).stderr
     assert "no request 'zzz'" in pagedcli("replay", trace, "--follow", "zzz", "--no-live", expect=2).stderr
 
 
@@ -113,7 +113,7 @@ def test_explain_one_request(trace):
     assert {row["request_id"] for row in document["lookups"]} == {"request-4"}
     assert "totals" not in document
     header, *rows = pagedcli("explain", trace, "--request", "seq:4", "--format", "csv").stdout.splitlines()
-    assert header.startswith("step,seq_id,request_id,kind,num_tokens")
+    assert header.startswith("step,seq_id,label,kind,num_tokens")
     assert len(rows) == len(document["lookups"])
 
 

@@ -22,13 +22,13 @@ NOT_CHECKABLE = {
         "eviction": "any other policy than lru may evict in this order",
     },
     "RequestAdded": {
-        "request_id": "said nowhere else",
+        **dict.fromkeys(("request_id", "row_id"), "said nowhere else"),
         "max_new_tokens": "only a sequence that ends by length shows it",
         "salted": "the salt is not recorded; the first block shows it if the tokens are",
         "sample_index": "a sample that waits its turn looks like a request",
         "token_ids": "no hash covers the tokens of a last partial block, or of a salted first one",
     },
-    "RequestRefused": {"request_id": "said nowhere else", "code": "said nowhere else", "message": "said nowhere else"},
+    "RequestRefused": dict.fromkeys(("request_id", "code", "message", "row_id"), "said nowhere else"),
     "PrefixLookedUp": {
         "missing_hash": "with a salt it shows only when that block is filled",
         "partial_tokens": "with a salt no one knows which cached blocks follow",

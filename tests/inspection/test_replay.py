@@ -34,6 +34,7 @@ from pagedcli.events import (
 from pagedcli.inspection.check import check_events, check_trace
 from pagedcli.inspection.fold import EventList, fold, pool_fold
 from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.perfetto import export_perfetto
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import StepSeries
@@ -262,7 +263,7 @@ def test_a_damaged_trace_can_be_looked_at_up_to_the_damage(tmp_path, events):
 
 
 def test_following_a_request_keeps_all_its_events(events):
-    moment = Moment(follow="request-2")
+    moment = Moment(follow=NamedRequest("request-2"))
     seq_ids = {event.seq_id for event in events if isinstance(event, RequestAdded) and event.request_id == "request-2"}
     fold(EventList(events), moment)
     assert moment.follow_seq_ids == seq_ids

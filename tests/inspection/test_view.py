@@ -204,7 +204,7 @@ def test_a_preemption_in_words():
 
     def emit(event):
         fold(event)
-        if (words := describe(event, moment.state.step_number, moment.state.engine)) and " preempt " in words:
+        if (words := describe(event, moment.state.step_number, moment.state)) and " preempt " in words:
             lines.append(words)
 
     sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
@@ -225,9 +225,9 @@ def test_text_from_requests_cannot_steer_the_terminal():
     out.print(MomentScreen(moment, title="t", keys="k"), height=40)
     assert "\x1b" not in printed(out)
     assert "\u202e" not in printed(out)
-    engine = moment.state.engine
-    for event in (RequestRefused(evil, "c", evil), RequestAdded(9, evil, 0, 1, 1, False)):
-        assert "\x1b" not in describe(event, 1, engine)
+    moment.state.seqs[0].row_id = evil
+    for event in (RequestRefused(evil, "c", evil, evil), RequestAdded(0, evil, 0, 1, 1, False, row_id=evil)):
+        assert "\x1b" not in describe(event, 1, moment.state)
 
 
 def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():

@@ -213,6 +213,7 @@ class BatchRun:
                     request_id,
                     ids,
                     params,
+                    row_id=None if request.head.id is None else str(request.head.id),
                     cache_salt=request.cache_salt,
                     make_stop_checker=stop_checkers,
                     make_guide=guides,

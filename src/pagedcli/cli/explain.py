@@ -14,6 +14,7 @@ from pagedcli.errors import ModelError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded
 from pagedcli.inspection.explain import Explainer, explain_trace
 from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
+from pagedcli.inspection.names import find_request
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.inspection.words import plural
@@ -30,7 +31,9 @@ def explain(
     request: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", help="Only lookups of this request, or of one sequence (seq:31).", show_default=False
+            metavar="ID",
+            help="Only lookups of this request, by its id or its row's index, or of one sequence (seq:31).",
+            show_default=False,
         ),
     ] = None,
     lookups: Annotated[
@@ -60,7 +63,7 @@ def explain(
     \b
     Examples:
       pagedcli explain run.jsonl
-      pagedcli explain run.jsonl --request 31
+      pagedcli explain run.jsonl --request code-Mirano
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
     if is_capture(trace):
@@ -68,13 +71,16 @@ def explain(
             raise UsageError(f"{trace} is a recording of KV events, which contain no requests or lookups")
         explain_capture(trace, tokenizer, format_)
         return
+    named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)
     explainer, state = explain_trace(reader)
     for note in reader.notes:
         say(f"note: {note}")
-    chosen = _chosen(explainer.lookups, request)
-    if request is not None and not chosen:
-        raise UsageError(f"{trace} has no lookup of request {request!r}", hint="for a single sequence use seq:31")
+    chosen = list(explainer.lookups)
+    if named is not None:
+        chosen = [lookup for lookup in chosen if lookup.seq_id in named.seq_ids]
+        if not chosen:
+            raise UsageError(f"request {request!r} of {trace} was never admitted: it has no prefix lookup")
     decode = recorded_decoder(trace, tokenizer)
     tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
     if request is None and not lookups:
@@ -87,12 +93,6 @@ def explain(
     if format_ is Format.CSV:  # one table per file
         tables = tables[-1:] if lookups or request is not None else tables[:1]
     print_tables(tables, format_, facts=_facts(explainer, state))
-
-
-def _chosen(all_lookups: list[Lookup], request: str | None) -> list[Lookup]:
-    if request is None:
-        return list(all_lookups)
-    return [lookup for lookup in all_lookups if request in (lookup.request_id, f"seq:{lookup.seq_id}")]
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _reasons_table(explainer: Explainer) -> Table:
 def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> Table:
     rows = [_lookup_row(lookup, decode) for lookup in chosen]
     columns = [
-        Column("step", "step", count), Column("seq_id", "seq", count), Column("request_id", "request"),
+        Column("step", "step", count), Column("seq_id", "seq", count), Column("label", "request"),
         Column("kind", "kind"), Column("num_tokens", "tokens", count), Column("blocks_asked", "full blocks", count),
         Column("blocks_hit", "hit", count), Column("tokens_hit", "tokens hit", count),
         Column("ideal_tokens_hit", "ideal", count), Column("first_miss", "first miss", count),
@@ -194,7 +194,8 @@ def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> T
 def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
     event, split = lookup.event, lookup.divergence
     return {
-        "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "kind": lookup.kind,
+        "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "row_id": lookup.row_id,
+        "label": lookup.label, "kind": lookup.kind,
         "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
         "tokens_hit": lookup.tokens_hit, "ideal_tokens_hit": lookup.ideal_tokens_hit, "first_miss": event.first_miss,
         "reason": lookup.reason, "why": lookup.why(), "evicted_step": lookup.evicted_step,

@@ -14,6 +14,7 @@ from pagedcli.cli.run_flags import (
     InputFile,
     KVEvents,
     Metrics,
+    NoIds,
     OutputFile,
     Overwrite,
     Prompts,
@@ -33,7 +34,7 @@ from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
-from pagedcli.events import Emit, Event, without_tokens
+from pagedcli.events import Emit, Event, only_wanted
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
@@ -50,6 +51,7 @@ def generate(
     dump_kv: DumpKv = False,
     record: Record = None,
     record_tokens: RecordTokens = False,
+    no_ids: NoIds = False,
     kv_events: KVEvents = None,
     dry_run: DryRun = False,
     ray: Ray = False,
@@ -97,7 +99,9 @@ def generate(
         raise typer.Exit(_run_on_cluster(job, ray_address, workers, unsupported=dump_kv or kv_events is not None))
     job.check_files()
     with ExitStack() as stack:
-        emit = _observers(stack, job, dump_kv=dump_kv, record=record, record_tokens=record_tokens, kv_events=kv_events)
+        emit = _observers(
+            stack, job, dump_kv=dump_kv, record_tokens=record_tokens, record_ids=not no_ids, kv_events=kv_events
+        )
         trace_tokens = record_tokens or kv_events is not None
         code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=dump_kv)
     raise typer.Exit(code)
@@ -136,15 +140,15 @@ def _input_name(prompts: str | None, input_file: str | None) -> str:
 
 
 def _observers(
-    stack: ExitStack, job: Job, *, dump_kv: bool, record: Path | None, record_tokens: bool, kv_events: str | None
+    stack: ExitStack, job: Job, *, dump_kv: bool, record_tokens: bool, record_ids: bool, kv_events: str | None
 ) -> Emit | None:
     """Where the engine's events go; None: nowhere."""
     observers: list[Emit] = []
-    if record is not None:
+    if job.record is not None:
         from pagedcli.inspection.trace_writer import TraceWriter
 
-        writer = stack.enter_context(TraceWriter(record, overwrite=job.overwrite, resume=job.resume))
-        observers.append(writer if record_tokens else lambda event: writer(without_tokens(event)))
+        writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
+        observers.append(only_wanted(writer, tokens=record_tokens, row_ids=record_ids))
     if dump_kv:
         from rich.console import Console
 

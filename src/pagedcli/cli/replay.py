@@ -19,6 +19,7 @@ from pagedcli.inspection.check import check_trace
 from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.live import StepPrinter
 from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.names import NamedRequest, find_request
 from pagedcli.inspection.perfetto import export_perfetto
 from pagedcli.inspection.player import Player
 from pagedcli.inspection.replay import Replay
@@ -44,7 +45,11 @@ class Export(StrEnum):
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events written by --record.")]
 Follow = Annotated[
     str | None,
-    typer.Option(metavar="ID", help="Highlight one request, or one sequence (seq:31).", show_default=False),
+    typer.Option(
+        metavar="ID",
+        help="Highlight one request, by its id or its row's index (the id takes precedence), or one sequence (seq:31).",
+        show_default=False,
+    ),
 ]
 
 
@@ -76,7 +81,7 @@ def replay(
     \b
     Examples:
       pagedcli replay run.jsonl.zst
-      pagedcli replay run.jsonl --step 812 --follow 31
+      pagedcli replay run.jsonl --step 812 --follow code-Mirano
       pagedcli replay run.jsonl --check
       pagedcli replay run.jsonl --export perfetto -o run.json    (open at ui.perfetto.dev)
       pagedcli replay run.jsonl --no-live --format json | jq .blocks
@@ -89,16 +94,18 @@ def replay(
         if check or follow is not None or export is not None:
             raise UsageError(f"{trace} is a recording of KV events: --check, --follow and --export do not apply")
         replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
-    elif check:
+        return
+    request = None if follow is None else find_request(TraceReader(trace), follow, str(trace))
+    if check:
         _check(trace, format_)
     elif export is not None:
         _export(trace, output_file, overwrite=overwrite)
     elif step is not None or no_live or format_ is StepFormat.JSON:
-        _print_steps(trace, step, follow, format_)
+        _print_steps(trace, step, request, format_)
     elif sys.stdin.isatty() and sys.stdout.isatty():
-        _play(trace, follow)
+        _play(trace, request)
     else:
-        _print_lines(trace, follow)
+        _print_lines(trace, request)
 
 
 def table_console() -> Console:
@@ -145,7 +152,7 @@ def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
     _say_notes(reader.notes)
 
 
-def _print_steps(trace: Path, step: int | None, follow: str | None, format_: StepFormat) -> None:
+def _print_steps(trace: Path, step: int | None, follow: NamedRequest | None, format_: StepFormat) -> None:
 
     reader = TraceReader(trace)
     printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
@@ -157,11 +164,9 @@ def _print_steps(trace: Path, step: int | None, follow: str | None, format_: Ste
     state = printer.moment.state
     if step is not None:
         raise UsageError(f"{trace} has no step {step}: the last one is {state.step_number}")
-    if follow is not None and not printer.moment.follow_seq_ids:
-        raise UsageError(f"there is no request {follow!r} in {trace}", hint="one sequence is named as seq:31")
 
 
-def _print_lines(trace: Path, follow: str | None) -> None:
+def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
 
     reader, moment = TraceReader(trace), Moment(follow=follow)
     for event in pool_fold(moment).steps(reader):
@@ -174,13 +179,11 @@ def _print_lines(trace: Path, follow: str | None) -> None:
     _say_notes(reader.notes)
 
 
-def _play(trace: Path, follow: str | None) -> None:
+def _play(trace: Path, follow: NamedRequest | None) -> None:
 
     reader = TraceReader(trace)
     say(f"reading {trace} ...")
     past = Replay(reader, follow=follow)
-    if follow is not None and not past.moment.follow_seq_ids and past.damage is None:
-        raise UsageError(f"there is no request {follow!r} in {trace}", hint="one sequence is named as seq:31")
     Player(past, Console(), title=f"pagedcli replay {trace.name}").run()
     _say_notes(reader.notes)
     if past.damage is not None:

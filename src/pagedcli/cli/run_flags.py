@@ -73,6 +73,9 @@ RecordTokens = Annotated[
     bool,
     _file_option("--record-tokens", help="Include token ids in the trace (reveals the prompts).", panel=_INSPECTION),
 ]
+NoIds = Annotated[
+    bool, _file_option("--no-ids", help="Leave the ids of the rows out of the trace (private ones).", panel=_INSPECTION)
+]
 KVEvents = Annotated[
     str | None,
     _file_option(

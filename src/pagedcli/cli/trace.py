@@ -2,7 +2,7 @@
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +10,17 @@ import typer
 from rich.console import Console
 
 from pagedcli.batch.job import Job
+from pagedcli.batch.requests import decode_line, read_head
+from pagedcli.batch.sources import open_source
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.replay import Follow, StepFormat, table_console
-from pagedcli.cli.session import run_job
+from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
 from pagedcli.cli.terminal import say
 from pagedcli.config import load_config
-from pagedcli.errors import UsageError
-from pagedcli.events import Emit, Event
+from pagedcli.errors import RequestError, UsageError
+from pagedcli.events import Emit, Event, only_wanted
 from pagedcli.inspection.live import LiveView, StepPrinter
+from pagedcli.inspection.names import NamedRequest, unknown_request
 from pagedcli.inspection.trace_writer import TraceWriter
 
 _VIEW = "View"
@@ -35,6 +38,12 @@ def trace(
         bool,
         typer.Option(
             "--record-tokens", help="Include token ids in the trace (reveals the prompts).", rich_help_panel=_VIEW
+        ),
+    ] = False,
+    no_ids: Annotated[
+        bool,
+        typer.Option(
+            "--no-ids", help="Leave the ids of the rows out of the trace (private ones).", rich_help_panel=_VIEW
         ),
     ] = False,
     follow: Follow = None,
@@ -86,20 +95,40 @@ def trace(
         raise UsageError("-o - would mix rows with the view", hint="pass a file, or use pagedcli generate --record")
     job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
     job.check_files()
+    if follow is not None:
+        _check_named(follow, prompts)
+    request = None if follow is None else NamedRequest(follow)
     as_json = format_ is StepFormat.JSON
-    printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=as_json) if as_tables else None
-    view = printer or LiveView(Console(stderr=True), follow=follow, paused=paused)
-    raise typer.Exit(_run(job, view, trace_tokens=record_tokens))
+    printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=as_json) if as_tables else None
+    view = printer or LiveView(Console(stderr=True), follow=request, paused=paused)
+    code = _run(job, view, record_tokens=record_tokens, record_ids=not no_ids)
+    if request is not None and code in (EXIT_OK, EXIT_ERROR_ROWS):
+        request.check("this run")
+    raise typer.Exit(code)
 
 
-def _run(job: Job, view: StepPrinter | LiveView, *, trace_tokens: bool) -> int:
+def _check_named(name: str, prompts: str) -> None:
+    """Raises: UsageError if no row of the input has this id or index. An input that is read once is not checked."""
+    lines, known = open_source(prompts), []
+    if lines.is_live or name.startswith("seq:"):
+        return
+    for line in lines:
+        with suppress(RequestError):  # an error row when it is served
+            row_id = read_head(decode_line(line.content), line.index, line.number).id
+            if name in (str(row_id), str(line.index)):
+                return
+            known.append(str(line.index if row_id is None else row_id))
+    raise unknown_request(name, known, prompts)
+
+
+def _run(job: Job, view: StepPrinter | LiveView, *, record_tokens: bool, record_ids: bool) -> int:
     """Generate with a view, and record a trace if the job names a file. Returns the exit code."""
     observers: list[Emit] = [view.on_event]
     with ExitStack() as stack:
         writer = None
         if job.record is not None:
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
-            observers.insert(0, writer)
+            observers.insert(0, only_wanted(writer, tokens=record_tokens, row_ids=record_ids))
         if isinstance(view, LiveView):
             stack.enter_context(view)
 
@@ -107,7 +136,7 @@ def _run(job: Job, view: StepPrinter | LiveView, *, trace_tokens: bool) -> int:
             for observer in observers:
                 observer(event)
 
-        code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=isinstance(view, LiveView))
+        code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=isinstance(view, LiveView))
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")
     if isinstance(view, StepPrinter) and view.only_step is not None and not view.num_printed:

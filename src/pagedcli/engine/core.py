@@ -90,15 +90,16 @@ class EngineCore:
         prompt_token_ids: Ids[int],
         params: SamplingParams,
         *,
+        row_id: str | None = None,
         cache_salt: str | None = None,
         make_stop_checker: Callable[[], StopChecker] | None = None,
         make_guide: Callable[[], Guide] | None = None,
     ) -> None:
         """Queue a request. May be called between any two steps.
 
-        `cache_salt`: the request shares cached blocks only with requests of the same salt. `make_stop_checker` is
-        called once per sample and returns a function that receives each new token and detects stop strings;
-        `make_guide` returns the guide that restricts the next token.
+        `row_id` is the user's own id, which the events carry. `cache_salt`: the request shares cached blocks only with
+        requests of the same salt. `make_stop_checker` is called once per sample and returns a function that receives
+        each new token and detects stop strings; `make_guide` returns the guide that restricts the next token.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
@@ -107,7 +108,7 @@ class EngineCore:
             max_new_tokens = admit(prompt_token_ids, params, self._limits)
         except RequestError as error:
             if self._emit is not None:
-                self._emit(RequestRefused(request_id, error.code, error.message))
+                self._emit(RequestRefused(request_id, error.code, error.message, row_id))
             raise
         self._num_added += 1
         seq = self._new_sequence(
@@ -121,6 +122,7 @@ class EngineCore:
             stop_checker=make_stop_checker() if make_stop_checker is not None else None,
             guide=make_guide() if make_guide is not None else None,
             arrived_s=self._now_s(),
+            row_id=row_id,
         )
         self._requests[request_id] = Request([seq], params.n, make_stop_checker, make_guide)
         self.scheduler.add(seq)
@@ -331,6 +333,7 @@ class EngineCore:
                     stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
                     guide=request.make_guide() if request.make_guide is not None else None,
                     arrived_s=parent.arrived_s,
+                    row_id=parent.row_id,
                 )
                 child.admitted_s = parent.admitted_s
                 request.seqs.append(child)

@@ -289,6 +289,7 @@ class Scheduler:
                 RequestAdded(
                     seq_id=seq.seq_id,
                     request_id=seq.request_id,
+                    row_id=seq.row_id,
                     sample_index=seq.sample_index,
                     num_prompt_tokens=seq.num_prompt_tokens,
                     max_new_tokens=seq.max_new_tokens,

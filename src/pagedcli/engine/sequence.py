@@ -62,6 +62,7 @@ class Sequence:
         "prefixes",
         "request_id",
         "row",
+        "row_id",
         "sample_index",
         "seed",
         "seq_id",
@@ -88,9 +89,11 @@ class Sequence:
         stop_checker: StopChecker | None = None,
         guide: Guide | None = None,
         arrived_s: float = 0.0,
+        row_id: str | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.request_id = request_id
+        self.row_id = row_id  # the user's own, for the events
         self.sample_index = sample_index
         self.params = params
         self.seed = seed

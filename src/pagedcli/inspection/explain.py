@@ -21,6 +21,7 @@ from pagedcli.events import (
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.fold import EventSource, fold
 from pagedcli.inspection.lookups import Divergence, Lookup, Totals
+from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
 
 _CONTEXT = 8  # tokens kept on each side of a divergence
@@ -35,7 +36,6 @@ class Explainer(View[PoolState]):
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
         self._num_events = 0
-        self._requests: dict[int, tuple[str, bool]] = {}  # of live sequences: id, salted
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
         self._forget_cache()
 
@@ -80,7 +80,6 @@ class Explainer(View[PoolState]):
 
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
         self.block_size = state.block_size
-        self._requests[event.seq_id] = event.request_id, event.salted
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
@@ -88,14 +87,14 @@ class Explainer(View[PoolState]):
         if event.reason == "continued":
             self._taken_over(event)
             return
-        request_id, salted = self._requests[event.seq_id]
-        own = state.seqs[event.seq_id].repeats
-        lookup = Lookup(state.step_number, event.seq_id, request_id, salted, own, event, state.block_size)
+        seq = state.seqs[event.seq_id]
+        own, ids = seq.repeats, (seq.seq_id, seq.request_id, seq.row_id)
+        lookup = Lookup(state.step_number, *ids, seq.salted, own, event, state.block_size)
         self.lookups.append(lookup)
         if not own and event.seq_id in self._token_ids:
             token_ids = tuple(self._token_ids[event.seq_id])
             lookup.divergence = self._diverge(token_ids)
-            self._remember(token_ids, event.seq_id)
+            self._remember(token_ids, seq)
         if event.miss_reason is None:
             lookup.reason = "all_hit"
         elif event.miss_reason != "no_match":
@@ -175,11 +174,10 @@ class Explainer(View[PoolState]):
         self._settle(event.seq_id)
         token_ids = self._token_ids.pop(event.seq_id, None)
         if token_ids is not None:
-            table = state.finished[event.seq_id].block_table
-            self._hashes[event.seq_id] = tuple(state.hashes[block_id] for block_id in table)
+            seq = state.finished[event.seq_id]
+            self._hashes[event.seq_id] = tuple(state.hashes[block_id] for block_id in seq.block_table)
             if event.num_output_tokens:
-                self._remember(tuple(token_ids), event.seq_id)
-        del self._requests[event.seq_id]
+                self._remember(tuple(token_ids), seq)
 
     # ------------------------------------------------------------------ parts
 
@@ -237,21 +235,21 @@ class Explainer(View[PoolState]):
         neighbours = self._earlier[max(0, place - 1) : place + 1]
         if not neighbours:
             return None
-        shared, (other, seq_id, request_id, salted) = max(
+        shared, (other, seq_id, label, salted) = max(
             ((_num_shared(token_ids, entry[0]), entry) for entry in neighbours), key=lambda pair: pair[0]
         )
         return Divergence(
             num_shared_tokens=shared,
             other_seq_id=seq_id,
-            other_request_id=request_id,
+            other_label=label,
             other_salted=salted,
             shared_tail=token_ids[max(0, shared - _CONTEXT) : shared],
             own_next=token_ids[shared : shared + _CONTEXT],
             other_next=other[shared : shared + _CONTEXT],
         )
 
-    def _remember(self, token_ids: tuple[int, ...], seq_id: int) -> None:
-        entry = (token_ids, seq_id, *self._requests[seq_id])
+    def _remember(self, token_ids: tuple[int, ...], seq: SeqState) -> None:
+        entry = (token_ids, seq.seq_id, seq.label, seq.salted)
         self._earlier.insert(bisect_left(self._earlier, entry), entry)
 
 

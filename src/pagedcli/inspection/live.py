@@ -23,6 +23,7 @@ from pagedcli.events import EngineStarted, Event, StepFinished, StepScheduled
 from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.view import MomentScreen, print_step_tables, print_summary
 from pagedcli.printable import one_line, printable_json
 
@@ -36,7 +37,12 @@ class StepPrinter:
     """Prints each step (or one) as its forward pass sees the cache: as tables, or as one JSON object per line."""
 
     def __init__(
-        self, console: Console, *, follow: str | None = None, only_step: int | None = None, as_json: bool = False
+        self,
+        console: Console,
+        *,
+        follow: NamedRequest | None = None,
+        only_step: int | None = None,
+        as_json: bool = False,
     ) -> None:
         self.moment = Moment(follow=follow)
         self.fold = pool_fold(self.moment)
@@ -70,7 +76,12 @@ class LiveView:
     """
 
     def __init__(
-        self, console: Console, *, title: str = "pagedcli trace", follow: str | None = None, paused: bool = False
+        self,
+        console: Console,
+        *,
+        title: str = "pagedcli trace",
+        follow: NamedRequest | None = None,
+        paused: bool = False,
     ) -> None:
         self.moment = Moment(follow=follow)
         self._fold = pool_fold(self.moment)

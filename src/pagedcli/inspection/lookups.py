@@ -35,7 +35,7 @@ class Divergence:
 
     num_shared_tokens: int
     other_seq_id: int
-    other_request_id: str
+    other_label: str  # what a person calls its request
     other_salted: bool
     shared_tail: tuple[int, ...]  # the last shared tokens
     own_next: tuple[int, ...]  # what follows here, empty at the end
@@ -49,6 +49,7 @@ class Lookup:
     step: int | None
     seq_id: int
     request_id: str
+    row_id: str | None  # the user's own id
     salted: bool
     own: bool  # repeats its own request: after a preemption, or as another sample
     event: PrefixLookedUp
@@ -62,6 +63,11 @@ class Lookup:
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
+
+    @property
+    def label(self) -> str:
+        """What a person calls its request, as SeqState.label."""
+        return self.request_id if self.row_id is None else self.row_id
 
     @property
     def kind(self) -> str:
@@ -179,8 +185,8 @@ def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] 
         return text if token_ids else f"{text} (its end)"
 
     if not split.own_next and not split.other_next:
-        return f"all {split.num_shared_tokens} tokens match request {split.other_request_id}"
+        return f"all {split.num_shared_tokens} tokens match request {split.other_label}"
     return (
         f"first divergence at token {split.num_shared_tokens}: earlier {shown(split.other_next)} "
-        f"(request {split.other_request_id}) vs prompt {shown(split.own_next)}"
+        f"(request {split.other_label}) vs prompt {shown(split.own_next)}"
     )

@@ -14,7 +14,6 @@ from pagedcli.events import (
     BlockEvicted,
     Event,
     PrefixLookedUp,
-    RequestAdded,
     RequestFinished,
     RequestPreempted,
     RequestRefused,
@@ -22,6 +21,7 @@ from pagedcli.events import (
     StepFailed,
 )
 from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, Hits, RunStats, memory_use, num_recomputed_tokens, pool_counts
 from pagedcli.inspection.words import describe, event_seq_ids, plural
@@ -42,14 +42,13 @@ _KEPT_EVENTS = 400
 class Moment(View[PoolState]):
     """A state, its statistics and a short memory of events.
 
-    `follow` is a request id, or `seq:31` for one sequence: its blocks are highlighted and all its events kept.
+    The blocks of the request to `follow` are highlighted, and all its events kept.
     """
 
-    def __init__(self, *, follow: str | None = None) -> None:
+    def __init__(self, *, follow: NamedRequest | None = None) -> None:
         self.state = PoolState()  # replaced by that of the fold at the first event
         self.stats = RunStats()
         self.follow = follow
-        self.follow_seq_ids: set[int] = set()
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
         self._num_unsaid = 0  # events since new_words
 
@@ -61,13 +60,14 @@ class Moment(View[PoolState]):
             if isinstance(event, _NOTABLE):
                 self._keep(event)
         else:
-            self._follow(event)
+            self.follow.see(event)
+            if self.follow.seq_ids.intersection(event_seq_ids(event)):
+                self._keep(event)
 
-    def _follow(self, event: Event) -> None:
-        if isinstance(event, RequestAdded) and self.follow in (event.request_id, f"seq:{event.seq_id}"):
-            self.follow_seq_ids.add(event.seq_id)
-        if self.follow_seq_ids.intersection(event_seq_ids(event)):
-            self._keep(event)
+    @property
+    def follow_seq_ids(self) -> set[int]:
+        """Sequences of the followed request."""
+        return set() if self.follow is None else self.follow.seq_ids
 
     def _keep(self, event: Event) -> None:
         self._events.append((self.state.step_number, event))
@@ -82,7 +82,6 @@ class Moment(View[PoolState]):
         """A snapshot that later events do not change."""
         other = Moment(follow=self.follow)
         other.state, other.stats = self.state.copy(), self.stats.copy()
-        other.follow_seq_ids = self.follow_seq_ids.copy()
         other._events = self._events.copy()
         return other
 
@@ -97,7 +96,6 @@ class Moment(View[PoolState]):
         return self._in_words(list(self._events)[-num_new:]) if num_new else []
 
     def _in_words(self, entries: list[tuple[int | None, Event]]) -> list[str]:
-        engine = self.state.engine
         lines: list[str] = []
         evicted: list[int] = []
         for place, (step, event) in enumerate(entries):
@@ -109,7 +107,7 @@ class Moment(View[PoolState]):
                 ids = ", ".join(map(str, evicted[:6])) + (" ..." if len(evicted) > 6 else "")
                 lines.append(f"step {step} evict {plural(len(evicted), 'cached block')}: {ids}")
                 evicted.clear()
-            elif engine is not None and (line := describe(event, step, engine)) is not None:
+            elif (line := describe(event, step, self.state)) is not None:
                 lines.append(line)
         return lines
 
@@ -136,7 +134,8 @@ class Moment(View[PoolState]):
             "ref_count_histogram": {str(ref): count for ref, count in state.ref_count_histogram().items()},
             "sequences": [
                 {
-                    "seq_id": seq.seq_id, "request_id": seq.request_id, "sample_index": seq.sample_index,
+                    "seq_id": seq.seq_id, "request_id": seq.request_id, "row_id": seq.row_id,
+                    "sample_index": seq.sample_index,
                     "status": seq.status, "num_tokens": seq.num_tokens, "num_computed_tokens": seq.num_computed_tokens,
                     "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
                     "num_output_tokens": seq.num_output_tokens, "max_new_tokens": seq.max_new_tokens,

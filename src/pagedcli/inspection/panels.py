@@ -221,7 +221,7 @@ def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...
     plus = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else " idle" if seq.running else ""
     return (
         str(seq.seq_id),
-        one_line(seq.request_id),
+        one_line(seq.label),
         seq.status + plus,
         f"{seq.num_computed_tokens}/{seq.num_tokens}",
         f"{seq.num_output_tokens}/{seq.max_new_tokens}",

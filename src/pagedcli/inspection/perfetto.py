@@ -112,7 +112,7 @@ class _Writer:
 
     def sequence(self, seq: SeqTimeline, starts: list[float], first_step: int) -> None:
         """The row of a sequence. A phase lasts until the next one begins."""
-        name = f"seq {seq.seq_id} (request {seq.request_id})"
+        name = f"seq {seq.seq_id} (request {seq.label})"
         self.write(ph="M", name="thread_name", pid=_SEQUENCES, tid=seq.seq_id, args={"name": name})
         for phase in seq.phases:
             assert phase.last_step is not None, "a finished timeline has no open phase"

@@ -34,6 +34,12 @@ class SeqState:
     finished_step: int | None = None
     finish_reason: str | None = None
     parent_seq_id: int | None = None  # forked from
+    row_id: str | None = None  # the user's own id
+
+    @property
+    def label(self) -> str:
+        """What a person calls its request: the user's own id, else the request id (in a batch run the row's index)."""
+        return self.request_id if self.row_id is None else self.row_id
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from pagedcli.errors import TraceError
 from pagedcli.events import AnyEvent, BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepFailed, StepScheduled
 from pagedcli.inspection.fold import EventSource, Fold, pool_fold
 from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.names import NamedRequest
 
 Landmark = Literal["preemption", "eviction", "miss"]
 _SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
@@ -25,7 +26,7 @@ class Replay:
     Raises: TraceError if not even one step is valid; UsageError if the source cannot be read.
     """
 
-    def __init__(self, source: EventSource, *, follow: str | None = None) -> None:
+    def __init__(self, source: EventSource, *, follow: NamedRequest | None = None) -> None:
         self.steps: list[int | None] = []  # per stop the step, None: the end
         self.damage: str | None = None
         self._encode = msgspec.json.Encoder().encode

@@ -165,7 +165,7 @@ def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
 def _timeline_rows(timelines: Timelines) -> list[list[Any]]:
     return [
         [
-            seq.seq_id, seq.request_id, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason,
+            seq.seq_id, seq.label, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason,
             [[_STATUSES.index(phase.status), phase.first_step, phase.last_step] for phase in seq.phases],
         ]
         for seq in timelines.seqs.values()
@@ -185,7 +185,7 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
         },
         "lookups": [
             [
-                lookup.step, lookup.seq_id, lookup.request_id, lookup.kind, lookup.event.num_tokens,
+                lookup.step, lookup.seq_id, lookup.label, lookup.kind, lookup.event.num_tokens,
                 lookup.event.blocks_asked, lookup.event.blocks_hit, lookup.tokens_hit, lookup.ideal_tokens_hit,
                 lookup.reason, lookup.why(),
                 None if lookup.divergence is None else divergence_text(lookup.divergence, decode),

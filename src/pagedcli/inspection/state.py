@@ -122,6 +122,7 @@ class PoolState(BlockLedger):
             max_new_tokens=event.max_new_tokens,
             salted=event.salted,
             added_step=self.step_number,
+            row_id=event.row_id,
             queue_place=event.seq_id if event.sample_index == 0 else self._front_place(),
         )
 

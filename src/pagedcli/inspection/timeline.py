@@ -32,6 +32,7 @@ class SeqTimeline:
 
     seq_id: int
     request_id: str
+    label: str  # what a person calls the request (SeqState.label)
     num_prompt_tokens: int
     phases: list[Phase] = field(default_factory=list)
     finish_reason: str | None = None
@@ -51,7 +52,8 @@ class Timelines(View[PoolState]):
                 self._cut(seq, state)
 
     def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
-        self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, event.num_prompt_tokens)
+        label = state.seqs[event.seq_id].label
+        self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, label, event.num_prompt_tokens)
         self._enter(event.seq_id, "waiting", _now(state))
 
     def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:

@@ -173,7 +173,7 @@ def _full_sequence_table(moment: Moment, *, wide: bool) -> Table:
         if moment.follow is not None and seq.seq_id not in moment.follow_seq_ids:
             continue
         row = {
-            "seq": str(seq.seq_id), "request": one_line(seq.request_id), "state": seq.status,
+            "seq": str(seq.seq_id), "request": one_line(seq.label), "state": seq.status,
             "new": str(new_tokens.get(seq.seq_id, 0)), "cached": str(seq.num_cached_tokens),
             "tokens": f"{seq.num_computed_tokens}/{seq.num_tokens}",
             "out": f"{seq.num_output_tokens}/{seq.max_new_tokens}", "blocks": str(len(seq.block_table)),

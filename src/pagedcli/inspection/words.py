@@ -18,6 +18,7 @@ from pagedcli.events import (
     SequenceForked,
     StepFailed,
 )
+from pagedcli.inspection.state import PoolState
 from pagedcli.printable import one_line
 
 _WAITING = {
@@ -57,9 +58,15 @@ def lookup_outcome(event: PrefixLookedUp) -> str:
     return found
 
 
-def describe(event: Event, step: int | None, engine: EngineStarted) -> str | None:
+def seq_name(state: PoolState, seq_id: int) -> str:
+    """`seq 31`, or `seq 31 (code-Mirano)` if the row has an id of the user."""
+    seq = state.seq(seq_id)
+    return f"seq {seq_id}" if seq is None or seq.row_id is None else f"seq {seq_id} ({one_line(seq.row_id)})"
+
+
+def describe(event: Event, step: int | None, state: PoolState) -> str | None:
     """The event as text, starting with `step N`. None for events of every step."""
-    words = _words(event, engine)
+    words = _words(event, state)
     return None if words is None else f"step {'-' if step is None else step} {words}"
 
 
@@ -69,44 +76,46 @@ def event_seq_ids(event: Event) -> tuple[int, ...]:
     return tuple(seq_id for seq_id in ids if seq_id is not None)
 
 
-def _words(event: Event, engine: EngineStarted) -> str | None:
+def _words(event: Event, state: PoolState) -> str | None:
+    seq = seq_name(state, getattr(event, "seq_id", -1))
     match event:
         case RequestPreempted():
             return (
-                f"preempt seq {event.seq_id}: {plural(event.num_tokens_dropped, 'token')} dropped, "
-                f"{plural(event.num_blocks_freed, 'block')} freed, for seq {event.for_seq_id} "
+                f"preempt {seq}: {plural(event.num_tokens_dropped, 'token')} dropped, "
+                f"{plural(event.num_blocks_freed, 'block')} freed, for {seq_name(state, event.for_seq_id)} "
                 f"which needed {event.num_blocks_needed}"
             )
         case PrefixLookedUp():
             if event.reason == "continued":
                 taken = f"{plural(event.blocks_hit, 'block')} ({plural(event.tokens_hit, 'token')})"
-                return f"reuse for seq {event.seq_id}: {taken} meanwhile computed by another sequence"
+                return f"reuse for {seq}: {taken} meanwhile computed by another sequence"
             verb = "admit" if event.reason == "new" else "resume"
-            return f"{verb} seq {event.seq_id}: {lookup_outcome(event)}"
+            return f"{verb} {seq}: {lookup_outcome(event)}"
         case BlockEvicted():
             return f"evict block {event.block_id} (hash {event.hash:016x})"
         case RequestWaiting():
-            return f"wait seq {event.seq_id}: {waiting_reason(event, engine)}"
+            assert state.engine is not None, "a sequence waits in an engine"
+            return f"wait {seq}: {waiting_reason(event, state.engine)}"
         case RequestFinished():
-            return f"finish seq {event.seq_id}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
+            return f"finish {seq}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
         case RequestRefused():
-            return f"refuse request {one_line(event.request_id)}: {one_line(event.message)}"
+            return f"refuse request {one_line(event.row_id or event.request_id)}: {one_line(event.message)}"
         case RequestAdded():
             prompt = plural(event.num_prompt_tokens, "prompt token")
-            return f"add seq {event.seq_id}: request {one_line(event.request_id)}, {prompt}"
+            return f"add {seq}: request {one_line(event.request_id)}, {prompt}"
         case SequenceForked():
             shared = plural(len(event.block_ids), "block")
-            return f"fork seq {event.parent_seq_id} to seq {event.seq_id}: {shared} shared"
+            return f"fork {seq_name(state, event.parent_seq_id)} to {seq}: {shared} shared"
         case BlockCopied():
-            return f"copy block {event.source_block_id} to {event.copy_block_id} for seq {event.seq_id}: it was shared"
+            return f"copy block {event.source_block_id} to {event.copy_block_id} for {seq}: it was shared"
         case BlocksReused():
-            return f"share blocks {_ids(event.block_ids)} with seq {event.seq_id}"
+            return f"share blocks {_ids(event.block_ids)} with {seq}"
         case BlocksAllocated():
-            return f"allocate blocks {_ids(event.block_ids)} to seq {event.seq_id}"
+            return f"allocate blocks {_ids(event.block_ids)} to {seq}"
         case BlocksFilled():
-            return f"fill blocks {_ids(event.block_ids)} of seq {event.seq_id}"
+            return f"fill blocks {_ids(event.block_ids)} of {seq}"
         case BlocksReleased():
-            return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}"
+            return f"release blocks {_ids(event.block_ids)} of {seq}"
         case StepFailed():
             again, kept = plural(len(event.seq_ids), "sequence"), plural(len(event.cached_block_ids), "block")
             return f"fail step {event.step}: {again} back in the queue, {kept} still cached"
