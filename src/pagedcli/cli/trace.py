@@ -14,6 +14,7 @@ from pagedcli.batch.requests import decode_line, read_head
 from pagedcli.batch.sources import open_source
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.replay import Follow, StepFormat, table_console
+from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
 from pagedcli.cli.terminal import say
 from pagedcli.config import load_config
@@ -30,22 +31,9 @@ _VIEW = "View"
 def trace(
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz).")],
     *,
-    record: Annotated[
-        Path | None,
-        typer.Option(metavar="TRACE.jsonl[.zst]", help="Record all events to a trace file.", rich_help_panel=_VIEW),
-    ] = None,
-    record_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--record-tokens", help="Include token ids in the trace (reveals the prompts).", rich_help_panel=_VIEW
-        ),
-    ] = False,
-    no_ids: Annotated[
-        bool,
-        typer.Option(
-            "--no-ids", help="Leave the ids of the rows out of the trace (private ones).", rich_help_panel=_VIEW
-        ),
-    ] = False,
+    record: Record = None,
+    record_tokens: RecordTokens = False,
+    no_ids: NoIds = False,
     follow: Follow = None,
     step: Annotated[
         int | None,
@@ -63,8 +51,8 @@ def trace(
             "-o", "--output-file", help="Write the rows to this file. Default: discard them.", show_default=False
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over and replace existing files.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     config: ConfigFile = None,
     format_: Annotated[
         StepFormat, typer.Option("--format", help="Format for --step and --no-live.", rich_help_panel=_VIEW)
