@@ -84,7 +84,7 @@ def trace(
     job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
     job.check_files()
     if follow is not None:
-        _check_named(follow, prompts)
+        _check_named(follow, job)
     request = None if follow is None else NamedRequest(follow)
     as_json = format_ is StepFormat.JSON
     printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=as_json) if as_tables else None
@@ -95,18 +95,18 @@ def trace(
     raise typer.Exit(code)
 
 
-def _check_named(name: str, prompts: str) -> None:
+def _check_named(name: str, job: Job) -> None:
     """Raises: UsageError if no row of the input has this id or index. An input that is read once is not checked."""
-    lines, known = open_source(prompts), []
+    lines, known = open_source(job.input_name, job.columns), []
     if lines.is_live or name.startswith("seq:"):
         return
     for line in lines:
         with suppress(RequestError):  # an error row when it is served
-            row_id = read_head(decode_line(line.content), line.index, line.number).id
-            if name in (str(row_id), str(line.index)):
+            row_id = read_head(decode_line(line.content), line.index, line.number, job.columns).id
+            if name == str(row_id) or name.partition("/")[0] == str(line.index):
                 return
             known.append(str(line.index if row_id is None else row_id))
-    raise unknown_request(name, known, prompts)
+    raise unknown_request(name, known, job.input_name)
 
 
 def _run(job: Job, view: StepPrinter | LiveView, *, record_tokens: bool, record_ids: bool) -> int:
