@@ -34,6 +34,7 @@ class BatchOptions:
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     reorder: Literal["none", "prefix"] = "none"  # prefix: requests with a common prefix are started one after another
     columns: Columns = field(default_factory=Columns)
+    apart: str | None = None  # requests of this name share no cached blocks with others; part of their ids
     check_ids: bool = True  # False: the lines are part of an input whose ids have been checked
 
 
@@ -91,7 +92,8 @@ class Intake:
             PreparedPrompt(ids, self._final_params(request, len(ids), line.index, place))
             for place, ids in enumerate(prompts)
         ]
-        return Prepared(head, prepared, request.cache_salt)
+        salt = request.cache_salt
+        return Prepared(head, prepared, salt if self._options.apart is None else f"{self._options.apart} {salt or ''}")
 
     def _final_params(self, request: BatchRequest, num_prompt: int, index: int, place: int) -> SamplingParams:
         """The parameters of a line's prompt, with a seed of its own and the default max_tokens lowered to what fits."""

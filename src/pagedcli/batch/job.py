@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from pagedcli.batch.columns import Columns, OutputKind
+from pagedcli.batch.compare import Difference
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import LineSource
@@ -22,6 +23,7 @@ from pagedcli.batch.outputs import (
     output_files,
 )
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, is_parquet, require_pyarrow
+from pagedcli.batch.rerun import RowSample, run_again
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.run_record import RunRecord
@@ -53,6 +55,7 @@ class Job:
     metrics: Path | None = None  # counters for Prometheus, rewritten during the run
     summary_json: Path | None = None  # the run's last lines for machines
     record: Path | None = None  # the trace
+    num_verified: int = 0  # rows to generate again at the end
 
     @property
     def output_file(self) -> Path | None:
@@ -133,6 +136,7 @@ class OpenJob:
         self._table = _parquet_rows(job, self.lines, columns)
         self._columns = columns if self._table is None else self._table.row_columns
         check_kept(self.lines, columns, in_rows=self._columns.copies)
+        self.sample = RowSample(job.num_verified)
         self._num_rows: int | None = None  # of the output, if known
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
@@ -182,28 +186,34 @@ class OpenJob:
         stop_requested: Callable[[], bool],
     ) -> BatchRun:
         """The run, after load_tokenizer and open_sink."""
-        assert self._tokenizer is not None, "load_tokenizer comes first"
-        config = self.job.loaded.config
         created_s = sink.journal.header.created_s if isinstance(sink, FileSink) else int(time.time())
-        rows = RowWriter(
-            self._tokenizer,
-            config.engine.model,
-            run_key(self._fingerprint),
-            created_s,
-            self._columns,
-        )
+        tokenizer, rows = self._writer(created_s)
         return BatchRun(
             engine,
-            self._tokenizer,
+            tokenizer,
             self.lines,
             sink,
             rows,
-            batch_options(self.job.loaded, self._columns, shard=self.job.shard),
+            self._options,
             live=self.lines.is_live,
             num_rows=self._num_rows,
             observe=observe,
+            observe_row=self.sample.add if self.job.num_verified else None,
             stop_requested=stop_requested,
         )
+
+    def verify(self, engine: "LLMEngine") -> list[Difference]:
+        """Generate some rows again, each alone. Returns the differences."""
+        return run_again(engine, *self._writer(0), self._options, self.sample)
+
+    @property
+    def _options(self) -> BatchOptions:
+        return batch_options(self.job.loaded, self._columns, shard=self.job.shard)
+
+    def _writer(self, created_s: int) -> tuple[Tokenizer, RowWriter]:
+        assert self._tokenizer is not None, "load_tokenizer comes first"
+        model = self.job.loaded.config.engine.model
+        return self._tokenizer, RowWriter(self._tokenizer, model, run_key(self._fingerprint), created_s, self._columns)
 
 
 def _parquet_rows(job: Job, lines: LineSource, columns: Columns) -> ParquetRows | None:

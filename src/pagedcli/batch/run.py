@@ -54,7 +54,7 @@ class _Row:
     """The state of a line while the engine works on its prompts."""
 
     head: RowHead
-    line_digest: int
+    line: Line
     request_ids: list[str]  # of its prompts
     answers: dict[str, Answer] = field(default_factory=dict)  # by request id
 
@@ -80,8 +80,8 @@ class BatchRun:
     """One pass over an input.
 
     `live`: lines may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if known.
-    `observe` is called with the counters after each step; `stop_requested` is called before each step, and True ends
-    the run once the rows so far are written.
+    `observe` is called with the counters after each step, `observe_row` with each good row. `stop_requested` is called
+    before each step, and True ends the run once the rows so far are written.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class BatchRun:
         live: bool = False,
         num_rows: int | None = None,
         observe: Callable[[BatchStats], None] | None = None,
+        observe_row: Callable[[Line, list[Answer]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
@@ -104,6 +105,7 @@ class BatchRun:
         self._rows = rows
         self._options = options
         self._observe = observe
+        self._observe_row = observe_row
         self._stop_requested = stop_requested
         self._intake = Intake(tokenizer, options, AdmissionLimits.of(engine.plan))
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
@@ -202,8 +204,9 @@ class BatchRun:
     def _start(self, line: Line, request: Prepared) -> None:
         """Submit the prompts of a line to the engine, or write its error row if one of them cannot be served."""
         num_prompts = len(request.prompts)
-        more = [f"{line.index}/{place}" for place in range(1, num_prompts)]
-        row = _Row(request.head, line.digest, [str(line.index), *more])
+        apart = self._options.apart
+        name = str(line.index) if apart is None else apart
+        row = _Row(request.head, line, [name, *(f"{name}/{place}" for place in range(1, num_prompts))])
         for request_id, prompt in zip(row.request_ids, request.prompts, strict=True):
             ids, params = prompt.token_ids, prompt.params
             stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
@@ -257,7 +260,9 @@ class BatchRun:
     def _write_success(self, row: _Row) -> None:
         answers = [row.answers[request_id] for request_id in row.request_ids]
         content = self._rows.encode_success(row.head, answers)
-        self._sink.write(row.head.index, row.line_digest, content, ok=True)
+        self._sink.write(row.head.index, row.line.digest, content, ok=True)
+        if self._observe_row is not None:
+            self._observe_row(row.line, answers)
         self.stats.num_done += 1
         for answer in answers:
             metrics = answer.output.metrics
@@ -271,7 +276,7 @@ class BatchRun:
         for request_id in row.request_ids:
             if self._in_work.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
-        self._write_error(row.head, row.line_digest, error)
+        self._write_error(row.head, row.line.digest, error)
 
     def _write_error(self, head: RowHead, line_digest: int, error: RequestError) -> None:
         self._sink.write(head.index, line_digest, self._rows.encode_error(head, error), ok=False)

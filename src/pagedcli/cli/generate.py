@@ -27,6 +27,7 @@ from pagedcli.cli.run_flags import (
     Shown,
     ShownFormat,
     SummaryJson,
+    Verify,
     Workers,
 )
 from pagedcli.cli.session import parse_shard, run_job
@@ -48,6 +49,7 @@ def generate(
     shard: Shard = "1/1",
     metrics: Metrics = None,
     summary_json: SummaryJson = None,
+    verify: Verify = 0,
     dump_kv: DumpKv = False,
     record: Record = None,
     record_tokens: RecordTokens = False,
@@ -94,6 +96,7 @@ def generate(
         metrics=metrics,
         summary_json=summary_json,
         record=record,
+        num_verified=verify,
     )
     if ray or ray_address is not None:
         raise typer.Exit(_run_on_cluster(job, ray_address, workers, unsupported=dump_kv or kv_events is not None))
@@ -112,8 +115,10 @@ def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported:
 
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
-    if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1):
-        raise UsageError("--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics or --shard")
+    if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1) or job.num_verified:
+        raise UsageError(
+            "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
+        )
     run = job.loaded.config.run
     if run.order != "input" or run.reorder != "none":
         raise UsageError("--ray cannot be combined with --order or --reorder: it groups rows by prefix itself")

@@ -22,6 +22,7 @@ _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
     "merge": "Merge the outputs of all shards of a run.",
+    "verify": "Compare two outputs row by row.",
     "trace": "Generate with a live view of the KV cache.",
     "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
     "replay": "Step through a recorded run.",

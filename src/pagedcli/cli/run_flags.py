@@ -56,6 +56,16 @@ SummaryJson = Annotated[
         "--summary-json", help="Write the run's summary to this file.", panel=_INSPECTION, metavar="FILE.json"
     ),
 ]
+Verify = Annotated[
+    int,
+    typer.Option(
+        "--verify",
+        metavar="N",
+        min=0,
+        help="At the end generate N rows again, each alone, and compare tokens and log-probabilities.",
+        rich_help_panel=_INSPECTION,
+    ),
+]
 DumpKv = Annotated[
     bool,
     _file_option("--dump-kv", help="Print each step's block tables, ref counts and prefix hits.", panel=_INSPECTION),

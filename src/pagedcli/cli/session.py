@@ -55,7 +55,10 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
         metrics.update(result.stats, now=True)
     if job.summary_json is not None:
         write_summary(job.summary_json, result)
-    return _exit_code(job, sink, result)
+    code = _exit_code(job, sink, result)
+    if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
+        return EXIT_FATAL
+    return code
 
 
 def _run(
@@ -75,6 +78,25 @@ def _run(
         except KeyboardInterrupt:
             _say_resumable(sink)
             raise
+
+
+def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:
+    """Generate some rows again, each alone, and say whether they are the same."""
+    num_rows = len(work.sample.rows)
+    if not num_rows:
+        say("verify: this run has generated no row")
+        return False
+    differences = work.verify(engine)
+    for each in differences:
+        where = f"token {each.token}: " if each.token is not None else ""
+        say(f"verify: {each.label} differs ({each.kind}): {where}{each.a!r}, alone {each.b!r}")
+    if differences:
+        say(f"verify: {len(differences):,} of {num_rows:,} rows differ when generated alone")
+        say("hint: docs/reproducibility.md says where equal bits are promised")
+        return True
+    rows = "1 row" if num_rows == 1 else f"{num_rows:,} rows"
+    say(f"verify: {rows} generated again, each alone and without cached blocks: the same bits")
+    return False
 
 
 def _exit_code(job: Job, sink: Sink, result: BatchResult) -> int:

@@ -1,0 +1,232 @@
+"""Compares rows sample by sample: tokens, texts, how they ended, log-probabilities to the last bit.
+
+Used by cli.verify for two files, and by batch.rerun for rows generated again.
+"""
+
+import gzip
+import math
+import zlib
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pagedcli.batch.outputs import open_rows
+from pagedcli.batch.rows import Answer
+from pagedcli.errors import UsageError
+
+Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs"]
+_AROUND = 24  # characters of text on either side of a difference
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What can be compared of one sample; None: unknown."""
+
+    text: str | None
+    token_ids: list[int] | None
+    tokens: list[str] | None  # their texts, from the log-probabilities
+    logprobs: list[list[float]] | None  # per token: its own, then those of the likeliest
+    ending: tuple[Any, Any]  # finish reason, stop reason
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """One row of an output."""
+
+    key: Hashable  # equal in both files
+    label: str  # for people
+    error: str | None  # code
+    num_prompt_tokens: int | None
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two rows."""
+
+    label: str
+    kind: Kind
+    sample: int | None = None
+    token: int | None = None  # 0-based position in the output
+    character: int | None = None  # 0-based position in the text
+    a: str = ""  # what the first has there
+    b: str = ""
+    logprob_delta: float | None = None  # the largest of the row
+
+
+def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> Difference | None:
+    """The first difference; None if there is none. `tolerance`: of log-probabilities."""
+
+    def differ(kind: Kind, first: object, second: object) -> Difference:
+        return Difference(a.label, kind, a=str(first), b=str(second))
+
+    if a.error != b.error:
+        return differ("error", a.error or "no error", b.error or "no error")
+    if a.num_prompt_tokens != b.num_prompt_tokens:
+        return differ("prompt", f"{a.num_prompt_tokens} prompt tokens", f"{b.num_prompt_tokens} prompt tokens")
+    if len(a.samples) != len(b.samples):
+        return differ("samples", f"{len(a.samples)} samples", f"{len(b.samples)} samples")
+    for index, (first, second) in enumerate(zip(a.samples, b.samples, strict=True)):
+        found = _compare_samples(a.label, index if len(a.samples) > 1 else None, first, second, tolerance)
+        if found is not None:
+            return found
+    return None
+
+
+def _compare_samples(label: str, index: int | None, a: Sample, b: Sample, tolerance: float) -> Difference | None:
+    character = None if a.text is None or b.text is None else _parting(a.text, b.text)
+    around = (_around(a.text, character), _around(b.text, character))
+    for first, second in ((a.token_ids, b.token_ids), (a.tokens, b.tokens)):
+        token = None if first is None or second is None else _parting(first, second)
+        if token is not None and first is not None and second is not None:
+            if character is None:
+                around = (_tokens_around(first, token), _tokens_around(second, token))
+            return Difference(label, "tokens", index, token, character, *around)
+    if character is not None:
+        return Difference(label, "text", index, None, character, *around)
+    if a.ending != b.ending:
+        return Difference(label, "ending", index, None, None, _ending(a), _ending(b))
+    if a.logprobs is None or b.logprobs is None:
+        return None
+    deltas = [_largest_delta(first, second) for first, second in zip(a.logprobs, b.logprobs, strict=True)]
+    token = next((place for place, delta in enumerate(deltas) if not delta <= tolerance), None)
+    if token is None:
+        return None
+    around = (repr(a.logprobs[token][0]), repr(b.logprobs[token][0]))
+    return Difference(label, "logprobs", index, token, None, *around, logprob_delta=max(deltas))
+
+
+def _parting(a: Any, b: Any) -> int | None:
+    """The first position where two sequences differ; None if they are equal."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _largest_delta(a: list[float], b: list[float]) -> float:
+    if len(a) != len(b):
+        return math.inf
+    return max((abs(x - y) if x != y else 0.0 for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def _around(text: str | None, place: int | None) -> str:
+    """The text around a character: what both have in common, then |, then where they part."""
+    if text is None or place is None:
+        return ""
+    before = "..." * (place > _AROUND) + text[max(0, place - _AROUND) : place]
+    return f"{before}|{text[place : place + _AROUND]}" + "..." * (len(text) > place + _AROUND)
+
+
+def _tokens_around(tokens: Any, place: int) -> str:
+    shown = [str(token) for token in tokens[max(0, place - 3) : place]], [str(token) for token in tokens[place:][:4]]
+    return f"tokens {' '.join(shown[0])} | {' '.join(shown[1]) or 'end'}"
+
+
+def _ending(sample: Sample) -> str:
+    finish_reason, stop_reason = sample.ending
+    return str(finish_reason) if stop_reason is None else f"{finish_reason} ({stop_reason!r})"
+
+
+# ---------------------------------------------------------------------- rows of files
+
+
+def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> Iterator[ComparedRow]:
+    """The rows of an output. Rows match by id, those without one by their index in the input, or all by their order.
+
+    Raises: UsageError if a line is not a row of generate.
+    """
+    number = 0
+    try:
+        with open_rows(path) as file:
+            for number, line in enumerate(file, 1):
+                yield _read_row(msgspec.json.decode(line), number, answer, by_order)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"line {number} of {path} is not a row of an output: {error}",
+            hint="verify reads JSONL rows of pagedcli generate or merge",
+        ) from error
+    except (OSError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"cannot read {path} after line {number}: {error}") from error
+
+
+def _read_row(row: dict[str, Any], number: int, answer: str, by_order: bool) -> ComparedRow:
+    row_id = row["custom_id"] if "custom_id" in row and "response" in row else row["id"]
+    key: Hashable = ("id", row_id)
+    label = f"id {row_id!r}"
+    if by_order or row_id is None:
+        place = number - 1 if by_order else row.get("index", number - 1)
+        key = ("row", place)
+        label = f"row {place}" if row_id is None else label
+    if row["error"] is not None:
+        return ComparedRow(key, label, str(row["error"]["code"]), None, [])
+    body = (row.get("response") or {}).get("body") or row
+    samples = [_read_sample(sample, answer) for sample in body.get("choices") or body.get("outputs") or [body]]
+    return ComparedRow(key, label, None, body["usage"]["prompt_tokens"], samples)
+
+
+def _read_sample(sample: dict[str, Any], answer: str) -> Sample:
+    logprobs = sample.get("logprobs")
+    tokens = values = None
+    if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # of the completions endpoint
+        tokens = logprobs["tokens"]
+        values = [
+            [own, *top.values()] for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        ]
+    elif logprobs is not None:
+        positions = logprobs["content"] if isinstance(logprobs, dict) else logprobs
+        tokens = [position["token"] for position in positions]
+        values = [[each["logprob"], *(top["logprob"] for top in each["top_logprobs"])] for each in positions]
+    text = sample["message"]["content"] if "message" in sample else sample.get(answer)
+    if text is None and "token_ids" not in sample:
+        raise KeyError(f"no field {answer!r} (see --output-field)")
+    ending = (sample["finish_reason"], sample.get("stop_reason"))
+    return Sample(text, sample.get("token_ids"), tokens, values, ending)
+
+
+def row_of(label: str, answers: list[Answer]) -> ComparedRow:
+    """The same of a row that was just generated."""
+    samples = [
+        Sample(
+            text,
+            sample.token_ids,
+            None,
+            None
+            if sample.logprobs is None
+            else [[each.logprob, *(logprob for _, logprob in each.top)] for each in sample.logprobs],
+            (sample.finish_reason, sample.stop_reason),
+        )
+        for answer in answers
+        for sample, text in zip(answer.output.samples, answer.texts, strict=True)
+    ]
+    return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
+
+
+def pairs(
+    a: Iterable[ComparedRow], b: Iterable[ComparedRow]
+) -> Iterator[tuple[ComparedRow | None, ComparedRow | None]]:
+    """Rows with equal keys; None where the other file has none. Holds only rows whose partner has not come yet."""
+    waiting: tuple[dict[Hashable, deque[ComparedRow]], dict[Hashable, deque[ComparedRow]]] = ({}, {})
+    sources = (iter(a), iter(b))
+    ended = [False, False]
+    while not all(ended):
+        for side in (0, 1):
+            row = next(sources[side], None)
+            if row is None:
+                ended[side] = True
+                continue
+            partners = waiting[1 - side].get(row.key)
+            if not partners:
+                waiting[side].setdefault(row.key, deque()).append(row)
+                continue
+            partner = partners.popleft()
+            if not partners:
+                del waiting[1 - side][row.key]
+            yield (row, partner) if side == 0 else (partner, row)
+    for rows in waiting[0].values():
+        yield from ((row, None) for row in rows)
+    for rows in waiting[1].values():
+        yield from ((None, row) for row in rows)

@@ -1,0 +1,150 @@
+"""`pagedcli verify`: whether two outputs are the same, row by row, and where they part."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagedcli.batch.compare import ComparedRow, Difference, compare, pairs, read_rows
+from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, print_tables
+from pagedcli.errors import UsageError
+
+EXIT_DIFFERENT = 1
+_MAX_SHOWN, _MAX_LISTED = 10, 1000
+_MEANINGS = {
+    "missing": "rows that only one file has",
+    "error": "different errors",
+    "prompt": "different prompts",
+    "samples": "different numbers of samples",
+    "tokens": "different tokens",
+    "text": "different texts",
+    "ending": "ended differently",
+    "logprobs": "equal tokens, different log-probabilities",
+}
+
+
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A.jsonl", help="Output of a run (also .gz).")],
+    b: Annotated[Path, typer.Argument(metavar="B.jsonl", help="Output of another run.")],
+    *,
+    by_order: Annotated[
+        bool, typer.Option("--by-order", help="Compare the n-th rows, instead of those with equal ids.")
+    ] = False,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", metavar="X", min=0, help="Largest difference of two log-probabilities.")
+    ] = 0.0,
+    output_field: Annotated[
+        str, typer.Option("--output-field", metavar="NAME", help="Field of plain rows with the text.")
+    ] = "text",
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Compare two outputs row by row: tokens, texts, endings, and log-probabilities to the last bit.
+
+    Rows match by id; rows without an id by their index in the input. Where a row differs, the position of the first
+    different token is shown with the text on either side of |. Token counts of the prefix cache, ids and times of the
+    run are not compared. Tokens are compared by id where both files have token_ids, otherwise by text.
+
+    \b
+    Examples:
+      pagedcli generate prompts.jsonl -o a.jsonl --output-token-ids --logprobs 3
+      pagedcli generate prompts.jsonl -o b.jsonl --output-token-ids --logprobs 3 --max-num-seqs 1
+      pagedcli verify a.jsonl b.jsonl
+      pagedcli verify cpu.jsonl gpu.jsonl --tolerance 0.01
+
+    Exit codes: 0 all rows are equal, 1 rows differ, 2 a file cannot be compared.
+    """
+    for path in (a, b):
+        if not path.is_file() or path.suffix in (".csv", ".parquet"):
+            raise UsageError(
+                f"cannot compare {path}: this is not a file of JSONL rows",
+                hint="pagedcli merge joins the parts of a run",
+            )
+    found = _Comparison(tolerance)
+    rows = [read_rows(path, answer=output_field, by_order=by_order) for path in (a, b)]
+    for first, second in pairs(*rows):
+        found.add(first, second)
+    print_tables(found.tables(), format_, facts=found.facts())
+    raise typer.Exit(EXIT_DIFFERENT if found.num_different else 0)
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """The counters of a comparison, and its first differences."""
+
+    tolerance: float
+    num_equal: int = 0
+    num_by: dict[str, int] = field(default_factory=dict)  # kind of difference -> rows
+    num_with_ids: int = 0  # rows compared by token ids
+    num_with_logprobs: int = 0
+    largest_delta: float = 0.0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def num_different(self) -> int:
+        return sum(self.num_by.values())
+
+    def add(self, a: ComparedRow | None, b: ComparedRow | None) -> None:
+        if a is None or b is None:
+            only = a or b
+            assert only is not None, "one file has the row"
+            difference: Difference | None = Difference(
+                only.label, "missing", a="missing" if a is None else "present", b="missing" if b is None else "present"
+            )
+        else:
+            difference = compare(a, b, tolerance=self.tolerance)
+            samples = list(zip(a.samples, b.samples, strict=False))
+            self.num_with_ids += any(x.token_ids is not None and y.token_ids is not None for x, y in samples)
+            self.num_with_logprobs += any(x.logprobs is not None and y.logprobs is not None for x, y in samples)
+        if difference is None:
+            self.num_equal += 1
+            return
+        self.num_by[difference.kind] = self.num_by.get(difference.kind, 0) + 1
+        self.largest_delta = max(self.largest_delta, difference.logprob_delta or 0.0)
+        if len(self.differences) < _MAX_LISTED:
+            self.differences.append(difference)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "num_rows": self.num_equal + self.num_different,
+            "num_equal": self.num_equal,
+            "num_different": self.num_different,
+            "num_compared_by_token_ids": self.num_with_ids,
+            "num_compared_with_logprobs": self.num_with_logprobs,
+            "largest_logprob_difference": self.largest_delta,
+        }
+
+    def tables(self) -> list[Table]:
+        rows = [
+            {"what": "rows", "rows": self.num_equal + self.num_different},
+            {"what": "equal", "rows": self.num_equal},
+        ]
+        rows += [{"what": _MEANINGS[kind], "rows": number} for kind, number in sorted(self.num_by.items())]
+        columns = [Column("what", "what"), Column("rows", "rows", count)]
+        tables = [Table("rows", "Rows", columns, rows, self._notes())]
+        return [*tables, _difference_table(self.differences, self.num_different)] if self.differences else tables
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if not self.num_with_ids:
+            notes.append("texts were compared, not token ids: generate --output-token-ids adds these")
+        if not self.num_with_logprobs:
+            notes.append("no log-probabilities were compared: generate --logprobs adds them")
+        elif self.largest_delta:
+            notes.append(f"log-probabilities of equal tokens differ by up to {self.largest_delta:.3g}")
+        return notes
+
+
+def _difference_table(differences: list[Difference], num_different: int) -> Table:
+    columns = [
+        Column("label", "row"),
+        Column("kind", "what differs"),
+        Column("sample", "sample", count),
+        Column("token", "token", count),
+        Column("a", "in A", repr, words=True),
+        Column("b", "in B", repr, words=True),
+    ]
+    rows = [asdict(each) for each in differences]
+    more = num_different - min(_MAX_SHOWN, len(differences))
+    notes = [f"and {more:,} more; --format json lists the first {_MAX_LISTED:,}"] if more else []
+    return Table("differences", "Differences", columns, rows, notes, max_shown=_MAX_SHOWN)

@@ -1,0 +1,208 @@
+"""`pagedcli verify` and `generate --verify`: equal runs have the same bits, and a difference is found where it is."""
+
+import json
+import math
+
+import pytest
+import torch
+from batch_harness import DEFAULTS, Harness
+from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+
+from pagedcli.batch.compare import ComparedRow, compare, pairs, read_rows
+from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.rerun import RowSample, run_again
+from pagedcli.batch.rows import RowWriter
+from pagedcli.engine.core import EngineCore
+
+FULL = (*FAST, "--output-token-ids", "--logprobs", "3", "--temperature", "1", "--dtype", "float32")
+LINES = [
+    {"id": "a", "prompt": "Once upon a time there was a fox. The fox"},
+    {"id": "b", "prompt": "Once upon a time there was a fox. Lily", "n": 2},
+    {"id": "c", "messages": [{"role": "user", "content": "Tell me a story."}]},
+    {"id": "d", "prompt": 5},
+    {"custom_id": "e", "url": "/v1/completions", "body": {"prompt": ["Hello", "Once"], "logprobs": 2}},
+    {"id": "f", "prompt": "Once upon a time there was a fox. The fox", "max_tokens": 30},
+]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """A folder with an input and its output."""
+    folder = tmp_path_factory.mktemp("outputs")
+    write(folder / "in.jsonl", LINES)
+    pagedcli("generate", folder / "in.jsonl", "-o", folder / "out.jsonl", *FULL, expect=3)
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def verify(a, b, *flags, expect):
+    return json.loads(pagedcli("verify", a, b, *flags, "--format", "json", expect=expect).stdout)
+
+
+# ---------------------------------------------------------------------- equal runs
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-num-seqs", "1"),
+        ("--chunked-prefill-size", "3"),
+        ("--no-enable-prefix-caching",),
+        ("--num-gpu-blocks-override", "6"),
+        ("--block-size", "4"),
+        ("--max-num-batched-tokens", "5"),
+        ("--order", "completion"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_alone_chunked_cold_preempted_or_in_another_order_rows_are_the_same_bits(outputs, tmp_path, flags):
+    pagedcli("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, *flags, expect=3)
+    found = verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)
+    assert (found["num_rows"], found["num_equal"], found["num_compared_with_logprobs"]) == (6, 6, 5)
+
+
+def test_any_number_of_threads_gives_the_same_bits(outputs, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if before == 1 else 1)
+    try:
+        pagedcli("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, expect=3)
+    finally:
+        torch.set_num_threads(before)
+    assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)["num_different"] == 0
+
+
+def test_rows_in_another_order_match_by_id_and_not_by_place(outputs, tmp_path):
+    rows = rows_of(outputs / "out.jsonl")
+    other = write(tmp_path / "b.jsonl", rows[::-1])
+    assert verify(outputs / "out.jsonl", other, expect=0)["num_equal"] == 6
+    assert verify(outputs / "out.jsonl", other, "--by-order", expect=1)["num_equal"] == 0
+
+
+# ---------------------------------------------------------------------- differences
+
+
+def changed(outputs, tmp_path, change):
+    rows = rows_of(outputs / "out.jsonl")
+    change(rows)
+    return verify(outputs / "out.jsonl", write(tmp_path / "b.jsonl", rows), expect=1)
+
+
+def test_another_token_is_found_at_its_place_with_both_texts(outputs, tmp_path):
+    def change(rows):
+        rows[5]["token_ids"][4] += 1
+        rows[5]["text"] = rows[5]["text"][:9] + "XY" + rows[5]["text"][11:]
+
+    found = changed(outputs, tmp_path, change)
+    (row,) = found["differences"]
+    assert (row["label"], row["kind"], row["token"], row["character"]) == ("id 'f'", "tokens", 4, 9)
+    text = rows_of(outputs / "out.jsonl")[5]["text"]
+    assert row["a"].startswith(f"{text[:9]}|{text[9:20]}")
+    assert row["b"].startswith(f"{text[:9]}|XY")
+
+
+def test_tokens_that_end_early_part_at_their_end(outputs, tmp_path):
+    (row,) = changed(outputs, tmp_path, lambda rows: rows[1]["outputs"][1]["token_ids"].pop())["differences"]
+    assert (row["sample"], row["token"]) == (1, 3)
+    assert row["b"].endswith("| end")
+
+
+def test_the_last_bit_of_a_logprob_counts_unless_tolerated(outputs, tmp_path):
+    def change(rows):
+        position = rows[0]["logprobs"][2]["top_logprobs"][1]
+        position["logprob"] = math.nextafter(position["logprob"], 0)
+
+    found = changed(outputs, tmp_path, change)
+    (row,) = found["differences"]
+    assert (row["kind"], row["token"]) == ("logprobs", 2)
+    assert 0 < found["largest_logprob_difference"] < 1e-6
+    assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", "--tolerance", "0.001", expect=0)["num_different"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda rows: rows.pop(2), "missing"),
+        (lambda rows: rows.append({**rows[0], "id": "new"}), "missing"),
+        (lambda rows: rows[0].update(finish_reason="stop"), "ending"),
+        (lambda rows: rows[3]["error"].update(code="other"), "error"),
+        (lambda rows: rows[1]["outputs"].pop(), "samples"),
+        (lambda rows: rows[0]["usage"].update(prompt_tokens=1), "prompt"),
+        (lambda rows: rows[4]["response"]["body"]["choices"][1].update(text="x"), "text"),
+    ],
+)
+def test_everything_else_that_differs_is_named(outputs, tmp_path, change, kind):
+    (row,) = changed(outputs, tmp_path, change)["differences"]
+    assert row["kind"] == kind
+
+
+def test_without_token_ids_texts_are_compared_and_the_command_says_so(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(PROMPTS)
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (a, b):
+        pagedcli("generate", prompts, "-o", path, *FAST, "--output-field", "story")
+    said = pagedcli("verify", a, b, "--output-field", "story").stdout
+    assert "texts were compared, not token ids" in said
+    assert "no log-probabilities were compared" in said
+    assert "no field 'text'" in pagedcli("verify", a, b, expect=2).stderr
+
+
+@pytest.mark.parametrize("content", ["no json\n", "5\n", '{"id": 1}\n', '{"prompt": "a"}\n'])
+def test_what_is_no_output_is_refused_with_the_line(outputs, tmp_path, content):
+    (tmp_path / "b.jsonl").write_text((outputs / "out.jsonl").read_text() + content)
+    said = pagedcli("verify", outputs / "out.jsonl", tmp_path / "b.jsonl", expect=2).stderr
+    assert "line 7 of" in said
+    assert "not a file of JSONL rows" in pagedcli("verify", outputs, tmp_path / "b.jsonl", expect=2).stderr
+
+
+def test_every_row_gets_its_partner_or_none_whatever_the_order():
+    a, b = ([ComparedRow(key, str(key), None, 1, []) for key in keys] for keys in ([0, 1, 2, 2, 3], [2, 3, 4, 2, 0]))
+    found = [(x and x.key, y and y.key) for x, y in pairs(a, b)]
+    assert sorted(found, key=str) == sorted([(0, 0), (2, 2), (2, 2), (3, 3), (1, None), (None, 4)], key=str)
+
+
+def test_rows_without_ids_match_by_their_index(tmp_path):
+    rows = [{"index": i, "id": None, "text": str(i), "finish_reason": "stop", "error": None} for i in range(3)]
+    rows = [row | {"usage": {"prompt_tokens": 1}} for row in rows]
+    a, b = write(tmp_path / "a", rows), write(tmp_path / "b", rows[::-1])
+    assert [compare(*pair) for pair in pairs(read_rows(a), read_rows(b))] == [None] * 3
+
+
+# ---------------------------------------------------------------------- generate --verify
+
+
+def test_rows_of_a_crowd_are_the_same_bits_when_generated_again_alone(outputs, tmp_path):
+    run = ("generate", outputs / "in.jsonl", "-o", tmp_path / "b.jsonl", *FULL, "--num-gpu-blocks-override", "6")
+    said = pagedcli(*run, "--verify", "3", expect=3).stderr
+    assert "verify: 3 rows generated again, each alone and without cached blocks: the same bits" in said
+    assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", expect=0)["num_rows"] == 6
+
+
+def test_a_row_that_changes_when_alone_fails_the_run_with_the_place(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text(PROMPTS)
+    add = EngineCore.add_request
+
+    def biased(engine, request_id, ids, params, **options):
+        add(engine, request_id, ids[:-1] if request_id == "again-1" else ids, params, **options)
+
+    monkeypatch.setattr(EngineCore, "add_request", biased)
+    run = ("generate", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", *FAST)
+    said = pagedcli(*run, "--verify", "9", expect=1).stderr
+    assert "verify: row 1 differs (prompt)" in said
+    assert "verify: 1 of 3 rows differ when generated alone" in said
+    assert len(rows_of(tmp_path / "out.jsonl")) == 3, "the rows are kept"
+
+
+def test_rows_generated_again_find_nothing_in_the_cache():
+    harness, sample = Harness(), RowSample(2)
+    prompt = {"prompt": "Once upon a time there was a fox. The fox"}
+    harness.run([prompt, prompt, prompt], run={"observe_row": sample.add})
+    assert any(answers[0].output.num_cached_tokens for _, answers in sample.rows)
+    before = harness.engine.stats.num_cached_tokens
+    rows = RowWriter(harness.tokenizer, "demo", "key", 1)
+    assert run_again(harness.engine, harness.tokenizer, rows, BatchOptions(defaults=DEFAULTS), sample) == []
+    assert harness.engine.stats.num_cached_tokens == before
