@@ -5,7 +5,7 @@ table entries a huge block id.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -133,7 +133,11 @@ def fill_cache(
     backend.write(k, v, k_cache, v_cache, torch.tensor(early, dtype=torch.int32, device=case.device), case.layer)
     new_rows = new_token_rows(lengths)
     new_k, new_v = (x[new_rows] for x in (k, v))
-    batch = make_batch(lengths, table, late, case.device)
+    window = case.layer.window
+    if window is not None:
+        for row, (total, new) in enumerate(lengths):
+            table[row, : max(0, total - new + 1 - window) // size] = GARBAGE_BLOCK
+    batch = replace(make_batch(lengths, table, late, case.device), window=window)
     backend.prepare(batch)
     backend.write(new_k, new_v, k_cache, v_cache, batch.slots, case.layer)
     return k_cache, v_cache, batch

@@ -60,6 +60,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "starcoder2": ("Starcoder2Config", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 256}),
     "gpt2": ("GPT2Config", _MULTI_HEAD),
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),

@@ -44,7 +44,7 @@ class Compiled:
         return [int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", self.ptx)]
 
 
-def kernel_constants(dtype, head_dim, group, block_size, capability):
+def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed=False):
     """Types and constants of a launch as TritonAttention makes it."""
     from pagedcli.attention import triton_paged as paged
 
@@ -60,6 +60,7 @@ def kernel_constants(dtype, head_dim, group, block_size, capability):
         "table_stride": "i32",
         "factor": "fp32",
         "cap": "fp32",
+        "window": "i32",
         "v_scale": "fp32",
     }
     constants = {
@@ -70,5 +71,6 @@ def kernel_constants(dtype, head_dim, group, block_size, capability):
         "BLOCK_D": block_d,
         "UPCAST": False,
         "CAPPED": False,
+        "WINDOWED": windowed,
     }
     return decode, prefill, types, constants

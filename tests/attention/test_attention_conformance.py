@@ -141,6 +141,22 @@ def test_what_a_layer_asks_for_is_computed_or_refused(name, asked, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("window", "shape"), [(2, (16, 2, 2, 64)), (257, (48, 1, 4, 128)), (300, (256, 1, 2, 64))])
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_window_is_read_of_a_long_sequence(name, window, shape, dtype):
+    """Blocks before the window are not in the table any more. Splits and tiles begin where the window does, and a
+    sequence alone still gives the bits of the crowd."""
+    lengths = [(600, 1), (330, 3)] if INTERPRETED else [(1100, 1), (513, 2), (700, 64), (300, 300), (257, 1), (40, 1)]
+    case = make_case(lengths, shape, dtype)
+    case.layer = replace(case.layer, window=window)
+    backend = backend_for(name, case)
+    crowd = run(backend, case)
+    assert worst_error(crowd, case.expected()) < 2 * TOLERANCE[dtype]
+    if backend.capabilities.batch_invariant:
+        assert torch.equal(run(backend, case, only=[1]), crowd[lengths[0][1] :][: lengths[1][1]])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_sequence_alone_and_in_a_crowd_gives_the_same_bits(name, dtype):
     lengths = [(300, 1), (60, 33)] if INTERPRETED else [(300, 1), (90, 33), (600, 2), (40, 40)]

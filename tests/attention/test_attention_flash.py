@@ -6,6 +6,7 @@ exact attention. The kernels themselves are tested by the conformance test, on a
 
 import inspect
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,18 +21,21 @@ RAGGED = [(1, 1), (300, 1), (520, 40), (256, 256), (17, 17)]
 DECODE = [(1, 1), (300, 1), (520, 1)]
 
 
-def paged_attention(q, k_cache, v_cache, *, starts, lengths, table, scale, causal):
+def paged_attention(q, k_cache, v_cache, *, starts, lengths, table, scale, causal, window_size=(-1, -1)):
     """What the packages document: ragged queries, paged keys, the causal mask aligned to the bottom right corner."""
     out = torch.full(q.shape, float("nan"), dtype=q.dtype)
     group = q.shape[1] // k_cache.shape[2]
     for b, total in enumerate(lengths.tolist()):
         start, end = starts[b : b + 2].tolist()
-        pages = table[b, : -(-total // k_cache.shape[1])].long()
-        k, v = (x[pages].flatten(0, 1)[:total].double().repeat_interleave(group, 1) for x in (k_cache, v_cache))
+        size, positions = k_cache.shape[1], torch.arange(total - (end - start), total)[:, None]
+        first = 0 if window_size[0] < 0 else max(0, int(positions[0]) - window_size[0]) // size
+        pages, keys = table[b, first : -(-total // size)].long(), torch.arange(first * size, total)
+        k, v = (x[pages].flatten(0, 1)[: len(keys)].double().repeat_interleave(group, 1) for x in (k_cache, v_cache))
         scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k) * scale
         if causal:
-            hidden = torch.arange(total) > torch.arange(total - (end - start), total)[:, None]
-            scores = scores.masked_fill(hidden, float("-inf"))
+            scores = scores.masked_fill(keys > positions, float("-inf"))
+        if window_size[0] >= 0:
+            scores = scores.masked_fill(keys < positions - window_size[0], float("-inf"))
         out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
     return out
 
@@ -62,8 +66,9 @@ def fake_flash2_varlen(
     assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), lengths.max())
     assert cu_seqlens_k.dtype == block_table.dtype == torch.int32
     return paged_attention(
-        q, k, v, starts=cu_seqlens_q, lengths=lengths, table=block_table, scale=softmax_scale, causal=causal
-    )
+        q, k, v, starts=cu_seqlens_q, lengths=lengths, table=block_table, scale=softmax_scale, causal=causal,
+        window_size=window_size,
+    )  # fmt: skip
 
 
 def fake_flash2_kvcache(
@@ -75,7 +80,7 @@ def fake_flash2_kvcache(
     starts = torch.arange(batch + 1) * new
     out = paged_attention(
         q.flatten(0, 1), k_cache, v_cache, starts=starts, lengths=cache_seqlens, table=block_table,
-        scale=softmax_scale, causal=causal,
+        scale=softmax_scale, causal=causal, window_size=window_size,
     )  # fmt: skip
     return out.unflatten(0, (batch, new))
 
@@ -90,7 +95,7 @@ def fake_flash3_kvcache(
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     return paged_attention(
         q, k_cache, v_cache, starts=cu_seqlens_q, lengths=cache_seqlens, table=page_table,
-        scale=softmax_scale, causal=causal,
+        scale=softmax_scale, causal=causal, window_size=window_size,
     )  # fmt: skip
 
 
@@ -108,6 +113,14 @@ BACKENDS = {
 @pytest.mark.parametrize("name", BACKENDS)
 def test_arguments_taken_as_documented_give_exact_attention(name, num_kv_heads, group, lengths):
     case = Case(lengths, 256, num_kv_heads * group, num_kv_heads, 64, DTYPE)
+    assert worst_error(run(BACKENDS[name](), case), case.expected()) < TOLERANCE[DTYPE]
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["ragged", "decode"])
+@pytest.mark.parametrize("name", ["flash2", "flash3"])
+def test_flash_attends_within_the_window(name, lengths):
+    case = Case(lengths, 256, 2, 2, 64, DTYPE)
+    case.layer = replace(case.layer, window=100)
     assert worst_error(run(BACKENDS[name](), case), case.expected()) < TOLERANCE[DTYPE]
 
 
@@ -135,7 +148,7 @@ def test_old_signatures_are_refused_by_what_they_lack():
     assert varlen.missing_parameters(of_torch_2_11, varlen.NEEDED) == ["block_table", "num_splits"]
     assert varlen.missing_parameters(fake_varlen_attn, varlen.NEEDED) == []
 
-    def of_flash_attn_2_3(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, softmax_scale=None, causal=False):
+    def of_flash_attn_2_3(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None, causal=False, window_size=None):
         raise AssertionError("never called")
 
     old = types.SimpleNamespace(flash_attn_with_kvcache=of_flash_attn_2_3, flash_attn_varlen_func=fake_flash2_varlen)

@@ -33,11 +33,13 @@ SLOW_CASES = [
 ]
 
 
-def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path):
+def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *, windowed=False):
     from pagedcli.attention import triton_kernels as kernels
     from pagedcli.attention import triton_paged as paged
 
-    decode, prefill, types, constants = kernel_constants(dtype, head_dim, group, block_size, capability)
+    decode, prefill, types, constants = kernel_constants(
+        dtype, head_dim, group, block_size, capability, windowed=windowed
+    )
     decode_types = {
         **types,
         **dict.fromkeys(("partial_ptr", "partial_stat_ptr"), "*fp32"),
@@ -71,8 +73,8 @@ def compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path):
     )
 
 
-def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path):
-    decode, prefill = compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path)
+def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path, *, windowed=False):
+    decode, prefill = compile_kernels(dtype, head_dim, group, block_size, capability, tmp_path, windowed=windowed)
     for kernel in (decode, prefill):
         # ptxas spills a few values of some float32 kernels and of heads of 8, which only toys have, although two
         # thirds of the registers are left
@@ -95,6 +97,12 @@ def check_kernels(dtype, head_dim, group, block_size, capability, tmp_path):
 @pytest.mark.parametrize(("dtype", "head_dim", "group", "block_size"), CASES)
 def test_kernels_compile_without_spills(dtype, head_dim, group, block_size, capability, tmp_path):
     check_kernels(dtype, head_dim, group, block_size, capability, tmp_path)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_with_a_window_compile_without_spills(capability, tmp_path):
+    check_kernels(torch.bfloat16, 256, 2, 16, capability, tmp_path, windowed=True)
 
 
 @pytest.mark.slow
@@ -122,15 +130,16 @@ def test_store_and_combine_compile(capability, tmp_path):
     constants = {"G": 8, "S": 16, "D": 128, "BLOCK_G": 8, "BLOCK_D": 128, "FP8": False}
     store = Compiled(kernels.store_kvcache_kernel, types, constants, capability, 4, tmp_path)
     types = {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("first_part_ptr", "cu_q_ptr", "num_tokens_ptr"), "*i32")
-    constants = {"H": 16, "G": 8, "D": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128}
+    types |= dict.fromkeys(("first_part_ptr", "cu_q_ptr", "num_tokens_ptr"), "*i32") | {"window": "i32"}
+    constants = {"H": 16, "G": 8, "D": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128, "WINDOWED": True}
     combine = Compiled(kernels.combine_kernel, types, constants, capability, 4, tmp_path)
     assert store.spilled_bytes == combine.spilled_bytes == 0
     assert re.search(r"st\.global\.v4", store.ptx), "K and V are stored 16 bytes at a time"
 
 
+@pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("totals", [[600, 20, 300], [1], [256, 257], [1, 512, 1, 511, 2000]])
-def test_the_work_list_of_the_device_is_that_of_the_host(totals, monkeypatch):
+def test_the_work_list_of_the_device_is_that_of_the_host(totals, window, monkeypatch):
     """A captured graph makes its list on the device, for any lengths up to max_total."""
     from attention_cases import make_batch
 
@@ -140,22 +149,24 @@ def test_the_work_list_of_the_device_is_that_of_the_host(totals, monkeypatch):
     backend = paged.TritonAttention(AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 64))
     table = torch.zeros(len(totals), 200, dtype=torch.int32)
     batch = make_batch([(total, 1) for total in totals], table, [0] * len(totals), "cpu")
-    batch.max_total = 4096  # what a graph is captured for
+    batch.max_total, batch.window = 4096, window  # what a graph is captured for
+    splits = [range(max(0, total - (window or total)) // paged.SPLIT, -(-total // paged.SPLIT)) for total in totals]
     backend.prepare(batch)
     device = batch.work
     monkeypatch.setattr(paged, "DEVICE_LIST_ITEMS", 0)
     backend.prepare(batch)
     host, num_items = batch.work, batch.work.num_items.item()
-    assert num_items == sum(-(-total // paged.SPLIT) for total in totals)
+    assert num_items == sum(map(len, splits))
     assert device.num_items.item() == num_items
     for work in (device, host):  # each split of a sequence that has several gets a place of its own
-        starts = zip(work.first_part.tolist(), totals, strict=True)
-        places = [first + split for first, total in starts for split in range(-(-total // paged.SPLIT)) if total > 256]
+        starts = zip(work.first_part.tolist(), splits, strict=True)
+        places = [first + place for first, of_seq in starts for place in range(len(of_seq)) if len(of_seq) > 1]
         assert len(set(places)) == len(places)
         assert all(0 <= place < work.num_parts for place in places)
     assert device.item_seq[:num_items].tolist() == host.item_seq[:num_items].tolist()
     assert device.item_split[:num_items].tolist() == host.item_split[:num_items].tolist()
-    assert device.capacity == len(totals) * 16
+    assert device.item_split[:num_items].tolist() == [split for of_seq in splits for split in of_seq]
+    assert device.capacity == len(totals) * {None: 16, 1: 1, 300: 3}[window]
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 80, 128, 240, 256, 272, 512])

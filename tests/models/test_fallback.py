@@ -11,7 +11,7 @@ from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.fallback_refusals import AttentionTrace, refuse_by_config, shortest_window
+from pagedcli.models.fallback_refusals import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
 from pagedcli.models.fallback_spec import read_fallback_spec as read_spec
 from pagedcli.models.loading import load_model
 
@@ -90,12 +90,15 @@ def test_heads_that_differ_from_the_config_are_refused(tmp_path):
     )
 
 
-def test_a_phi3_checkpoint_of_sliding_window_runs_up_to_the_window(tmp_path):
-    path = tiny_model("phi3", tmp_path, sliding_window=96)
-    assert load(path, max_model_len=96).spec.sliding_window == 96
-    error = refusal_of(path, max_model_len=97)
-    assert "see only a window of 96 tokens" in error.message
-    assert "--max-model-len 96" in error.hint
+@pytest.mark.parametrize("sliding_window", [3, 40])
+def test_a_sliding_window_is_exact_through_transformers(sliding_window, tmp_path):
+    path = tiny_model("phi3", tmp_path, sliding_window=sliding_window)
+    model = load(path, max_model_len=128)
+    assert {layer.window for layer in model.attention_layers} == {sliding_window}
+    sequences, num_prompt = ragged_sequences()
+    options = {"num_prompt": num_prompt, "block_size": 4, "chunk": 7}
+    actual = paged_logits(model, ReferenceAttention(), sequences, **options)
+    torch.testing.assert_close(torch.cat(actual), torch.cat(transformers_logits(path, sequences)), atol=1e-4, rtol=0)
 
 
 def test_rope_that_depends_on_the_longest_neighbour_runs_while_it_does_not(tmp_path):
@@ -220,17 +223,22 @@ def test_damaged_incomplete_and_unused_weights_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "window"),
     [
-        ({"sliding_window": 8}, 8),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 8, "use_sliding_window": False}, None),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
-        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, 8),
-        ({"attention_chunk_size": 16, "layer_types": ["chunked_attention"], "sliding_window": 8}, 16),
-        ({}, None),
+        ({"sliding_window": 8}, (8, 8)),
+        ({"sliding_window": None}, ()),
+        ({"sliding_window": 8, "use_sliding_window": False}, ()),
+        ({"sliding_window": 8, "layer_types": ["full_attention"] * 2}, ()),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
+        ({"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 2, "sliding_window": 8}, ()),
+        ({}, ()),
     ],
 )
-def test_shortest_window_counts_only_layers_that_use_it(fields, window):
-    assert shortest_window(SimpleNamespace(**fields)) == window
+def test_only_layers_that_slide_have_a_window(fields, window):
+    assert layer_windows(SimpleNamespace(num_hidden_layers=2, **fields)) == window
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [("chunked_attention", 16), ("full_attention", None)])
+def test_layers_that_attend_within_chunks_limit_the_length(kind, chunk):
+    assert attention_chunk(SimpleNamespace(attention_chunk_size=16, layer_types=[kind])) == chunk
 
 
 def attention_module(layer=0, **attributes):
@@ -253,7 +261,6 @@ def heads(num_heads=2, size=8):
         ({"attention_mask": torch.zeros(3)}, "makes an attention mask of its own"),
         ({"dropout": 0.1}, "drops attention weights at random"),
         ({"is_causal": False}, "attends to later tokens"),
-        ({"sliding_window": 99}, "window of 99 tokens"),
     ],
 )
 def test_a_call_that_no_backend_computes_is_refused(arguments, reason):

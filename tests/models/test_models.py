@@ -8,7 +8,7 @@ from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, cached_model, tiny_mod
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.errors import ConfigError, ModelError
+from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models import cpu_decoder, decoder
 from pagedcli.models.base import DecoderNeeds
@@ -96,16 +96,16 @@ def test_yarn_mscale_and_untruncated_borders_equal_transformers(tmp_path):
     assert_same_logits(actual, transformers_logits(path, sequences))
 
 
-def test_sliding_window_is_exact_up_to_its_length_and_refused_beyond(tmp_path):
+def test_a_window_that_hides_nothing_is_no_window(tmp_path):
     path = tiny_model("mistral", tmp_path, sliding_window=95)
     sequences, num_prompt = ragged_sequences()
     options = {"num_prompt": num_prompt, "block_size": 4, "chunk": None}
     assert max(map(len, sequences)) == 95
-    actual = paged_logits(load(path, max_model_len=95), ReferenceAttention(), sequences, **options)
+    model = load(path, max_model_len=95)
+    assert not model.spec.windows
+    actual = paged_logits(model, ReferenceAttention(), sequences, **options)
     assert_same_logits(actual, transformers_logits(path, sequences))
-    with pytest.raises(ModelError, match="window of 95 tokens") as caught:
-        load(path, max_model_len=96)
-    assert "--max-model-len 95" in caught.value.hint
+    assert load(path, max_model_len=96).spec.windows == (95, 95)
 
 
 def test_compute_logits_takes_any_rows_of_hidden(case):

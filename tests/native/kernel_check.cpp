@@ -89,9 +89,9 @@ template <class T> void check_linear(int64_t dtype, int64_t kind, double toleran
     }
 }
 
-// One sequence of `total` tokens, of which the last `num_new` attend.
+// One sequence of `total` tokens, of which the last `num_new` attend, each to `window` tokens (0: all before it).
 template <class T>
-void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_t total, int32_t num_new, bool int8_cache, double tolerance) {
+void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_t total, int32_t num_new, int64_t window, bool int8_cache, double tolerance) {
     using E = typename T::Elem;
     const int64_t heads = 6, kv_heads = 2, blocks = (total + block_size - 1) / block_size, head_bytes = int8_cache ? head_dim + 4 : head_dim * sizeof(E);
     const Geometry geometry{blocks, block_size, heads, kv_heads, head_dim, int8_cache};
@@ -102,8 +102,9 @@ void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_
     for (int32_t t = 0; t < total; t++) slots[t] = (int32_t)(table[t / block_size] * block_size + t % block_size);
     const int64_t strides[4] = {kv_heads * head_dim, head_dim, kv_heads * head_dim, head_dim};
     paged_write((int)dtype, &geometry, total, 1, k.stored.data(), v.stored.data(), strides, k_cache.data(), v_cache.data(), slots.data());
+    for (int64_t b = 0; window && (b + 1) * block_size <= total - num_new + 1 - window; b++) table[b] = (int32_t)blocks;
     const int32_t cu_q[2] = {0, num_new};
-    StepWork* work = paged_work_new(&geometry, 1, cu_q, &total, table.data(), blocks, 2);
+    StepWork* work = paged_work_new(&geometry, 1, cu_q, &total, table.data(), blocks, window, 2);
     std::vector<E> out(q.stored.size());
     const float scale = 1 / std::sqrt((float)head_dim);
     expect(paged_attend((int)dtype, &geometry, work, q.stored.data(), heads * head_dim, head_dim, k_cache.data(), v_cache.data(), out.data(), scale, 0) == 0, "a block is missing", 0);
@@ -113,13 +114,14 @@ void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_
         for (int64_t h = 0; h < heads; h++) {
             const double* query = &q.exact[(t * heads + h) * head_dim];
             const int64_t head = h / (heads / kv_heads), seen = total - num_new + t + 1;
+            const int64_t first = window ? std::max<int64_t>(0, seen - window) : 0;
             std::vector<double> weights(seen), sum(head_dim);
             double all = 0;
-            for (int64_t i = 0; i < seen; i++) {
+            for (int64_t i = first; i < seen; i++) {
                 for (int64_t d = 0; d < head_dim; d++) weights[i] += query[d] * k.exact[(i * kv_heads + head) * head_dim + d];
                 all += weights[i] = std::exp(weights[i] * scale);
             }
-            for (int64_t i = 0; i < seen; i++)
+            for (int64_t i = first; i < seen; i++)
                 for (int64_t d = 0; d < head_dim; d++) sum[d] += weights[i] / all * v.exact[(i * kv_heads + head) * head_dim + d];
             exact.insert(exact.end(), sum.begin(), sum.end());
         }
@@ -134,9 +136,11 @@ template <class T> void check(int64_t dtype, double tolerance, const char* name)
     check_linear<T>(dtype, INT8, 0.02, "int8 linear");
     check_linear<T>(dtype, INT4, 0.09, "int4 linear");
     for (const auto& [total, num_new] : {std::pair<int32_t, int32_t>{1, 1}, {300, 1}, {37, 37}, {290, 20}}) {
-        check_attention<T>(dtype, 16, 64, total, num_new, false, tolerance);
-        check_attention<T>(dtype, 3, 20, total, num_new, false, tolerance);
-        check_attention<T>(dtype, 16, 64, total, num_new, true, 0.03);
+        for (const int64_t window : {0, 5, 40}) {
+            check_attention<T>(dtype, 16, 64, total, num_new, window, false, tolerance);
+            check_attention<T>(dtype, 3, 20, total, num_new, window, false, tolerance);
+            check_attention<T>(dtype, 16, 64, total, num_new, window, true, 0.03);
+        }
     }
 }
 

@@ -4,7 +4,8 @@ Shape letters, everywhere: T new tokens, B sequences, N blocks, S tokens per blo
 G key/value heads, D head size, L layers, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,8 @@ class PagedBatch:
     The new tokens of sequence b are rows cu_q[b] ... cu_q[b+1]-1 of q and have the positions
     num_tokens[b] - (cu_q[b+1] - cu_q[b]) ... num_tokens[b]-1. Position p of sequence b lives in slot
     block_table[b, p // S] * S + p % S. Entries of block_table past ceil(num_tokens[b] / S) are undefined, and so are
-    cache slots that no sequence owns: a backend must never let them into a result (0 x NaN is NaN).
+    cache slots that no sequence owns: a backend must never let them into a result (0 x NaN is NaN). With a window,
+    entries before the block of the first token that a new token sees are undefined, too.
     """
 
     cu_q: Tensor  # [B+1] int32, 0 first
@@ -34,6 +36,7 @@ class PagedBatch:
     slots: Tensor  # [T] int32, where K and V of each new token go; -1: already there, do not write
     max_new: int  # largest number of new tokens of a sequence, on the host
     max_total: int  # largest num_tokens, on the host
+    window: int | None = None  # AttentionLayer.window of all layers that attend with this batch
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
@@ -79,6 +82,16 @@ class Capabilities:
     fused_store: bool = False  # layers.triton_layers.rotate_and_store fills this cache: [N, G, S, D]
 
 
+def layer_batches(
+    batch: PagedBatch, backend: "AttentionBackend", layers: Sequence[AttentionLayer]
+) -> tuple[PagedBatch, ...]:
+    """For each layer the batch that it attends with, prepared for the backend: one for all layers of a window."""
+    by_window = {window: replace(batch, window=window) for window in {layer.window for layer in layers}}
+    for of_window in by_window.values():
+        backend.prepare(of_window)
+    return tuple(by_window[layer.window] for layer in layers)
+
+
 class AttentionBackend(Protocol):
     """Writes new K and V into the paged cache and attends over it. All backends compute the same function."""
 
@@ -121,6 +134,7 @@ class AttentionBackend(Protocol):
         Shapes:  q [T, H, D]; k_cache, v_cache of kv_shape, dtype and device of q; returns [T, H, D].
         Units:   lengths are in tokens.
         Changes: nothing. K and V of the new tokens must already be in the cache (see write).
+        The window of the layer is that of the batch.
         Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
         """
         ...

@@ -43,6 +43,7 @@ class CpuAttention(AttentionBackend):
     capabilities = Capabilities(
         dtypes=frozenset(DTYPE_CODES),
         kv_dtypes=frozenset({torch.int8}),
+        windows=True,
         soft_cap=True,
         negative_scale=False,
         batch_invariant=True,
@@ -73,6 +74,7 @@ class CpuAttention(AttentionBackend):
             num_tokens.data_ptr(),
             table.data_ptr(),
             table.stride(0),
+            batch.window or 0,
             torch.get_num_threads(),
         )
         batch.work = _StepWork(self._library, address, (cu_q, num_tokens, table))
@@ -136,7 +138,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
     """Declare the C functions named paged_*."""
-    library.paged_work_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int]
+    library.paged_work_new.argtypes = [_pointer, _int64, _pointer, _pointer, _pointer, _int64, _int64, _int]
     library.paged_work_new.restype = _pointer
     library.paged_work_free.argtypes = [_pointer]
     library.paged_work_free.restype = None

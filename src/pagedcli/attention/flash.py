@@ -14,18 +14,17 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.varlen import FLASH_CAPABILITIES, check_flash_device, cumulative_lengths, missing_parameters
 from pagedcli.errors import BackendError
 
-NEEDED_3 = frozenset({"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal"})
-NEEDED_2 = frozenset({"cache_seqlens", "block_table", "softmax_scale", "causal"})
-NEEDED_2_VARLEN = frozenset(
-    {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "softmax_scale", "causal"}
-)
+NEEDED = frozenset({"softmax_scale", "causal", "window_size"})
+NEEDED_3 = NEEDED | {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"}
+NEEDED_2 = NEEDED | {"cache_seqlens", "block_table"}
+NEEDED_2_VARLEN = NEEDED | {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table"}
 
 
 class Flash3Attention(ReferenceAttention):
     """FlashAttention-3. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
 
     name = "flash"
-    capabilities = FLASH_CAPABILITIES
+    capabilities = replace(FLASH_CAPABILITIES, windows=True)
 
     def __init__(self, with_kvcache: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
@@ -41,6 +40,7 @@ class Flash3Attention(ReferenceAttention):
             max_seqlen_q=batch.max_new,
             softmax_scale=layer.scale,
             causal=True,
+            window_size=_window_size(layer),
         )
         return out
 
@@ -49,7 +49,7 @@ class Flash2Attention(ReferenceAttention):
     """FlashAttention-2. K and V cache, and the writing of it, are the reference's: [N, S, G, D]."""
 
     name = "flash"
-    capabilities = replace(FLASH_CAPABILITIES, block_size_multiple=256)
+    capabilities = replace(FLASH_CAPABILITIES, block_size_multiple=256, windows=True)
 
     def __init__(self, with_kvcache: Callable[..., Any], varlen: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
@@ -69,6 +69,7 @@ class Flash2Attention(ReferenceAttention):
                 block_table=batch.block_table,
                 softmax_scale=layer.scale,
                 causal=True,
+                window_size=_window_size(layer),
             )
             return out.squeeze(1)
         if batch.work is None:
@@ -83,9 +84,15 @@ class Flash2Attention(ReferenceAttention):
             max_seqlen_k=batch.max_total,
             softmax_scale=layer.scale,
             causal=True,
+            window_size=_window_size(layer),
             block_table=batch.block_table,
         )
         return ragged
+
+
+def _window_size(layer: AttentionLayer) -> tuple[int, int]:
+    """How many tokens before and after its own a query sees; -1: all. What is after it is left to `causal`."""
+    return (-1, -1) if layer.window is None else (layer.window - 1, 0)
 
 
 def flash3_backend(interface: Any) -> Flash3Attention:

@@ -37,14 +37,15 @@ class ReferenceAttention(AttentionBackend):
             start, end = batch.cu_q[b : b + 2].tolist()
             if start == end:
                 continue
-            blocks = batch.block_table[b, : -(-total // block_size)].long()
-            k = k_cache[blocks].flatten(0, 1)[:total].float().repeat_interleave(group, dim=1)
-            v = v_cache[blocks].flatten(0, 1)[:total].float().repeat_interleave(group, dim=1)
+            first_block = 0 if layer.window is None else max(0, total - (end - start) + 1 - layer.window) // block_size
+            blocks = batch.block_table[b, first_block : -(-total // block_size)].long()
+            positions = torch.arange(first_block * block_size, total, device=q.device)
+            k = k_cache[blocks].flatten(0, 1)[: len(positions)].float().repeat_interleave(group, dim=1)
+            v = v_cache[blocks].flatten(0, 1)[: len(positions)].float().repeat_interleave(group, dim=1)
             scores = torch.einsum("thd,khd->htk", q[start:end].float(), k) * layer.scale
             if layer.soft_cap is not None:
                 scores = (scores / layer.soft_cap).tanh() * layer.soft_cap
-            positions = torch.arange(total, device=q.device)
-            last_seen = positions[total - (end - start) :, None]
+            last_seen = positions[start - end :, None]
             hidden = positions > last_seen
             if layer.window is not None:
                 hidden |= positions <= last_seen - layer.window

@@ -37,13 +37,17 @@ class _Chunk:
     first_row: int  # of q
     num_new: int
     total: int  # tokens up to the last new one
+    first_page: int  # of those that it sees
+    num_gathered: int  # tokens from that page on
 
 
 class SdpaAttention(AttentionBackend):
     """Torch's scaled_dot_product_attention over gathered pages. K and V cache: [N, G, S, D]."""
 
     name = "sdpa"
-    capabilities = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}))
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), windows=True
+    )
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._block_size = spec.block_size
@@ -90,38 +94,47 @@ class SdpaAttention(AttentionBackend):
         starts = batch.cu_q_host or batch.cu_q.tolist()
         totals = batch.num_tokens_host or batch.num_tokens.tolist()
         chunks = [
-            _Chunk(seq, row, min(CHUNK, end - row), total - max(0, end - row - CHUNK))
+            self._chunk(seq, row, min(CHUNK, end - row), total - max(0, end - row - CHUNK), batch.window)
             for seq, ((start, end), total) in enumerate(zip(itertools.pairwise(starts), totals, strict=True))
             for row in range(start, end, CHUNK)
         ]
         calls: list[list[_Chunk]] = []
-        for chunk in sorted(chunks, key=lambda chunk: (chunk.num_new, chunk.total)):
+        for chunk in sorted(chunks, key=lambda chunk: (chunk.num_new, chunk.num_gathered)):
             if calls:
                 call, first = calls[-1], calls[-1][0]
-                similar = first.num_new == chunk.num_new and chunk.total <= 1.25 * first.total + 16
-                if similar and (len(call) + 1) * chunk.total <= self._max_gathered:
+                similar = first.num_new == chunk.num_new and chunk.num_gathered <= 1.25 * first.num_gathered + 16
+                if similar and (len(call) + 1) * chunk.num_gathered <= self._max_gathered:
                     call.append(chunk)
                     continue
             calls.append([chunk])
         return calls
 
+    def _chunk(self, seq: int, first_row: int, num_new: int, total: int, window: int | None) -> _Chunk:
+        first_page = 0 if window is None else max(0, total - num_new + 1 - window) // self._block_size
+        return _Chunk(seq, first_row, num_new, total, first_page, total - first_page * self._block_size)
+
     def _group(self, batch: PagedBatch, chunks: list[_Chunk]) -> _Group:
         device, size, m = batch.block_table.device, self._block_size, chunks[0].num_new
-        num_pages, shortest = -(-chunks[-1].total // size), chunks[0].total
-        seqs, first_rows, lengths = (
+        num_pages, shortest = -(-chunks[-1].num_gathered // size), chunks[0].num_gathered
+        seqs, first_rows, first_pages, lengths = (
             torch.tensor([getattr(chunk, name) for chunk in chunks], device=device)
-            for name in ("seq", "first_row", "total")
+            for name in ("seq", "first_row", "first_page", "num_gathered")
         )
-        totals = lengths[:, None]  # [n, 1]
+        totals = lengths[:, None]  # [n, 1]; this and the positions below count from the first gathered token
         keys = torch.arange(num_pages * size, device=device)
-        owned_pages = torch.arange(num_pages, device=device) * size < totals
-        blocks = batch.block_table[seqs, :num_pages].long().where(owned_pages, 0)
+        pages = torch.arange(num_pages, device=device)
+        owned_pages = pages * size < totals
+        blocks = batch.block_table[seqs[:, None], (first_pages[:, None] + pages).where(owned_pages, 0)]
+        blocks = blocks.long().where(owned_pages, 0)
         heads = torch.arange(self._num_kv_heads, device=device)[:, None]
-        last_seen = totals - m + torch.arange(m, device=device)  # [n, m]
+        last_seen = (totals - m + torch.arange(m, device=device))[:, :, None]  # [n, m, 1]
+        mask = keys <= last_seen
+        if batch.window is not None:
+            mask &= keys > last_seen - batch.window
         return _Group(
             rows=(first_rows[:, None] + torch.arange(m, device=device)).flatten(),
             pages=(blocks[:, None] * self._num_kv_heads + heads).flatten(),
-            mask=(keys <= last_seen[:, :, None])[:, None],
+            mask=mask[:, None],
             shortest=shortest,
             unowned=(keys[shortest:] >= totals)[:, None, :, None],
         )

@@ -67,6 +67,12 @@ def _capped(scores, cap):
 
 
 @triton.jit
+def _first_seen(position, window, WINDOWED: tl.constexpr):
+    """The first token that a token at `position` sees."""
+    return tl.maximum(position + 1 - window, 0) if WINDOWED else 0
+
+
+@triton.jit
 def _dot(a, b, UPCAST: tl.constexpr):
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -92,6 +98,7 @@ def decode_kernel(
     table_stride,
     factor,  # scale * log2(e), and the scale of K in an fp8 cache
     cap,  # soft cap * log2(e), if CAPPED
+    window,  # tokens that a query sees, if WINDOWED
     v_scale,  # of an fp8 cache, else 1
     H: tl.constexpr,
     G: tl.constexpr,
@@ -105,6 +112,7 @@ def decode_kernel(
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once per group."""
     GROUP: tl.constexpr = H // G
@@ -122,10 +130,15 @@ def decode_kernel(
         first_row = tl.load(cu_q_ptr + seq)
         num_new = tl.load(cu_q_ptr + seq + 1) - first_row
         total = tl.load(num_tokens_ptr + seq)
+        first_seen = _first_seen(total - num_new, window, WINDOWED)
+        first_split = first_seen // SPLIT
         # Look up the split's pages before the loop: inside it they would stall the loads of K and V.
         first_page = split_start // S
         page = first_page + tl.arange(0, PAGES)
-        page_ids = tl.load(table_ptr + seq.to(tl.int64) * table_stride + page, mask=page * S < total, other=0)
+        page_mask = page * S < total
+        if WINDOWED:
+            page_mask &= (page + 1) * S > first_seen
+        page_ids = tl.load(table_ptr + seq.to(tl.int64) * table_stride + page, mask=page_mask, other=0)
 
         q_rows = (first_row + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * D
         live = (row // GROUP < num_new)[:, None] & in_head[None, :]
@@ -143,6 +156,8 @@ def decode_kernel(
                 block = tl.gather(page_ids, token // S - first_page, 0)
             offset = ((block.to(tl.int64) * G + head) * S + token % S) * D
             owned = token < total
+            if WINDOWED:
+                owned &= token >= first_seen
             k = tl.load(
                 k_cache_ptr + offset[None, :] + dims[:, None], mask=owned[None, :] & in_head[:, None], other=0.0
             )
@@ -150,6 +165,8 @@ def decode_kernel(
             if CAPPED:
                 scores = _capped(scores, cap)
             scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+            if WINDOWED:
+                scores = tl.where(token[None, :] > position[:, None] - window, scores, float("-inf"))
             weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
             v = tl.load(
                 v_cache_ptr + offset[:, None] + dims[None, :], mask=owned[:, None] & in_head[None, :], other=0.0
@@ -158,12 +175,13 @@ def decode_kernel(
         acc *= v_scale
 
         heads = head * GROUP + row % GROUP
-        if total <= SPLIT:
+        if total <= (first_split + 1) * SPLIT:
             out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * D
             result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_rows[:, None] + dims[None, :], result, mask=live)
         else:
-            part = tl.load(first_part_ptr + seq).to(tl.int64) * H + (split * G + head) * num_new * GROUP + row
+            place = ((split - first_split) * G + head) * num_new * GROUP
+            part = tl.load(first_part_ptr + seq).to(tl.int64) * H + place + row
             tl.store(partial_ptr + part[:, None] * D + dims[None, :], acc, mask=live)
             tl.store(partial_stat_ptr + part * 2, top, mask=row // GROUP < num_new)
             tl.store(partial_stat_ptr + part * 2 + 1, weight_sum, mask=row // GROUP < num_new)
@@ -178,35 +196,41 @@ def combine_kernel(
     first_part_ptr,  # [B], -1 for a sequence that the decode kernel does not serve
     cu_q_ptr,
     num_tokens_ptr,
+    window,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """One program per (sequence, head): combines the sequence's splits in order."""
     GROUP: tl.constexpr = H // G
     seq, head = tl.program_id(0), tl.program_id(1)
     first_part = tl.load(first_part_ptr + seq).to(tl.int64)
     total = tl.load(num_tokens_ptr + seq)
-    if (first_part >= 0) & (total > SPLIT):
+    first_row = tl.load(cu_q_ptr + seq)
+    num_new = tl.load(cu_q_ptr + seq + 1) - first_row
+    first_split = _first_seen(total - num_new, window, WINDOWED) // SPLIT
+    if (first_part >= 0) & (total > (first_split + 1) * SPLIT):
         row = tl.arange(0, ROWS)
         dims = tl.arange(0, BLOCK_D)
-        first_row = tl.load(cu_q_ptr + seq)
-        num_new = tl.load(cu_q_ptr + seq + 1) - first_row
         live_row = row // GROUP < num_new
         live = live_row[:, None] & (dims < D)[None, :]
         top = tl.full([ROWS], float("-inf"), tl.float32)
         weight_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for split in tl.range(0, (total + SPLIT - 1) // SPLIT):
+        for split in tl.range(0, (total + SPLIT - 1) // SPLIT - first_split):
             part = first_part * H + (split * G + head) * num_new * GROUP + row
             part_top = tl.load(partial_stat_ptr + part * 2, mask=live_row, other=0.0)
             part_sum = tl.load(partial_stat_ptr + part * 2 + 1, mask=live_row, other=1.0)
             values = tl.load(partial_ptr + part[:, None] * D + dims[None, :], mask=live, other=0.0)
-            new_top = tl.maximum(top, part_top)  # finite from split 0 on: every row sees token 0
-            old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+            new_top = tl.maximum(top, part_top)
+            base = new_top  # without a window finite from split 0 on: every row sees token 0
+            if WINDOWED:
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            old, new = tl.exp2(top - base), tl.exp2(part_top - base)
             acc = acc * old[:, None] + values * new[:, None]
             weight_sum = weight_sum * old + part_sum * new
             top = new_top
@@ -224,9 +248,11 @@ def _prefill_tile(
     start,
     head,
     position,
+    first_seen,
     total,
     factor,
     cap,
+    window,
     top,
     weight_sum,
     acc,
@@ -238,20 +264,23 @@ def _prefill_tile(
     MASK: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """One tile of keys for one tile of queries. Without MASK every row sees every key of it."""
     token = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < D
+    owned = token < total
+    if WINDOWED:
+        owned &= token >= first_seen
     if S % BLOCK_N == 0:
         block = tl.load(table_row + start // S).to(tl.int64)
     elif MASK:
-        block = tl.load(table_row + token // S, mask=token < total, other=0).to(tl.int64)
+        block = tl.load(table_row + token // S, mask=owned, other=0).to(tl.int64)
     else:
         block = tl.load(table_row + token // S).to(tl.int64)
     offset = ((block * G + head) * S + token % S) * D
     k_at, v_at = offset[None, :] + dims[:, None], offset[:, None] + dims[None, :]
-    owned = token < total
     if MASK:
         k = tl.load(k_cache_ptr + k_at, mask=owned[None, :] & in_head[:, None], other=0.0)
     elif D == BLOCK_D:
@@ -263,6 +292,8 @@ def _prefill_tile(
         scores = _capped(scores, cap)
     if MASK:
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOWED:
+            scores = tl.where(token[None, :] > position[:, None] - window, scores, float("-inf"))
     weights, shrink, top, weight_sum = _softmax_step(scores, top, weight_sum)
     if MASK:
         v = tl.load(v_cache_ptr + v_at, mask=owned[:, None] & in_head[None, :], other=0.0)
@@ -289,6 +320,7 @@ def prefill_kernel(
     table_stride,
     factor,
     cap,
+    window,
     v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -301,6 +333,7 @@ def prefill_kernel(
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """One program per (tile of TOKENS new tokens, key/value head); rows are tokens x the heads of the group."""
     GROUP: tl.constexpr = H // G
@@ -327,15 +360,25 @@ def prefill_kernel(
     first_position = total - num_new + first_new
     all_see = (first_position + 1) // BLOCK_N * BLOCK_N
     end = tl.minimum(first_position + TOKENS, total)
-    for start in tl.range(0, all_see, BLOCK_N, num_stages=STAGES):
+    first_seen = _first_seen(first_position, window, WINDOWED)
+    in_all_windows = 0
+    if WINDOWED:
+        first_of_last = _first_seen(end - 1, window, WINDOWED)
+        in_all_windows = tl.minimum((first_of_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N, all_see)
+        for start in tl.range(first_seen // BLOCK_N * BLOCK_N, in_all_windows, BLOCK_N, num_stages=STAGES):
+            top, weight_sum, acc = _prefill_tile(
+                q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
+                top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED, WINDOWED,
+            )  # fmt: skip
+    for start in tl.range(in_all_windows, all_see, BLOCK_N, num_stages=STAGES):
         top, weight_sum, acc = _prefill_tile(
-            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, cap, top, weight_sum, acc,
-            G, S, D, BLOCK_N, BLOCK_D, False, UPCAST, CAPPED,
+            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
+            top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, False, UPCAST, CAPPED, WINDOWED,
         )  # fmt: skip
     for start in tl.range(all_see, end, BLOCK_N, num_stages=STAGES):
         top, weight_sum, acc = _prefill_tile(
-            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, total, factor, cap, top, weight_sum, acc,
-            G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED,
+            q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
+            top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED, WINDOWED,
         )  # fmt: skip
     result = (acc * v_scale / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + ((q_rows * H + heads) * D)[:, None] + dims[None, :], result, mask=live)

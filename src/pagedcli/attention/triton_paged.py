@@ -71,6 +71,7 @@ class TritonAttention(AttentionBackend):
         block_size_multiple=16,
         max_head_dim=256,
         max_group=64,
+        windows=True,
         soft_cap=True,
         batch_invariant=True,
         graph_safe=True,
@@ -97,18 +98,20 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: PagedBatch) -> None:
         num_seqs = batch.num_tokens.shape[0]
-        most_items = num_seqs * -(-batch.max_total // SPLIT)
+        most_items = num_seqs * most_splits(batch.max_total, batch.window)
         if batch.max_new == 1 and batch.slots.shape[0] == num_seqs and most_items <= DEVICE_LIST_ITEMS:
-            batch.work = decode_work(batch.num_tokens, batch.max_total)
+            batch.work = decode_work(batch.num_tokens, batch.max_total, batch.window)
             return
         starts = np.asarray(batch.cu_q_host or batch.cu_q.tolist())
         totals = np.asarray(batch.num_tokens_host or batch.num_tokens.tolist())
         num_new = np.diff(starts)
         decodes = (num_new > 0) & (num_new * self._group <= self._rows)
-        splits = np.where(decodes, -(-totals // SPLIT), 0)
+        first_seen = np.zeros_like(totals) if batch.window is None else totals - num_new + 1 - batch.window
+        first_split = np.maximum(first_seen, 0) // SPLIT
+        splits = np.where(decodes, -(-totals // SPLIT) - first_split, 0)
         num_items = int(splits.sum())
         item_seq = np.repeat(np.arange(num_seqs), splits)
-        item_split = np.arange(num_items) - (np.cumsum(splits) - splits)[item_seq]
+        item_split = np.arange(num_items) - (np.cumsum(splits) - splits - first_split)[item_seq]
         parts = np.where(splits > 1, splits * num_new, 0)
         first_part = np.where(decodes, np.cumsum(parts) - parts, -1)
         lists = np.concatenate(([num_items], first_part, item_seq, item_split))
@@ -160,12 +163,23 @@ class TritonAttention(AttentionBackend):
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        factor, cap = layer.scale * LOG2E * layer.k_scale, (layer.soft_cap or 0.0) * LOG2E
         if batch.work.has_decode:
-            self._run_decode(q, k_cache, v_cache, out, batch, factor, cap, layer.v_scale)
+            self._run_decode(q, k_cache, v_cache, out, batch, layer)
         if batch.work.prefill_items is not None:
-            self._run_prefill(q, k_cache, v_cache, out, batch, factor, cap, layer.v_scale)
+            self._run_prefill(q, k_cache, v_cache, out, batch, layer)
         return out
+
+    def _of_layer(self, layer: AttentionLayer) -> dict[str, Any]:
+        """What both kernels need to know of a layer."""
+        return {
+            "factor": layer.scale * LOG2E * layer.k_scale,
+            "cap": (layer.soft_cap or 0.0) * LOG2E,
+            "window": layer.window or 0,
+            "v_scale": layer.v_scale,
+            "UPCAST": self._upcast,
+            "CAPPED": layer.soft_cap is not None,
+            "WINDOWED": layer.window is not None,
+        }
 
     def _run_decode(
         self,
@@ -174,9 +188,7 @@ class TritonAttention(AttentionBackend):
         v_cache: Tensor,
         out: Tensor,
         batch: PagedBatch,
-        factor: float,
-        cap: float,
-        v_scale: float,
+        layer: AttentionLayer,
     ) -> None:
         spec, work = self._spec, batch.work
         partial, partial_stat = self._partial_buffers(work.num_parts)
@@ -197,9 +209,7 @@ class TritonAttention(AttentionBackend):
             batch.block_table,
             q.stride(0),
             batch.block_table.stride(0),
-            factor,
-            cap,
-            v_scale,
+            **self._of_layer(layer),
             **shape,
             S=spec.block_size,
             ROWS=self._rows,
@@ -207,8 +217,6 @@ class TritonAttention(AttentionBackend):
             PAGES=pages_per_split(spec.block_size),
             BLOCK_N=self._decode.block_n,
             STAGES=self._decode.num_stages,
-            UPCAST=self._upcast,
-            CAPPED=cap != 0,
             num_warps=self._decode.num_warps,
         )
         if batch.max_total > SPLIT:
@@ -219,9 +227,11 @@ class TritonAttention(AttentionBackend):
                 work.first_part,
                 batch.cu_q,
                 batch.num_tokens,
+                layer.window or 0,
                 **shape,
                 ROWS=self._rows,
                 SPLIT=SPLIT,
+                WINDOWED=layer.window is not None,
                 num_warps=4,
             )
 
@@ -232,9 +242,7 @@ class TritonAttention(AttentionBackend):
         v_cache: Tensor,
         out: Tensor,
         batch: PagedBatch,
-        factor: float,
-        cap: float,
-        v_scale: float,
+        layer: AttentionLayer,
     ) -> None:
         spec, items = self._spec, batch.work.prefill_items
         kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
@@ -249,9 +257,7 @@ class TritonAttention(AttentionBackend):
             batch.block_table,
             q.stride(0),
             batch.block_table.stride(0),
-            factor,
-            cap,
-            v_scale,
+            **self._of_layer(layer),
             H=spec.num_heads,
             G=spec.num_kv_heads,
             S=spec.block_size,
@@ -261,8 +267,6 @@ class TritonAttention(AttentionBackend):
             BLOCK_N=self._prefill.block_n,
             BLOCK_D=self._block_d,
             STAGES=self._prefill.num_stages,
-            UPCAST=self._upcast,
-            CAPPED=cap != 0,
             num_warps=self._prefill.num_warps,
         )
 
@@ -285,20 +289,30 @@ class TritonAttention(AttentionBackend):
         return self._partials
 
 
-def decode_work(num_tokens: Tensor, max_total: int) -> _StepWork:
+def most_splits(max_total: int, window: int | None) -> int:
+    """Most splits of which a token of a sequence of up to max_total tokens sees something."""
+    splits = -(-max_total // SPLIT)
+    return splits if window is None else min(splits, (window - 2) // SPLIT + 2)
+
+
+def decode_work(num_tokens: Tensor, max_total: int, window: int | None = None) -> _StepWork:
     """The work list of a step of one new token per sequence, built on the device: the host does not wait, and a
     captured graph builds each step's list itself.
 
     Shapes:  num_tokens [B] int32; max_total bounds it, and so the number of items.
     """
     num_seqs = num_tokens.shape[0]
-    capacity = num_seqs * -(-max_total // SPLIT)
+    capacity = num_seqs * most_splits(max_total, window)
     splits = (num_tokens + (SPLIT - 1)) // SPLIT
+    first_split = None if window is None else (num_tokens - window).clamp_(min=0) // SPLIT
+    if first_split is not None:
+        splits -= first_split
     ends = splits.cumsum(0, dtype=torch.int32)
     first_item = ends - splits  # and its first part
     item = torch.arange(capacity, dtype=torch.int32, device=num_tokens.device)
     item_seq = torch.searchsorted(ends, item, right=True, out_int32=True).clamp_(max=num_seqs - 1)
-    buffer = torch.cat((ends[-1:], first_item, item_seq, item - first_item[item_seq]))
+    before = first_item if first_split is None else first_item - first_split
+    buffer = torch.cat((ends[-1:], first_item, item_seq, item - before[item_seq]))
     return _StepWork(capacity, buffer, num_seqs, num_parts=capacity if max_total > SPLIT else 0, has_decode=True)
 
 

@@ -72,6 +72,9 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
 
     Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
+    max_model_len = resolve_max_model_len(config, spec)
+    check_length(spec, max_model_len)
+    spec = spec.within(max_model_len)
     own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
     device = rank_device(config, machine, rank)
     gpu = machine.gpus[device.index] if device.type == "cuda" else None
@@ -97,8 +100,6 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     stored = weight_format(config.quantization, spec)
     needs = DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size)
     decoder = choose_decoder(needs)
-    max_model_len = resolve_max_model_len(config, spec)
-    check_length(spec, max_model_len)
     available = machine.available_bytes if gpu is None else gpu.free_bytes
     _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
     native = has_cpu_kernels(spec, choice.kind)

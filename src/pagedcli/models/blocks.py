@@ -23,7 +23,7 @@ class Step:
     """The arguments of one forward that the layers share."""
 
     positions: Tensor  # [T] int64
-    batch: PagedBatch
+    batches: tuple[PagedBatch, ...]  # of each layer
     k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
     v_caches: tuple[Tensor, ...]
     attention_layers: tuple[AttentionLayer, ...]
@@ -80,17 +80,14 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache."""
-        k_cache, v_cache, layer = (
-            step.k_caches[self.index],
-            step.v_caches[self.index],
-            step.attention_layers[self.index],
-        )
+        parts = (step.batches, step.k_caches, step.v_caches, step.attention_layers)
+        batch, k_cache, v_cache, layer = (part[self.index] for part in parts)
         if self.fused_store:
-            q = self._rotate_and_store(self.qkv(x), step, k_cache, v_cache, layer)
+            q = self._rotate_and_store(self.qkv(x), step, batch.slots, k_cache, v_cache, layer)
         else:
             q, k, v = self._heads(self.qkv(x), step)
-            self.backend.write(k, v, k_cache, v_cache, step.batch.slots, layer)
-        return self.out(self.backend.attend(q, k_cache, v_cache, step.batch, layer).flatten(1))
+            self.backend.write(k, v, k_cache, v_cache, batch.slots, layer)
+        return self.out(self.backend.attend(q, k_cache, v_cache, batch, layer).flatten(1))
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         if self.wide_norm is not None:
@@ -103,7 +100,7 @@ class Attention:
         return split_heads(qkv, *sizes, norm=self.norm, angles=angles)
 
     def _rotate_and_store(
-        self, qkv: Tensor, step: Step, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer
+        self, qkv: Tensor, step: Step, slots: Tensor, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer
     ) -> Tensor:
         q: Tensor = fused_layers().rotate_and_store(
             qkv,
@@ -112,7 +109,7 @@ class Attention:
             norm=self.norm,
             table=self.table,
             positions=step.positions,
-            slots=step.batch.slots,
+            slots=slots,
             k_cache=k_cache,
             v_cache=v_cache,
             kv_scales=(layer.k_scale, layer.v_scale),

@@ -8,7 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.base import PagedBatch, layer_batches
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
@@ -80,7 +80,7 @@ class CpuDecoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward. The last layer computes only the rows in batch.logits_rows."""
         backend, rows = self._backend, batch.logits_rows
-        backend.prepare(batch)
+        batch = layer_batches(batch, backend, self.attention_layers)[0]
         k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
         backend.check_cache(k_cache, v_cache)
         embedding = self._embedding
@@ -152,6 +152,8 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return f"has no {spec.architecture}"
     if others := [name for name, plain in _PLAIN.items() if getattr(spec, name) != plain]:
         return f"computes a plain decoder layer, without {', '.join(others)}"
+    if len(set(spec.windows)) > 1:
+        return "has one window for all layers"
     if not backend.capabilities.native_step:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if spec.rope is not None and spec.rope.partial != 1:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import ModelError
-from pagedcli.models.refusals import length_refusal, window_refusal
+from pagedcli.models.refusals import length_refusal
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
@@ -45,13 +45,19 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
         raise refusal(architecture, "does not specify max_position_embeddings")
 
 
-def shortest_window(text: Any) -> int | None:
-    """The smallest window or chunk in tokens within which some layer attends. None: every layer sees everything."""
+def layer_windows(text: Any) -> tuple[int | None, ...]:
+    """The window of each layer in tokens; empty when none has one. AttentionTrace.confirm holds the model to it."""
+    window, unused = getattr(text, "sliding_window", None), getattr(text, "use_sliding_window", None) is False
+    layer_types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    slides = [bool(window) and not unused and kind == "sliding_attention" for kind in layer_types]
+    return tuple(window if each else None for each in slides) if any(slides) else ()
+
+
+def attention_chunk(text: Any) -> int | None:
+    """The chunk in tokens within which some layer attends; None: there is no such layer."""
+    chunk: int | None = getattr(text, "attention_chunk_size", None)
     layer_types = getattr(text, "layer_types", None)
-    windows = {"chunked_attention": getattr(text, "attention_chunk_size", None)}
-    if getattr(text, "use_sliding_window", None) is not False:
-        windows["sliding_attention"] = getattr(text, "sliding_window", None)
-    return min((size for kind, size in windows.items() if size and kind in (layer_types or windows)), default=None)
+    return chunk if layer_types is None or "chunked_attention" in layer_types else None
 
 
 def refuse_length(text: Any, spec: ModelSpec, max_model_len: int) -> None:
@@ -90,7 +96,10 @@ class AttentionTrace:
             raise refusal(self._architecture, "does not number its attention layers, or attends twice in one")
         self._heads[layer] = (q.shape[1], k.shape[1], q.shape[-1])
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        self._layers[layer] = AttentionLayer(scale=scale, soft_cap=kwargs.get("softcap"))
+        window = kwargs.get("sliding_window")
+        if window is not None and window >= self._max_model_len:
+            window = None
+        self._layers[layer] = AttentionLayer(scale=scale, window=window, soft_cap=kwargs.get("softcap"))
         return torch.zeros_like(q).transpose(1, 2)
 
     def confirm(self, spec: ModelSpec) -> tuple[AttentionLayer, ...]:
@@ -107,7 +116,11 @@ class AttentionTrace:
                 self._architecture,
                 f"has layers with {numbers.format(*others[0])}, where its config says {numbers.format(*expected)}",
             )
-        return tuple(self._layers[i] for i in range(spec.num_layers))
+        layers = tuple(self._layers[i] for i in range(spec.num_layers))
+        windows = [layer.window for layer in layers]
+        if windows != [layer.window for layer in spec.attention_layers]:
+            raise refusal(self._architecture, f"has other windows in its layers ({windows}) than its config says")
+        return layers
 
     def _refuse_by_arguments(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
         for name, reason in _UNKNOWN_TO_BACKENDS.items():
@@ -119,6 +132,3 @@ class AttentionTrace:
             raise refusal(self._architecture, "drops attention weights at random")
         if False in (kwargs.get("is_causal"), getattr(module, "is_causal", None)):
             raise refusal(self._architecture, "attends to later tokens, too")
-        window = kwargs.get("sliding_window")
-        if window is not None and window < self._max_model_len:
-            raise window_refusal(self._architecture, window, self._max_model_len)

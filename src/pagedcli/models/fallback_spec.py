@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import stop_ids
-from pagedcli.models.fallback_refusals import refusal, refuse_by_config, shortest_window
+from pagedcli.models.fallback_refusals import attention_chunk, layer_windows, refusal, refuse_by_config
 from pagedcli.models.spec import ModelSpec
 
 
@@ -56,7 +56,8 @@ def _spec(path: Path, config: Any, text: Any, architecture: str) -> ModelSpec:
         qk_norm=False,
         hidden_act=str(first("hidden_act", "hidden_activation", "activation_function")),
         max_position_embeddings=text.max_position_embeddings,
-        sliding_window=shortest_window(text),
+        windows=layer_windows(text),
+        attention_chunk=attention_chunk(text),
         eos_token_ids=stop_ids(path, first("eos_token_id")),
         bos_token_id=first("bos_token_id"),
         dtype=str(config.dtype or first("dtype") or "float32").removeprefix("torch."),

@@ -102,7 +102,7 @@ class Family:
     head_dim: int | None  # None: hidden_size / num_heads
     max_position_embeddings: int
     special_ids: tuple[int | None, int | None]  # bos, eos
-    sliding: Literal["never", "all", "by layer", "alternating", "if used"]
+    sliding: Literal["never", "all", "by layer", "as listed", "alternating", "if used"]
     qkv_bias: bool | None = None  # None: attention_bias of config.json
     out_bias: bool | None = None  # None: attention_bias of config.json
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
@@ -139,7 +139,7 @@ FAMILIES = {
         None,
         32768,
         (128000, 128001),
-        "by layer",
+        "as listed",
         mlp_bias=None,
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "sliding_window": None},
     ),
@@ -193,7 +193,7 @@ FAMILIES = {
         None,
         32768,
         (None, None),
-        "by layer",
+        "as listed",
         qkv_bias=None,
         out_bias=False,
         defaults={

@@ -13,7 +13,7 @@ from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, LoadFormat
 from pagedcli.models.formats import FORMATS, WeightFormat
 from pagedcli.models.packed_formats import packed_format
-from pagedcli.models.refusals import length_refusal, window_refusal
+from pagedcli.models.refusals import chunk_refusal, length_refusal
 from pagedcli.models.spec import ModelSpec
 
 IN_ONE_CALL = "native in one call"
@@ -49,6 +49,7 @@ def load_model(
     """
     max_model_len = max_model_len or spec.max_position_embeddings
     check_length(spec, max_model_len)
+    spec = spec.within(max_model_len)
     request = DecoderRequest(
         path=path,
         spec=spec,
@@ -102,8 +103,8 @@ def choose_decoder(needs: DecoderNeeds) -> str:
 
 def check_length(spec: ModelSpec, max_model_len: int) -> None:
     """Raises: ModelError if the model cannot serve requests of max_model_len tokens."""
-    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
-        raise window_refusal(spec.architecture, spec.sliding_window, max_model_len)
+    if spec.attention_chunk is not None and max_model_len > spec.attention_chunk:
+        raise chunk_refusal(spec.architecture, spec.attention_chunk, max_model_len)
     limit = spec.rope.exact_length if spec.rope is not None else None
     if limit is not None and max_model_len > limit:
         raise length_refusal(spec.architecture, limit, "longrope", max_model_len)

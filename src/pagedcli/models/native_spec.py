@@ -70,7 +70,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
         mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         hidden_act=activation,
         max_position_embeddings=max(max_positions, rope.stretched_length),
-        sliding_window=_sliding_window(fields, family),
+        windows=_windows(fields, family, where),
         eos_token_ids=stop_ids(path, eos),
         bos_token_id=_default(fields.bos_token_id, default_bos),
         dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
@@ -128,22 +128,24 @@ def _sliding_layers(fields: FamilyConfig) -> list[bool]:
     return [bool((i + 1) % max(1, fields.sliding_window_pattern)) for i in range(fields.num_hidden_layers)]
 
 
-def _sliding_window(fields: FamilyConfig, family: Family) -> int | None:
-    """The window in tokens, or None when no layer uses it (Qwen: only layers from max_window_layers on slide)."""
+def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | None, ...]:
+    """The window of each layer in tokens; empty when none has one (Qwen: only layers from max_window_layers on)."""
     window = _default(fields.sliding_window, 4096)
-    if family.sliding == "never" or window is None:
-        return None
-    if family.sliding == "all":
-        return window
-    if family.sliding == "alternating":
-        return window if any(_sliding_layers(fields)) else None
-    if not fields.use_sliding_window:
-        return None
-    if family.sliding == "if used":
-        return window
-    if fields.layer_types is not None:
-        return window if "sliding_attention" in fields.layer_types else None
-    return window if fields.max_window_layers < fields.num_hidden_layers else None
+    may_slide = family.sliding in ("all", "alternating") or fields.use_sliding_window
+    if family.sliding == "never" or window is None or not may_slide:
+        return ()
+    if window < 1:
+        raise ModelError(f"{where}: sliding_window is {window}, but must be at least 1")
+    layers = range(fields.num_hidden_layers)
+    if family.sliding in ("all", "if used"):
+        slides = [True for _ in layers]
+    elif family.sliding == "alternating" or fields.layer_types is not None:
+        slides = _sliding_layers(fields)
+    elif family.sliding == "as listed":
+        raise ModelError(f"{where}: use_sliding_window is true, but layer_types does not say in which layers")
+    else:
+        slides = [i >= fields.max_window_layers for i in layers]
+    return tuple(window if each else None for each in slides) if any(slides) else ()
 
 
 def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: Path) -> None:

@@ -3,12 +3,12 @@
 from pagedcli.errors import ModelError
 
 
-def window_refusal(architecture: str, window: int, max_model_len: int) -> ModelError:
-    """The error for a sliding window or chunk shorter than the sequences may get; both in tokens."""
+def chunk_refusal(architecture: str, chunk: int, max_model_len: int) -> ModelError:
+    """The error for layers that attend within chunks shorter than the sequences may get; both in tokens."""
     return ModelError(
-        f"{architecture} has layers that see only a window of {window} tokens, which is not implemented, and "
+        f"{architecture} has layers that attend within chunks of {chunk} tokens, which is not implemented, and "
         f"max_model_len {max_model_len} is longer",
-        hint=f"use --max-model-len {window}: up to there the window changes nothing",
+        hint=f"use --max-model-len {chunk}: up to there the chunks change nothing",
     )
 
 

@@ -1,6 +1,6 @@
 """What a model is: ModelSpec, the facts that planning and running need. Free of torch; models.reading makes one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer
@@ -43,10 +43,11 @@ class ModelSpec:
     qk_norm: bool  # RMSNorm over head_dim of q and k, before rope
     hidden_act: str  # activation of the MLP's gate
     max_position_embeddings: int  # tokens; the length the model was made for, or that yarn stretches it to
-    sliding_window: int | None  # tokens a query of a sliding layer sees, itself included; None: no layer slides
     eos_token_ids: tuple[int, ...]  # those of generation_config.json first, then those only config.json has
     bos_token_id: int | None
     dtype: str  # dtype of the stored weights, e.g. "bfloat16"
+    windows: tuple[int | None, ...] = ()  # of each layer: tokens a query sees, itself included; empty: all see all
+    attention_chunk: int | None = None  # tokens; some layer attends only within chunks of so many
     # What follows describes the native decoder, and differs from Llama where it is set.
     qk_norm_all: bool = False  # RMSNorm over all heads of q together, and of k
     layer_norms: Literal["before", "after", "around"] = "before"  # where attention and MLP are normed
@@ -67,5 +68,11 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What each layer asks of the attention backend. Of the fallback, as far as its config says."""
-        layer = AttentionLayer(scale=self.query_scale or self.head_dim**-0.5, soft_cap=self.soft_cap)
-        return (layer,) * self.num_layers
+        scale = self.query_scale or self.head_dim**-0.5
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(AttentionLayer(scale=scale, window=window, soft_cap=self.soft_cap) for window in windows)
+
+    def within(self, max_model_len: int) -> "ModelSpec":
+        """The spec for sequences of at most so many tokens: without windows that hide none of them."""
+        windows = [None if window is None or window >= max_model_len else window for window in self.windows]
+        return replace(self, windows=tuple(windows) if any(windows) else ())

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch, layer_batches
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
@@ -37,7 +37,7 @@ _AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
 class PagedStep:
     """One forward's arguments for each attention call, passed through transformers' keyword arguments."""
 
-    batch: PagedBatch
+    batches: tuple[PagedBatch, ...]  # of each layer
     k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
     v_caches: tuple[Tensor, ...]
     backend: AttentionBackend
@@ -45,10 +45,11 @@ class PagedStep:
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, **_: Any) -> Tensor:
         """Shapes: q [1, H, T, D]; k, v [1, G, T, D]; returns [1, T, H, D]. Changes: the cache of the module's layer."""
-        k_cache, v_cache, layer = (part[module.layer_idx] for part in (self.k_caches, self.v_caches, self.layers))
+        parts = (self.batches, self.k_caches, self.v_caches, self.layers)
+        batch, k_cache, v_cache, layer = (part[module.layer_idx] for part in parts)
         q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
-        self.backend.write(k, v, k_cache, v_cache, self.batch.slots, layer)
-        return self.backend.attend(q, k_cache, v_cache, self.batch, layer)[None]
+        self.backend.write(k, v, k_cache, v_cache, batch.slots, layer)
+        return self.backend.attend(q, k_cache, v_cache, batch, layer)[None]
 
 
 def paged_attention(
@@ -101,9 +102,9 @@ class TransformersLM:
         self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
     ) -> Tensor:
         """forward, on a cache with another backend's layout."""
-        backend.prepare(batch)
+        batches = layer_batches(batch, backend, self.attention_layers)
         k_caches, v_caches = kv_cache.unbind(0)
-        step = PagedStep(batch, k_caches.unbind(0), v_caches.unbind(0), backend, self.attention_layers)
+        step = PagedStep(batches, k_caches.unbind(0), v_caches.unbind(0), backend, self.attention_layers)
         return _run_body(self._body, input_ids, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

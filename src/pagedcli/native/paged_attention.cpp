@@ -39,7 +39,8 @@ template <class A, class T> struct Attention {
     int64_t partial_floats() const { return g.width() + 2; }  // of one row
     State partial(const Part& part, int64_t head, int64_t split) const {
         const int64_t rows = part.num_rows(g);
-        float* p = partials + (head * work.partial_rows + part.partial + split * rows) * partial_floats();
+        const int64_t row = head * work.partial_rows + part.partial + (split - part.split_begin) * rows;
+        float* p = partials + row * partial_floats();
         return {p, p + rows, p + 2 * rows};
     }
 
@@ -120,19 +121,20 @@ template <class A, class T> struct Attention {
     bool pack_tiles(const Buffers<T>& w, const Part& part, int64_t head, int64_t t, int64_t end, Tiles<T>& tiles) const {
         const int32_t* table = work.table + part.b * work.table_stride;
         for (tiles.count = 0; t < end; t += VL, tiles.count++)
-            if (!pack(w, table, head, t, std::min<int64_t>(VL, work.num_tokens[part.b] - t), tiles)) return false;
+            if (!pack(w, part, table, head, t, tiles)) return false;
         return true;
     }
 
-    bool pack(const Buffers<T>& w, const int32_t* table, int64_t head, int64_t t, int64_t valid, Tiles<T>& tiles) const {
-        const int64_t n = tiles.count;
+    bool pack(const Buffers<T>& w, const Part& part, const int32_t* table, int64_t head, int64_t t, Tiles<T>& tiles) const {
+        const int64_t n = tiles.count, first = std::max<int64_t>(0, work.first_seen(part) - t);
+        const int64_t valid = std::min<int64_t>(VL, work.num_tokens[part.b] - t);
         const int64_t S = g.block_size, D = g.head_dim, width = g.width();
         const int64_t steps = (D + T::PAIR - 1) / T::PAIR;
         const int64_t key_elements = HEADER<T> + VL * steps * T::PAIR, value_elements = HEADER<T> + VL * width;
         Elem *key = w.key_pack + n * key_elements, *value = w.value_pack + n * value_elements;
         memset(key, 0, key_elements * sizeof(Elem));
         memset(value, 0, value_elements * sizeof(Elem));
-        for (int64_t i = 0; i < valid; i++) {
+        for (int64_t i = first; i < valid; i++) {
             int64_t block = table[(t + i) / S], s = (t + i) % S;
             if (block < 0 || block >= g.num_blocks) return false;
             const int64_t plain = (block * g.num_kv_heads + head) * S * (D + SCALE<T>), offset = plain + S * SCALE<T> + s * D;
@@ -162,8 +164,8 @@ template <class A, class T> struct Attention {
     void finish_splits(const State& total, const Part& part, int64_t head, int32_t count) const {
         if (unfinished[head * work.num_merges + part.merge].fetch_sub(count, std::memory_order_acq_rel) > count) return;
         const int64_t rows = part.num_rows(g), width = g.width();
-        copy(total, partial(part, head, 0), rows, width);
-        for (int64_t s = 1; s < part.num_splits; s++) merge(total, partial(part, head, s), rows, width);
+        copy(total, partial(part, head, part.split_begin), rows, width);
+        for (int64_t s = part.split_begin + 1; s < part.split_end; s++) merge(total, partial(part, head, s), rows, width);
         store(total, part, head);
     }
 
@@ -172,36 +174,41 @@ template <class A, class T> struct Attention {
         Buffers<T> w(arena, g, max_rows());
         const Part *parts = &work.parts[it.first], &first = parts[0];
         const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
-        const int64_t begin = it.split_begin * KEYS;
+        const bool joined = g.packed() || g.block_size % (2 * VL) == 0;
+        // what is read lies in blocks of seen tokens: a tile, or two that are read at once, never crosses blocks
+        const int64_t step = joined ? 2 * VL : VL;
+        const int64_t begin = std::max<int64_t>(it.split_begin * KEYS, work.first_seen(first) / step * step);
         const int64_t end = std::min<int64_t>(work.end(first), it.split_end * KEYS);
         const bool keep = first.partial >= 0;  // for others to add up
         int64_t rows = 0;
         for (int32_t n = 0; n < it.count; n++) rows += parts[n].num_rows(g);
         Tiles<T> tiles, ahead;
-        tiles.joined = g.packed() || g.block_size % (2 * VL) == 0;
+        tiles.joined = joined;
         Upcoming next{work.table + first.b * work.table_stride, begin, end, it.head_end, it.head_begin, begin};
         for (int64_t place = 0; place < AHEAD && !g.packed(); place++)
             if (!find_next(next, place)) return false;
         for (int64_t head = it.head_begin; head < it.head_end; head++) {
             for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g)) load_queries(w, parts[n], head, row);
             for (int32_t split = it.split_begin; split < it.split_end; split++) {
-                const int64_t t = split * KEYS, tokens = std::min<int64_t>(KEYS, end - t);
+                const int64_t t = std::max<int64_t>(split * KEYS, begin);
+                const int64_t tokens = std::min<int64_t>((split + 1) * KEYS, end) - t;
                 const bool found = g.packed() ? pack_tiles(w, first, head, t, t + tokens, tiles)
                                               : take_tiles((tokens + VL - 1) / VL, next, tiles, ahead);
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
                 end_values(w, std::min<int64_t>(VL, work.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
-                const State& state = split == 0 && !keep ? w.total : w.split;
+                const State& state = split == it.split_begin && !keep ? w.total : w.split;
                 all_scores(w, rows, tiles, ahead, steps);
                 for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
                     for (int64_t r = 0; r < parts[n].num_rows(g); r++) {
                         const int64_t visible = work.begin(parts[n]) + r / g.group() + 1 - t;
-                        softmax_row<T>(w, state, row + r, visible, tiles, factor, cap);
+                        const int64_t hidden = work.window ? visible - work.window : 0;
+                        softmax_row<T>(w, state, row + r, hidden, visible, tiles, factor, cap);
                     }
                 add_values(w, rows, tiles, ahead, width, state.out);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))
                     copy(partial(parts[n], head, split), state.from(row, width), parts[n].num_rows(g), width);
-                if (!keep && split) merge(w.total, w.split, rows, width);
+                if (!keep && split > it.split_begin) merge(w.total, w.split, rows, width);
             }
             if (!keep) store(w.total, first, head);
             for (int32_t n = 0; keep && n < it.count; n++)
@@ -219,7 +226,7 @@ template <class A, class T> struct Attention {
         unfinished = arena.take<std::atomic<int32_t>>(counters);
         for (const Part& part : work.parts)
             for (int64_t h = 0; h < heads && part.partial >= 0; h++)
-                unfinished[h * work.num_merges + part.merge] = part.num_splits;
+                unfinished[h * work.num_merges + part.merge] = part.num_splits();
         parallel_for(work.threads, (int64_t)work.items.size(), [&](int64_t i) {
             if (!run(work.items[i])) bad_block = true;
         });

@@ -11,14 +11,18 @@ inline vf tanh_of(vf x) {
     return select_of(x < vf{}, -y, y);
 }
 
-// The weights p of one row's tile, times the scales of V, as whole numbers. `used` tiles have tokens that the row sees,
-// the last of them `seen_last`: the others' scales may be anything.
-inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t used, vi seen_last) {
+// The lanes of a row's tile t that come after its first `hidden` tokens.
+inline vi after_hidden(int64_t hidden, int64_t t) { return iota() >= (vi{} + (int32_t)(hidden - t * VL)); }
+
+// The weights p of one row's tile, times the scales of V, as whole numbers. Up to the tile number `used` there are tokens
+// that the row sees: all after the first `hidden`, and `seen_last` of the last tile. The others' scales may be anything.
+inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tiles, int64_t hidden, int64_t used, vi seen_last) {
     float* p = w.scores + r * KEYS;
     Largest largest;
     for (int64_t t = 0; t < used; t++) {
         vf scales = load_any<vf>(tiles.values[t]);
         if (t == used - 1) scales = select_of(seen_last, scales, vf{});
+        if (t * VL < hidden) scales = select_of(after_hidden(hidden, t), scales, vf{});
         const vf scaled = loadf(p + t * VL) * scales;
         largest.put(scaled);
         storef(p + t * VL, scaled);
@@ -28,12 +32,13 @@ inline void whole_weights(const Buffers<I8>& w, int64_t r, const Tiles<I8>& tile
     w.weight_steps[r] = top / 32767.f;
 }
 
-// One row: scores -> weights of the split's tokens, the first `visible` of which the row sees; their maximum and sum.
+// One row: scores -> weights of the tiles' tokens, of which the row sees number `hidden` to `visible` - 1; their maximum and
+// sum. Either number may lie outside of the tiles.
 // factor is positive, so the largest score has the largest weight. With a cap other than 0, the products of factor and
 // score are capped: both in units of log2.
 template <class T>
-inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t visible, const Tiles<T>& tiles, float factor,
-                        float cap) {
+inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int64_t hidden, int64_t visible,
+                        const Tiles<T>& tiles, float factor, float cap) {
     const int64_t num_tiles = tiles.count;
     float* scores = w.scores + r * KEYS;
     auto* weights = w.weights + r * (KEYS / T::PAIR * T::OPS);
@@ -50,6 +55,8 @@ inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int6
         seen = iota() < (vi{} + (int32_t)(visible - (used - 1) * VL));
         storef(last, select_of(seen, loadf(last), low));
     }
+    for (int64_t t = 0; t < used && t * VL < hidden; t++)
+        storef(scores + t * VL, select_of(after_hidden(hidden, t), loadf(scores + t * VL), low));
     for (int64_t t = 0; t < used; t++) top = max_of(top, loadf(scores + t * VL));
     const float largest = max_in(top) * factor;
     const vf base = splat(largest == -INFINITY ? 0.f : largest);
@@ -63,7 +70,7 @@ inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int6
             T::put_ops(weights, (int)(t * VL), p);
     }
     if constexpr (T::SCALED) {
-        whole_weights(w, r, tiles, used, seen);
+        whole_weights(w, r, tiles, hidden, used, seen);
         memset(weights + used * VL, 0, (num_tiles - used) * VL * sizeof *weights);
     } else {
         for (int64_t t = used; t < num_tiles; t++) T::put_ops(weights, (int)(t * VL), vf{});

@@ -15,16 +15,19 @@ struct WorkSplitter {
 
     void run() {
         const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
-        double total_cost = 0;  // query rows x keys of all heads
+        double total_cost = 0;  // query rows x keys of all heads, at most
         std::vector<Part> others;
         for (int32_t b = 0; b < num_sequences; b++) {
             const int32_t num_new = work.cu_q[b + 1] - work.cu_q[b];
-            total_cost += double(num_new) * work.num_tokens[b] * group * g.num_kv_heads;
+            const int64_t num_keys = work.window ? std::min<int64_t>(work.num_tokens[b], work.window + num_new) : work.num_tokens[b];
+            total_cost += double(num_new) * num_keys * group * g.num_kv_heads;
             for (int32_t end = num_new; end > 0;) {  // the longest first
                 const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
                 Part part{b, begin, end};
-                part.num_splits = (int32_t)((work.end(part) + KEYS - 1) / KEYS);
-                const bool may_share = num_new * group * 2 <= ROWS && old_splits(part) > 0;
+                part.split_begin = (int32_t)(work.first_seen(part) / KEYS);
+                part.split_end = (int32_t)((work.end(part) + KEYS - 1) / KEYS);
+                // the beginnings of tables, where a window leaves them undefined, are not compared
+                const bool may_share = !work.window && num_new * group * 2 <= ROWS && old_splits(part) > 0;
                 (may_share ? work.parts : others).push_back(part);
                 end = begin;
             }
@@ -40,7 +43,7 @@ struct WorkSplitter {
         for (int32_t i = 1; i < num_sharing; i++) common[i] = common_splits(work.parts[i - 1], work.parts[i]);
         add_shared(0, num_sharing, 0);
         for (int32_t i = 0; i < (int32_t)work.parts.size(); i++)
-            add(i, 1, std::max(common[i], common[i + 1]), work.parts[i].num_splits);
+            add(i, 1, std::max({work.parts[i].split_begin, common[i], common[i + 1]}), work.parts[i].split_end);
     }
 
     const int32_t* table(const Part& part) const { return work.table + part.b * work.table_stride; }
@@ -77,7 +80,9 @@ struct WorkSplitter {
         int64_t rows = 0;
         for (int32_t i = first; i < first + count; i++) rows += work.parts[i].num_rows(g);
         const int32_t heads = (int32_t)g.num_kv_heads;
-        const int64_t keys = std::min<int64_t>(end * KEYS, work.end(work.parts[first])) - begin * KEYS;
+        const Part& part = work.parts[first];
+        const int64_t first_key = std::max<int64_t>(begin * KEYS, work.first_seen(part));
+        const int64_t keys = std::min<int64_t>(end * KEYS, work.end(part)) - first_key;
         const double cost = double(rows) * keys;
         const bool cut = end - begin > 1 && work.threads > 1 && cost > share;
         const int32_t splits = cut ? 1 : end - begin;
@@ -86,9 +91,9 @@ struct WorkSplitter {
         const int32_t step = work.threads == 1 ? heads : (int32_t)std::clamp<int64_t>(fair, 1, heads);
         for (int32_t i = first; i < first + count; i++) {
             Part& of = work.parts[i];
-            if (of.partial >= 0 || splits == of.num_splits) continue;
+            if (of.partial >= 0 || splits == of.num_splits()) continue;
             of.partial = (int32_t)work.partial_rows, of.merge = (int32_t)work.num_merges++;
-            work.partial_rows += of.num_splits * of.num_rows(g);
+            work.partial_rows += of.num_splits() * of.num_rows(g);
         }
         for (int32_t h = 0; h < heads; h += step)
             for (int32_t s = begin; s < end; s += splits)
@@ -101,10 +106,10 @@ struct WorkSplitter {
 extern "C" {
 
 StepWork* paged_work_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
-                     const int32_t* table, int64_t table_stride, int threads) {
+                     const int32_t* table, int64_t table_stride, int64_t window, int threads) {
     auto work = std::make_unique<StepWork>();
     work->cu_q = cu_q, work->num_tokens = num_tokens, work->table = table, work->table_stride = table_stride;
-    work->threads = threads;
+    work->window = window, work->threads = threads;
     WorkSplitter{*geometry, *work, num_sequences}.run();
     return work.release();
 }

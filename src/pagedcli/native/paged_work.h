@@ -11,10 +11,12 @@ constexpr int ROWS = 48;   // query rows (new tokens x heads of a group) that sh
 
 // New tokens q_begin ... q_end-1 of sequence b, the rows of which are computed together.
 struct Part {
-    int32_t b, q_begin, q_end, num_splits;
+    int32_t b, q_begin, q_end;
+    int32_t split_begin = 0, split_end = 0;  // the splits that its rows see
     int32_t partial = -1;  // its first row among partial results, split by split, if several items compute them
     int32_t merge = 0;     // which counter of unfinished splits
 
+    int32_t num_splits() const { return split_end - split_begin; }
     int64_t num_rows(const Geometry& g) const { return (q_end - q_begin) * g.group(); }
 };
 
@@ -27,6 +29,7 @@ struct Item {
 struct StepWork {
     const int32_t *cu_q, *num_tokens, *table;
     int64_t table_stride;
+    int64_t window;  // tokens that a query sees, itself included; 0: all before it
     int threads;
     int64_t partial_rows = 0, num_merges = 0;  // of one head
     std::vector<Part> parts;
@@ -35,4 +38,6 @@ struct StepWork {
     // Positions of its first token and behind its last one.
     int64_t begin(const Part& part) const { return num_tokens[part.b] - (cu_q[part.b + 1] - cu_q[part.b]) + part.q_begin; }
     int64_t end(const Part& part) const { return begin(part) + part.q_end - part.q_begin; }
+    // The first token that its first row sees. The table's entries of the blocks before it are undefined.
+    int64_t first_seen(const Part& part) const { return window ? std::max<int64_t>(0, begin(part) + 1 - window) : 0; }
 };
