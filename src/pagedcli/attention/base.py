@@ -82,14 +82,44 @@ class Capabilities:
     fused_store: bool = False  # layers.triton_layers.rotate_and_store fills this cache: [N, G, S, D]
 
 
-def layer_batches(
+@dataclass(slots=True)
+class LayerStep:
+    """One layer's part of a step."""
+
+    layer: AttentionLayer
+    batch: PagedBatch
+    k_cache: Tensor  # of the backend's kv_shape
+    v_cache: Tensor
+
+    def write(self, backend: "AttentionBackend", k: Tensor, v: Tensor) -> None:
+        """Store K and V [T, G, D] of the new tokens."""
+        backend.write(k, v, self.k_cache, self.v_cache, self.batch.slots, self.layer)
+
+    def attend(self, backend: "AttentionBackend", q: Tensor) -> Tensor:
+        """Attention of the new tokens: q [T, H, D] -> [T, H, D]."""
+        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer)
+
+
+def prepare_batches(
     batch: PagedBatch, backend: "AttentionBackend", layers: Sequence[AttentionLayer]
-) -> tuple[PagedBatch, ...]:
-    """For each layer the batch that it attends with, prepared for the backend: one for all layers of a window."""
-    by_window = {window: replace(batch, window=window) for window in {layer.window for layer in layers}}
-    for of_window in by_window.values():
+) -> dict[int | None, PagedBatch]:
+    """The batch for each window of the layers, prepared for the backend."""
+    batches = {window: replace(batch, window=window) for window in {layer.window for layer in layers}}
+    for of_window in batches.values():
         backend.prepare(of_window)
-    return tuple(by_window[layer.window] for layer in layers)
+    return batches
+
+
+def layer_steps(
+    batch: PagedBatch, kv_cache: Tensor, backend: "AttentionBackend", layers: Sequence[AttentionLayer]
+) -> list[LayerStep]:
+    """A step as each layer sees it; kv_cache [2, L, N, ...]."""
+    batches = prepare_batches(batch, backend, layers)
+    k_caches, v_caches = (caches.unbind(0) for caches in kv_cache.unbind(0))
+    return [
+        LayerStep(layer, batches[layer.window], k_cache, v_cache)
+        for layer, k_cache, v_cache in zip(layers, k_caches, v_caches, strict=True)
+    ]
 
 
 class AttentionBackend(Protocol):

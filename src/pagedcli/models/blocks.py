@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
-from pagedcli.attention.layer import AttentionLayer
+from pagedcli.attention.base import AttentionBackend, LayerStep
 from pagedcli.layers.experts import route, weighted_sum
 from pagedcli.layers.fused import fused_layers
 from pagedcli.layers.norm import add_rms_norm, rms_norm
@@ -23,10 +22,7 @@ class Step:
     """The arguments of one forward that the layers share."""
 
     positions: Tensor  # [T] int64
-    batches: tuple[PagedBatch, ...]  # of each layer
-    k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
-    v_caches: tuple[Tensor, ...]
-    attention_layers: tuple[AttentionLayer, ...]
+    layers: list[LayerStep]
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of a rotary table
 
     def angles_of(self, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,14 +76,13 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache."""
-        parts = (step.batches, step.k_caches, step.v_caches, step.attention_layers)
-        batch, k_cache, v_cache, layer = (part[self.index] for part in parts)
+        layer = step.layers[self.index]
         if self.fused_store:
-            q = self._rotate_and_store(self.qkv(x), step, batch.slots, k_cache, v_cache, layer)
+            q = self._rotate_and_store(self.qkv(x), step, layer)
         else:
             q, k, v = self._heads(self.qkv(x), step)
-            self.backend.write(k, v, k_cache, v_cache, batch.slots, layer)
-        return self.out(self.backend.attend(q, k_cache, v_cache, batch, layer).flatten(1))
+            layer.write(self.backend, k, v)
+        return self.out(layer.attend(self.backend, q).flatten(1))
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         if self.wide_norm is not None:
@@ -99,9 +94,7 @@ class Attention:
         sizes = self.num_heads, self.num_kv_heads, self.head_dim
         return split_heads(qkv, *sizes, norm=self.norm, angles=angles)
 
-    def _rotate_and_store(
-        self, qkv: Tensor, step: Step, slots: Tensor, k_cache: Tensor, v_cache: Tensor, layer: AttentionLayer
-    ) -> Tensor:
+    def _rotate_and_store(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
         q: Tensor = fused_layers().rotate_and_store(
             qkv,
             self.num_heads,
@@ -109,10 +102,10 @@ class Attention:
             norm=self.norm,
             table=self.table,
             positions=step.positions,
-            slots=slots,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            kv_scales=(layer.k_scale, layer.v_scale),
+            slots=layer.batch.slots,
+            k_cache=layer.k_cache,
+            v_cache=layer.v_cache,
+            kv_scales=(layer.layer.k_scale, layer.layer.v_scale),
         )
         return q
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch, layer_batches
+from pagedcli.attention.base import AttentionBackend, PagedBatch, layer_steps
 from pagedcli.layers.fused import stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.mlp import ACTIVATIONS
@@ -59,9 +59,7 @@ class Decoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
-        batches = layer_batches(batch, self._backend, self.attention_layers)
-        k_caches, v_caches = kv_cache.unbind(0)
-        step = Step(positions, batches, k_caches.unbind(0), v_caches.unbind(0), self.attention_layers)
+        step = Step(positions, layer_steps(batch, kv_cache, self._backend, self.attention_layers))
         residual = self._embedding(input_ids)
         if self.spec.embedding_multiplier != 1:
             # rounded to the model's dtype first, as in transformers

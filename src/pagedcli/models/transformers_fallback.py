@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch, layer_batches
+from pagedcli.attention.base import AttentionBackend, LayerStep, PagedBatch, layer_steps
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
@@ -37,19 +37,15 @@ _AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
 class PagedStep:
     """One forward's arguments for each attention call, passed through transformers' keyword arguments."""
 
-    batches: tuple[PagedBatch, ...]  # of each layer
-    k_caches: tuple[Tensor, ...]  # L views of the backend's kv_shape
-    v_caches: tuple[Tensor, ...]
     backend: AttentionBackend
-    layers: tuple[AttentionLayer, ...]
+    layers: list[LayerStep]
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, **_: Any) -> Tensor:
         """Shapes: q [1, H, T, D]; k, v [1, G, T, D]; returns [1, T, H, D]. Changes: the cache of the module's layer."""
-        parts = (self.batches, self.k_caches, self.v_caches, self.layers)
-        batch, k_cache, v_cache, layer = (part[module.layer_idx] for part in parts)
+        layer: LayerStep = self.layers[module.layer_idx]
         q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (q, k, v))
-        self.backend.write(k, v, k_cache, v_cache, batch.slots, layer)
-        return self.backend.attend(q, k_cache, v_cache, batch, layer)[None]
+        layer.write(self.backend, k, v)
+        return layer.attend(self.backend, q)[None]
 
 
 def paged_attention(
@@ -102,9 +98,7 @@ class TransformersLM:
         self, backend: AttentionBackend, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor
     ) -> Tensor:
         """forward, on a cache with another backend's layout."""
-        batches = layer_batches(batch, backend, self.attention_layers)
-        k_caches, v_caches = kv_cache.unbind(0)
-        step = PagedStep(batches, k_caches.unbind(0), v_caches.unbind(0), backend, self.attention_layers)
+        step = PagedStep(backend, layer_steps(batch, kv_cache, backend, self.attention_layers))
         return _run_body(self._body, input_ids, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
