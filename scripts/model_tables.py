@@ -45,6 +45,7 @@ _WINDOWS = {
     "never": "none",
     "all": "every layer, if config.json names one",
     "by layer": "some layers, if switched on",
+    "as listed": "the layers of layer_types, if switched on",
     "if used": "every layer, if switched on",
     "alternating": "alternating layers",
 }
@@ -127,7 +128,7 @@ def _refusal(model_type: str, architecture: str) -> str | None:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
         model.eval()
         refuse_by_class(model, spec)
-        trace_attention(model, spec, spec.sliding_window or spec.max_position_embeddings)
+        trace_attention(model, spec.within(spec.max_position_embeddings), spec.max_position_embeddings)
     except ModelError as error:
         return error.message.partition("it ")[2]
     return None

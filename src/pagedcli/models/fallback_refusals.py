@@ -117,9 +117,8 @@ class AttentionTrace:
                 f"has layers with {numbers.format(*others[0])}, where its config says {numbers.format(*expected)}",
             )
         layers = tuple(self._layers[i] for i in range(spec.num_layers))
-        windows = [layer.window for layer in layers]
-        if windows != [layer.window for layer in spec.attention_layers]:
-            raise refusal(self._architecture, f"has other windows in its layers ({windows}) than its config says")
+        if [layer.window for layer in layers] != [layer.window for layer in spec.attention_layers]:
+            raise refusal(self._architecture, "asks for other windows in its layers than its config says")
         return layers
 
     def _refuse_by_arguments(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
