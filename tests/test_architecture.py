@@ -33,6 +33,7 @@ ALLOWED = {
     "inspection": {"errors", "events", "files", "interrupt", "line_files", "kvcache", "printable"},
     "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
     "simulation": {*LOW, "kvcache", "engine", "batch", "inspection", "kvevents"},
+    "app": {"errors", "events", "inspection", "kvevents", "printable"},
     "llm": {*LOW, "kvcache", "engine", "models", "batch"},
     "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm"},
 }
@@ -48,6 +49,7 @@ TORCH_FREE = (
     "kvevents",
     "inspection",
     "simulation",
+    "app",
     "cli",
     "engine/admission.py",
     "engine/core.py",
@@ -62,7 +64,8 @@ TORCH_FREE = (
 )
 ONLY_IN = {
     "typer": {"cli"},
-    "rich": {"cli", "inspection"},
+    "rich": {"cli", "inspection", "app"},
+    "textual": {"app"},
     "flash_attn": {"attention"},
     "pyarrow": {"batch", "distributed"},
     "ray": {"distributed"},
@@ -214,7 +217,7 @@ def test_help_starts_fast_and_loads_no_torch():
         "from pagedcli.cli.main import run\n"
         "try: run()\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'textual'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     times = []  # of the processor, as other tests run at the same time

@@ -19,11 +19,7 @@ from pagedcli.inspection.keys import Keyboard
 from pagedcli.inspection.live import LiveView, StepPrinter
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.panels import PoolMap, block_ids_text
-from pagedcli.inspection.player import Player
-from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_file import TraceReader
-from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.inspection.view import MomentScreen, print_step_tables
 from pagedcli.inspection.words import describe
 
@@ -285,47 +281,6 @@ def press(monkeypatch, keys):
     monkeypatch.setattr(Keyboard, "read", lambda self, timeout_s=0.0: left.pop(0) if left else None)
     monkeypatch.setattr(Keyboard, "available", True)
     return left
-
-
-def test_the_player_steps_jumps_and_plays(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
-    with TraceWriter(path) as writer:
-        sim = Simulation(8, 2, emit=writer, max_num_seqs=3, max_num_batched_tokens=64)
-        for index in range(3):
-            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
-        sim.run()
-    replay = Replay(TraceReader(path))
-    seen = []
-    go = replay.go
-    monkeypatch.setattr(replay, "go", lambda stop: (go(stop), seen.append(replay.position))[0])
-    press(monkeypatch, ["right", "right", "left", "p", "P", "end", "home", "3", "\n", "9", "9", "\r", "left", "e", "q"])
-    out = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={})
-    Player(replay, out).run()
-    last = replay.last_stop
-    preempted = next(stop for stop in range(last) if go(stop).state.step.preemptions)
-    assert seen[:6] == [0, 1, 2, 1, preempted, preempted]
-    assert seen[6:10] == [last, 0, 0, 3]
-    assert seen[10:14] == [3, 3, 3, 2]  # there is no step 99
-    assert "there is no step 99" in printed(out)
-    assert "no earlier preemption" in printed(out)
-
-    seen.clear()
-    press(monkeypatch, [" "])
-    monkeypatch.setattr(Keyboard, "read", stop_at(last, replay))
-    Player(replay, out).run()
-    assert seen[-1] == last
-
-
-def stop_at(last, replay):
-    """Space first, then wait until playing has come to the last stop."""
-    keys = [" "]
-
-    def read(self, timeout_s=0.0):
-        if keys:
-            return keys.pop()
-        return "q" if replay.position == last else None
-
-    return read
 
 
 def test_the_live_view_pauses_steps_and_quits(monkeypatch):

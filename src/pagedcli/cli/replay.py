@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from pagedcli.cli.kv_recording import replay_capture
-from pagedcli.cli.terminal import TerminalJson, say
+from pagedcli.cli.terminal import TerminalJson, is_interactive, say
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file
@@ -21,7 +21,6 @@ from pagedcli.inspection.live import StepPrinter
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.names import NamedRequest, find_request
 from pagedcli.inspection.perfetto import export_perfetto
-from pagedcli.inspection.player import Player
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import pool_counts
 from pagedcli.inspection.trace_file import TraceReader
@@ -74,9 +73,10 @@ def replay(
 ) -> None:
     """Step through a recorded run, forward and backward. Needs no model and no GPU.
 
-    On a terminal: arrows step, space plays, p / e / m jump to the next preemption, eviction or prefix miss (P / E / M:
-    the previous one), a number and Enter goes to that step, q quits. Otherwise prints one line per step. Each step
-    shows the cache as its forward pass sees it. For recordings of `pagedcli attach`, each message is a step.
+    On a terminal it opens an application: . and , step, space plays, p / e / m jump to the next preemption, eviction or
+    prefix miss (P / E / M: the previous one), a number goes to that step, Enter tells the story of a sequence or a
+    block, ? shows all keys. Otherwise, and with NO_COLOR or TERM=dumb, it prints one line per step. Each step shows
+    the cache as its forward pass sees it. For recordings of `pagedcli attach`, each message is a step.
 
     \b
     Examples:
@@ -102,7 +102,7 @@ def replay(
         _export(trace, output_file, overwrite=overwrite)
     elif step is not None or no_live or format_ is StepFormat.JSON:
         _print_steps(trace, step, request, format_)
-    elif sys.stdin.isatty() and sys.stdout.isatty():
+    elif is_interactive():
         _play(trace, request)
     else:
         _print_lines(trace, request)
@@ -180,11 +180,13 @@ def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
 
 
 def _play(trace: Path, follow: NamedRequest | None) -> None:
+    from pagedcli.app.pool_app import PoolApp
+    from pagedcli.app.pool_decks import ReplayDeck
 
     reader = TraceReader(trace)
     say(f"reading {trace} ...")
     past = Replay(reader, follow=follow)
-    Player(past, Console(), title=f"pagedcli replay {trace.name}").run()
+    PoolApp(ReplayDeck(past), f"pagedcli replay {trace.name}").show()
     _say_notes(reader.notes)
     if past.damage is not None:
         raise TraceError(past.damage)

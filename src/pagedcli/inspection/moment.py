@@ -19,6 +19,7 @@ from pagedcli.events import (
     RequestRefused,
     SequenceForked,
     StepFailed,
+    StepScheduled,
 )
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.names import NamedRequest
@@ -37,6 +38,7 @@ _NOTABLE = (
     StepFailed,
 )
 _KEPT_EVENTS = 400
+_KEPT_STEPS = 240  # of the trends
 
 
 class Moment(View[PoolState]):
@@ -49,6 +51,8 @@ class Moment(View[PoolState]):
         self.state = PoolState()  # replaced by that of the fold at the first event
         self.stats = RunStats()
         self.follow = follow
+        self.pool_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the share of blocks in use
+        self.hit_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the rolling hit rate in tokens
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
         self._num_unsaid = 0  # events since new_words
 
@@ -56,6 +60,9 @@ class Moment(View[PoolState]):
         """Handle an event that has been applied to the state."""
         self.state = state
         self.stats.apply(event, state)
+        if isinstance(event, StepScheduled):
+            self.pool_trend.append(state.num_used_blocks / state.num_blocks)
+            self.hit_trend.append(self.stats.rolling.from_others.token_rate or 0.0)
         if self.follow is None:
             if isinstance(event, _NOTABLE):
                 self._keep(event)
@@ -83,7 +90,12 @@ class Moment(View[PoolState]):
         other = Moment(follow=self.follow)
         other.state, other.stats = self.state.copy(), self.stats.copy()
         other._events = self._events.copy()
+        other.pool_trend, other.hit_trend = self.pool_trend.copy(), self.hit_trend.copy()
         return other
+
+    def last_events(self) -> list[tuple[int | None, Event]]:
+        """The events that are kept, each with its step, oldest first."""
+        return list(self._events)
 
     def last_words(self, most: int, *, of_step: int | None = None) -> list[str]:
         """The last events as text, oldest first; the evictions of a step share a line."""

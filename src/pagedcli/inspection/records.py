@@ -29,6 +29,8 @@ class SeqState:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
     most_computed_tokens: int = 0  # before a preemption
+    waiting_since_step: int | None = 0  # None while it runs
+    num_waited_steps: int = 0  # in all waits before the current one
     admitted_step: int | None = None
     first_token_step: int | None = None
     finished_step: int | None = None
@@ -55,9 +57,21 @@ class SeqState:
         prefix hits are then the request's own blocks."""
         return self.num_preemptions > 0 or self.sample_index > 0
 
-    def preempt(self, queue_place: int) -> None:
+    def num_steps_waited(self, step: int | None) -> int:
+        """Steps in which it waited for admission or after a preemption, up to and including the current step."""
+        current = 0 if self.waiting_since_step is None or step is None else max(0, step + 1 - self.waiting_since_step)
+        return self.num_waited_steps + current
+
+    def admit(self, step: int | None) -> None:
+        """End its wait, if it waits, in this step."""
+        if self.waiting_since_step is not None and step is not None:
+            self.num_waited_steps += max(0, step - self.waiting_since_step)
+        self.waiting_since_step = None
+
+    def preempt(self, queue_place: int, step: int | None) -> None:
         """Return to waiting and drop what was computed."""
         self.status = "preempted"
+        self.waiting_since_step = step
         self.queue_place = queue_place
         self.num_preemptions += 1
         self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)

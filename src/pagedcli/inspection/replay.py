@@ -5,18 +5,40 @@ that; the last stop is the end.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 from pagedcli.errors import TraceError
-from pagedcli.events import AnyEvent, BlockEvicted, Event, PrefixLookedUp, RequestPreempted, StepFailed, StepScheduled
+from pagedcli.events import (
+    AnyEvent,
+    BlockEvicted,
+    Event,
+    PrefixLookedUp,
+    RequestPreempted,
+    StepFailed,
+    StepScheduled,
+    StepStarted,
+)
 from pagedcli.inspection.fold import EventSource, Fold, pool_fold
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.names import NamedRequest
 
 Landmark = Literal["preemption", "eviction", "miss"]
+StepEvents = Iterator[tuple[int | None, Event]]  # each event with its step, or the step before it
 _SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
+
+
+def landmark(event: Event) -> Landmark | None:
+    """The kind of place to jump to that an event makes its step."""
+    if isinstance(event, RequestPreempted):
+        return "preemption"
+    if isinstance(event, BlockEvicted):
+        return "eviction"
+    if isinstance(event, PrefixLookedUp) and event.miss_reason == "no_match":
+        return "miss"
+    return None
 
 
 class Replay:
@@ -70,14 +92,10 @@ class Replay:
                 self._snapshots = {stop: self._snapshots[stop] for stop in kept}
 
     def _note_landmark(self, event: Event) -> None:
-        if isinstance(event, RequestPreempted):
-            stops = self._landmarks["preemption"]
-        elif isinstance(event, BlockEvicted):
-            stops = self._landmarks["eviction"]
-        elif isinstance(event, PrefixLookedUp) and event.miss_reason == "no_match":
-            stops = self._landmarks["miss"]
-        else:
+        name = landmark(event)
+        if name is None:
             return
+        stops = self._landmarks[name]
         if not stops or stops[-1] != len(self.steps):
             stops.append(len(self.steps))
 
@@ -124,3 +142,15 @@ class Replay:
             return stops[place] if place >= 0 else None
         place = bisect_right(stops, self._position)
         return stops[place] if place < len(stops) and stops[place] <= self.last_stop else None
+
+    def events(self, containing: bytes = b"") -> StepEvents:
+        """All events of the trace, or of the stops whose encoded events contain some bytes."""
+        step: int | None = None
+        for stop, chunk in enumerate(self._chunks):
+            if containing in chunk:
+                for line in chunk.splitlines():
+                    event = self._decoder.decode(line)
+                    if isinstance(event, StepStarted):
+                        step = event.step
+                    yield step, event
+            step = self.steps[stop]

@@ -109,6 +109,7 @@ class PoolState(BlockLedger):
         if self.step is not None and self.step.end_ns is None:  # the earlier run was killed in it
             self.step.end_ns = self.step.start_ns
         for seq in self.seqs.values():
+            seq.admit(self.step_number)
             seq.status, seq.block_table, seq.finished_step = "finished", [], self.step_number
         self.finished.update(self.seqs)
         self.seqs = {}
@@ -123,6 +124,7 @@ class PoolState(BlockLedger):
             salted=event.salted,
             added_step=self.step_number,
             row_id=event.row_id,
+            waiting_since_step=0 if self.step is None else self.step.step + (self.step.end_ns is not None),
             queue_place=event.seq_id if event.sample_index == 0 else self._front_place(),
         )
 
@@ -136,6 +138,7 @@ class PoolState(BlockLedger):
         seq.status = "prefill"
         seq.num_computed_tokens = event.tokens_hit + (seq.num_computed_tokens if continued else 0)
         seq.num_cached_tokens = event.tokens_hit + (seq.num_cached_tokens if continued else 0)
+        seq.admit(self.step_number)
         if seq.admitted_step is None:
             seq.admitted_step = self.step_number
         if self.step is not None:
@@ -188,12 +191,13 @@ class PoolState(BlockLedger):
         child.num_computed_tokens = event.num_computed_tokens
         child.parent_seq_id = event.parent_seq_id
         child.status = "decode"
+        child.admit(self.step_number)
         if child.admitted_step is None:
             child.admitted_step = self.step_number
 
     def on_request_preempted(self, event: RequestPreempted) -> None:
         seq = self.seqs[event.seq_id]
-        seq.preempt(self._front_place())
+        seq.preempt(self._front_place(), self.step_number)
         if self.step is not None:
             self.step.preemptions.append(event)
 
@@ -227,6 +231,7 @@ class PoolState(BlockLedger):
 
     def on_request_finished(self, event: RequestFinished) -> None:
         seq = self.seqs.pop(event.seq_id)
+        seq.admit(self.step_number)
         seq.status = "finished"
         seq.finish_reason = event.reason
         seq.finished_step = self.step_number
@@ -245,7 +250,7 @@ class PoolState(BlockLedger):
         for seq_id in reversed(event.seq_ids):
             seq = self.seqs[seq_id]
             seq.block_table = []
-            seq.preempt(self._front_place())
+            seq.preempt(self._front_place(), self.step_number)
         self.free_all(event.cached_block_ids)
         if self.step is not None:
             self.step.end_ns = event.time_ns

@@ -66,7 +66,7 @@ def seq_name(state: PoolState, seq_id: int) -> str:
 
 def describe(event: Event, step: int | None, state: PoolState) -> str | None:
     """The event as text, starting with `step N`. None for events of every step."""
-    words = _words(event, state)
+    words = event_words(event, state)
     return None if words is None else f"step {'-' if step is None else step} {words}"
 
 
@@ -76,7 +76,8 @@ def event_seq_ids(event: Event) -> tuple[int, ...]:
     return tuple(seq_id for seq_id in ids if seq_id is not None)
 
 
-def _words(event: Event, state: PoolState) -> str | None:
+def event_words(event: Event, state: PoolState) -> str | None:
+    """The event as text without its step. None for events of every step."""
     seq = seq_name(state, getattr(event, "seq_id", -1))
     match event:
         case RequestPreempted():

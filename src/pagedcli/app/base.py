@@ -1,0 +1,214 @@
+"""What the applications of trace, replay and attach have in common: keys, dialogs, redrawing, Ctrl-C.
+
+The only module that starts Textual.
+"""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App
+from textual.binding import Binding, BindingType
+from textual.events import Print
+from textual.widgets import Static
+
+from pagedcli.app.deck import Deck
+from pagedcli.app.dialogs import Ask, HelpPage
+from pagedcli.printable import one_line
+
+_TICK_S = 0.1
+
+KEYS = """\
+ q  Ctrl-C     quit; a run stops after its step, the second time at once
+ ?             this page
+ Space         pause, play
+ .  ,          one {unit} forward, back (in a list also right, left)
+ >  <          ten {unit}s forward, back
+ [  ]          to the first, the last {unit}
+ 0-9  g        go to a {unit} by its number
+ +  -          faster, slower
+{more}
+ Tab           the next panel (or click it)
+ up  down      move in a list; also Page, Home, End, mouse wheel
+ Enter         details of what the cursor is on (or double click)
+ Esc           close a page
+"""
+
+
+class DeckApp(App[None]):
+    """An application that shows a deck. Subclasses compose the panels and fill them in `show_moment`.
+
+    The panels are attributes: a query would search the topmost page, and find nothing while the screen closes.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
+    CSS = """
+    #head { height: 1; background: $primary-background; }
+    #body { height: 1fr; }
+    .panel { border-top: solid $primary; border-title-color: $text-accent; }
+    .panel:focus { border-top: heavy $accent; }
+    Screen.-wide #body { layout: horizontal; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark", "help", "help"),
+        Binding("q", "leave", "quit"),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding("space", "pause", "pause"),
+        Binding("full_stop,right", "step(1)", "step", key_display="."),
+        Binding("comma,left", "step(-1)", show=False),
+        Binding("greater_than_sign", "step(10)", show=False),
+        Binding("less_than_sign", "step(-10)", show=False),
+        Binding("left_square_bracket", "go_to_end(False)", show=False),
+        Binding("right_square_bracket", "go_to_end(True)", show=False),
+        Binding("plus,equals_sign", "faster(1)", show=False),
+        Binding("minus,underscore", "faster(-1)", show=False),
+        Binding("g", "ask_step('')", "go to"),
+        *(Binding(digit, f"ask_step('{digit}')", show=False) for digit in "0123456789"),
+    ]
+    MORE_KEYS = ""
+
+    def __init__(self, deck: Deck[Any], title: str) -> None:
+        super().__init__()
+        self.deck = deck
+        self.head_line = Static(id="head")
+        self.shown_title = one_line(title)
+        self.was_interrupted = False
+        self.printed: list[str] = []  # by others while the screen was open
+        self._num_signals = 0
+        self._said = ""
+
+    def on_mount(self) -> None:
+        self.begin_capture_print(self)
+        self.set_interval(_TICK_S, self.tick)
+        self.tick()
+
+    def on_print(self, event: Print) -> None:
+        self.printed.append(event.text)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.refresh_all)
+
+    def tick(self) -> None:
+        """Show the deck's moment if it is another one, and take note of signals."""
+        if self._num_signals:
+            self._num_signals -= 1
+            self.action_interrupt()
+        if self.deck.poll():
+            self.refresh_all()
+        else:
+            self._show_head()
+
+    def refresh_all(self) -> None:
+        """Show the current moment."""
+        self._show_head()
+        if self.deck.moment is not None:
+            self.show_moment()
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def show_moment(self) -> None:
+        """Fill the panels."""
+        raise NotImplementedError
+
+    def head(self) -> Text:
+        """The figures of the head line."""
+        raise NotImplementedError
+
+    def legend(self) -> str:
+        """The part of the help page about letters and columns."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the head line
+
+    def _show_head(self) -> None:
+        deck = self.deck
+        speed = "" if deck.speed is None else f"{deck.speed:g} {deck.unit}s/s"
+        state = "PAUSED" if deck.paused else speed
+        parts = [(f" {part} ", "bold yellow") for part in (state, deck.place, self._said) if part]
+        text = Text.assemble(
+            *parts, " ", self.head() if deck.moment is not None else "", "  ", (self.shown_title, "dim")
+        )
+        if self.head_line.content != text:
+            self.head_line.update(text)
+
+    def say(self, text: str) -> None:
+        """Show a message in the head line until the next key."""
+        self._said = text
+        self._show_head()
+
+    # ------------------------------------------------------------------ keys
+
+    def action_leave(self) -> None:
+        self.exit()
+
+    def action_interrupt(self) -> None:
+        self.was_interrupted = True
+        self.exit()
+
+    def action_help(self) -> None:
+        self.push_screen(HelpPage(KEYS.format(unit=self.deck.unit, more=self.MORE_KEYS) + "\n" + self.legend()))
+
+    def after(self, refusal: str) -> None:
+        """Show the effect of a key, or why it had none."""
+        self.say(refusal)
+        self.tick()
+
+    def action_pause(self) -> None:
+        self.after(self.deck.toggle_pause())
+
+    def action_step(self, count: int) -> None:
+        self.after(self.deck.step(count))
+
+    def action_go_to_end(self, last: bool) -> None:
+        self.after(self.deck.go_to_end(last=last))
+
+    def action_faster(self, by: int) -> None:
+        self.deck.faster(by)
+        speed = self.deck.speed
+        self.say("full speed" if speed is None else f"{speed:g} {self.deck.unit}s/s")
+
+    def action_jump(self, name: str, backward: bool) -> None:
+        self.after(self.deck.jump(name, backward=backward))
+
+    def action_ask_step(self, digits: str) -> None:
+        def go(typed: str | None) -> None:
+            self.after(self.deck.go_to(int(typed)) if typed else "")
+
+        self.push_screen(Ask(f"go to {self.deck.unit}", digits, only_digits=True), go)
+
+    # ------------------------------------------------------------------ running
+
+    def show(self) -> None:
+        """Run until the user quits. What others printed meanwhile follows the screen.
+
+        Raises: KeyboardInterrupt after Ctrl-C.
+        """
+        with self._noting_signals():
+            self.run()
+        sys.stderr.write("".join(self.printed))
+        if self.was_interrupted:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def _noting_signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM act as Ctrl-C, which the terminal delivers as a key."""
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
+            yield
+            return
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            self._num_signals += 1
+
+        before = [(number, signal.signal(number, on_signal)) for number in (signal.SIGINT, signal.SIGTERM)]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)

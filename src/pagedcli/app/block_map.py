@@ -1,0 +1,237 @@
+"""The map of the block pool: a cell per block, or per several blocks. Nothing depends on colour alone.
+
+Used by the application of trace and replay.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from textual.binding import Binding, BindingType
+from textual.events import Click
+from textual.geometry import Size
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.panels import pool_line
+from pagedcli.inspection.state import PoolState
+
+# block state: glyph, style, meaning
+_GLYPHS = {
+    "empty": ("·", Style(color="bright_black"), "empty"),
+    "cached": ("○", Style(color="cyan"), "cached"),
+    "partial": ("▫", Style(color="green"), "filling"),
+    "full": ("■", Style(color="green"), "in use"),
+    "shared": ("S", Style(color="magenta", bold=True), "shared by 2-9, + more"),
+    "marked": ("@", Style(color="yellow", bold=True), "selected"),
+}
+_LINES_BELOW = 2  # the pool's figures and the legend
+_CURSOR = Style(reverse=True)
+
+
+class BlockMap(Widget):
+    """The blocks in the order of their ids: all, only those in use, or those of one cell. Where they do not fit, each
+    cell stands for several and shows their most common state, or `shared` or `marked` if any of them is."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "move(-1)", show=False),
+        Binding("right", "move(1)", show=False),
+        Binding("up", "move_line(-1)", show=False),
+        Binding("down", "move_line(1)", show=False),
+        Binding("home", "end(False)", show=False),
+        Binding("end", "end(True)", show=False),
+        Binding("enter", "choose", "details"),
+        Binding("escape", "leave_cell", show=False),
+    ]
+
+    class Chosen(Message):
+        """Enter or a double click on a block."""
+
+        def __init__(self, block_id: int) -> None:
+            super().__init__()
+            self.block_id = block_id
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self.can_focus = True
+        self._moment: Moment | None = None
+        self._marked: set[int] = set()
+        self._only_used = False
+        self._within: range | None = None  # the blocks of one cell
+        self._shown: Sequence[int] = ()
+        self._cells: list[tuple[str, str]] = []  # kind and glyph
+        self._cursor = 0
+
+    def show(self, moment: Moment, marked: set[int]) -> None:
+        """Draw a moment with some blocks marked."""
+        num_before = None if self._moment is None else self._moment.state.num_blocks
+        self._moment, self._marked = moment, marked
+        if num_before != moment.state.num_blocks:
+            self._within = None
+            self.refresh(layout=True)  # another height
+        self._arrange()
+
+    def zoom(self) -> None:
+        """Switch between all blocks and those in use."""
+        self._only_used, self._within = not self._only_used and self._within is None, None
+        self._arrange()
+
+    def _title(self) -> str:
+        per_cell = self._per_cell
+        if self._within is not None:
+            which = f"blocks {self._within[0]:,} to {self._within[-1]:,}"
+        else:
+            which = "blocks in use" if self._only_used else "block pool"
+        return which if per_cell == 1 else f"{which}, 1 cell = {per_cell:,} blocks"
+
+    # ------------------------------------------------------------------ cells
+
+    @property
+    def _per_cell(self) -> int:
+        area = max(1, self.size.width * (self.size.height - _LINES_BELOW))
+        return max(1, -(-len(self._shown) // area))
+
+    def _arrange(self) -> None:
+        if self._moment is None or not self.size.width:
+            return
+        state = self._moment.state
+        if self._only_used:
+            self._shown = [block_id for block_id, count in enumerate(state.ref_counts) if count]
+        else:
+            self._shown = self._within or range(state.num_blocks)
+        self._cells = _cells(state, self._shown, self._per_cell, self._marked)
+        self._cursor = max(0, min(self._cursor, len(self._cells) - 1))
+        self.border_title = self._title()
+        self.refresh()
+
+    def on_resize(self) -> None:
+        self._arrange()
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        num_blocks = 0 if self._moment is None else self._moment.state.num_blocks
+        return max(1, -(-num_blocks // max(1, width))) + _LINES_BELOW
+
+    def render_line(self, y: int) -> Strip:
+        if self._moment is None:
+            return Strip.blank(self.size.width, self.rich_style)
+        width, below = self.size.width, self.size.height - _LINES_BELOW
+        if y == below:
+            return self._text_strip(pool_line(self._moment.state))
+        if y > below:
+            return self._text_strip(self._under_cursor() if self.has_focus else self._legend())
+        segments = [Segment(glyph, _GLYPHS[kind][1]) for kind, glyph in self._cells[y * width : (y + 1) * width]]
+        if self.has_focus and self._cells and y == self._cursor // width:
+            place = self._cursor % width
+            segments[place] = Segment(segments[place].text, _GLYPHS[self._cells[self._cursor][0]][1] + _CURSOR)
+        return self._strip(Segment.simplify(segments))
+
+    def _text_strip(self, text: Text) -> Strip:
+        text.truncate(self.size.width, overflow="ellipsis")
+        return self._strip(text.render(self.app.console, end=""))
+
+    def _strip(self, segments: Iterable[Segment]) -> Strip:
+        styled = Segment.apply_style(segments, self.rich_style)
+        return Strip(styled).extend_cell_length(self.size.width, self.rich_style)
+
+    def _legend(self) -> Text:
+        text = Text()
+        for kind, (glyph, style, meaning) in _GLYPHS.items():
+            if kind == "marked" and not self._marked:
+                continue
+            if kind == "shared":
+                glyph, meaning = ("2", meaning) if self._per_cell == 1 else (glyph, "some shared")
+            text.append(glyph, style).append(f" {meaning}  ")
+        return text
+
+    def _under_cursor(self) -> Text:
+        assert self._moment is not None
+        ids = self._ids_at(self._cursor)
+        if not ids:
+            return Text("no blocks")
+        if len(ids) > 1:
+            return Text(f"blocks {ids[0]:,} to {ids[-1]:,}: Enter shows them one by one, z the blocks in use")
+        state, block_id = self._moment.state, ids[0]
+        holders = [seq.seq_id for seq in state.running() if block_id in seq.block_table]
+        held = f"held by seq {', '.join(map(str, holders[:8]))}{' ...' if len(holders) > 8 else ''}"
+        kind = _GLYPHS[_kind(state, block_id, set())[0]][2] if not holders else held
+        return Text(f"block {block_id:,}: {kind}; Enter shows what it held")
+
+    # ------------------------------------------------------------------ keys and mouse
+
+    def _ids_at(self, cell: int) -> Sequence[int]:
+        return self._shown[cell * self._per_cell : (cell + 1) * self._per_cell]
+
+    def action_move(self, count: int) -> None:
+        self._cursor = max(0, min(self._cursor + count, len(self._cells) - 1))
+        self.refresh()
+
+    def action_move_line(self, count: int) -> None:
+        self.action_move(count * self.size.width)
+
+    def action_end(self, last: bool) -> None:
+        self.action_move(len(self._cells) * (1 if last else -1))
+
+    def action_choose(self) -> None:
+        ids = self._ids_at(self._cursor)
+        if len(ids) > 1:
+            self._within, self._only_used, self._cursor = range(ids[0], ids[-1] + 1), False, 0
+            self._arrange()
+        elif ids:
+            self.post_message(self.Chosen(ids[0]))
+
+    def action_leave_cell(self) -> None:
+        self._within = None
+        self._arrange()
+
+    def on_click(self, event: Click) -> None:
+        place = event.get_content_offset(self)
+        if place is None:
+            return
+        cell = place.y * self.size.width + place.x
+        if place.y < self.size.height - _LINES_BELOW and cell < len(self._cells):
+            self._cursor = cell
+            self.refresh()
+            if event.chain == 2:
+                self.action_choose()
+
+
+def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int]) -> list[tuple[str, str]]:
+    """Per cell its kind and its glyph: for one shared block its ref_count."""
+    if per_cell == 1:
+        return [_kind(state, block_id, marked) for block_id in shown]
+    return [_summary(state, shown[start : start + per_cell], marked) for start in range(0, len(shown), per_cell)]
+
+
+def _kind(state: PoolState, block_id: int, marked: set[int]) -> tuple[str, str]:
+    count = state.ref_counts[block_id]
+    if block_id in marked:
+        kind = "marked"
+    elif count > 1:
+        return "shared", str(count) if count < 10 else "+"
+    elif count:
+        kind = "partial" if state.hashes[block_id] is None else "full"
+    else:
+        kind = "empty" if state.hashes[block_id] is None else "cached"
+    return kind, _GLYPHS[kind][0]
+
+
+def _summary(state: PoolState, ids: Sequence[int], marked: set[int]) -> tuple[str, str]:
+    """Several blocks as one cell."""
+    if isinstance(ids, range):
+        counts, hashes = state.ref_counts[ids.start : ids.stop], state.hashes[ids.start : ids.stop]
+    else:
+        counts, hashes = [state.ref_counts[i] for i in ids], [state.hashes[i] for i in ids]
+    num_free, num_exclusive, num_unhashed = counts.count(0), counts.count(1), hashes.count(None)
+    if not marked.isdisjoint(ids):
+        kind = "marked"
+    elif num_free + num_exclusive < len(counts):
+        kind = "shared"
+    elif 2 * num_free < len(counts):
+        kind = "partial" if num_unhashed > num_free + num_exclusive // 2 else "full"
+    else:
+        kind = "empty" if 2 * num_unhashed > len(counts) else "cached"
+    return kind, _GLYPHS[kind][0]

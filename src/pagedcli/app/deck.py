@@ -1,0 +1,116 @@
+"""What an application shows and how its keys move it: the contract between screens and recordings or running engines.
+
+Nothing here draws.
+"""
+
+import time
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+
+SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: full speed
+
+
+class Deck(Generic[M]):
+    """A source of moments with play, pause and speed. A method that cannot do what its key asks for returns why."""
+
+    unit = "step"  # what one press of `.` advances by
+
+    def __init__(self, *, paused: bool, speed: float | None) -> None:
+        self.paused = paused
+        self._speed_index = SPEEDS.index(speed)
+
+    @property
+    def moment(self) -> M | None:
+        """What to show; None: nothing yet. It does not change until `poll`."""
+        raise NotImplementedError
+
+    @property
+    def place(self) -> str:
+        """Where it is, for the head line."""
+        raise NotImplementedError
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second, None: full speed."""
+        return SPEEDS[self._speed_index]
+
+    def poll(self) -> bool:
+        """Called several times per second. Whether `moment` is another one."""
+        raise NotImplementedError
+
+    def toggle_pause(self) -> str:
+        self.paused = not self.paused
+        return ""
+
+    def faster(self, by: int) -> None:
+        """The next speed, or with -1 the one before."""
+        self._speed_index = max(0, min(self._speed_index + by, len(SPEEDS) - 1))
+
+    def step(self, count: int) -> str:
+        """Move by some steps, back if negative, and pause."""
+        raise NotImplementedError
+
+    def go_to(self, number: int) -> str:
+        """Move to a step by its number."""
+        raise NotImplementedError
+
+    def go_to_end(self, *, last: bool) -> str:
+        """Move to the first or the last step."""
+        raise NotImplementedError
+
+    def jump(self, name: str, *, backward: bool) -> str:
+        """Move to the next or previous preemption, eviction or miss."""
+        raise NotImplementedError
+
+
+class Recording(Deck[M]):
+    """A deck that can move to any of its places, 0 to `last`."""
+
+    def __init__(self) -> None:
+        super().__init__(paused=True, speed=5.0)
+        self._shown = -1
+        self._target = 0.0  # fractional while playing
+        self._last_poll = time.monotonic()
+
+    @property
+    def position(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def last(self) -> int:
+        raise NotImplementedError
+
+    def go(self, position: int) -> None:
+        """Move there; between 0 and `last`."""
+        raise NotImplementedError
+
+    def poll(self) -> bool:
+        now = time.monotonic()
+        if not self.paused:
+            speed = self.speed if self.speed is not None else max(200.0, self.last / 5)
+            self._target = min(self.last, self._target + speed * (now - self._last_poll))
+            self.paused = self._target >= self.last
+        self._last_poll = now
+        if int(self._target) != self.position:
+            self.go(int(self._target))
+        is_new, self._shown = self.position != self._shown, self.position
+        return is_new
+
+    def toggle_pause(self) -> str:
+        if self.paused and self.position == self.last:
+            return "this is the end"
+        return super().toggle_pause()
+
+    def move_to(self, position: int) -> str:
+        """Go to a place, as far as there is one, and pause."""
+        self.paused = True
+        self._target = max(0, min(position, self.last))
+        at_end = "this is the end" if position > self.last else "this is the beginning" if position < 0 else ""
+        return at_end
+
+    def step(self, count: int) -> str:
+        return self.move_to(int(self._target) + count)
+
+    def go_to_end(self, *, last: bool) -> str:
+        return self.move_to(self.last if last else 0)

@@ -1,0 +1,49 @@
+"""What is known about one sequence or one block, for its page. Used by the application of trace and replay."""
+
+from rich.text import Text
+
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.panels import block_ids_text
+from pagedcli.inspection.records import SeqState
+from pagedcli.inspection.words import plural
+from pagedcli.printable import one_line
+
+
+def sequence_facts(moment: Moment, seq: SeqState) -> Text:
+    """Tokens, waiting and blocks of a sequence, and with whom it shares them."""
+    state, blocks = moment.state, set(seq.block_table)
+    shared = [
+        other.seq_id for other in state.running() if other is not seq and not blocks.isdisjoint(other.block_table)
+    ]
+    ended = f" ({seq.finish_reason})" if seq.finish_reason else ""
+    lines = [
+        f"request    {one_line(seq.label)}, sample {seq.sample_index}: {seq.status}{ended}",
+        f"prompt     {plural(seq.num_prompt_tokens, 'token')}, {seq.num_cached_tokens:,} of them found in the cache",
+        f"generated  {seq.num_output_tokens:,} of at most {plural(seq.max_new_tokens, 'token')}",
+        f"waited     {plural(seq.num_steps_waited(state.step_number), 'step')}",
+        f"preempted  {plural(seq.num_preemptions, 'time')}, {seq.num_recomputed_tokens:,} tokens computed again",
+        f"blocks     {len(seq.block_table):,}: {block_ids_text(state, seq.block_table) or 'none'}",
+    ]
+    if shared:
+        lines.append(f"shared     with seq {', '.join(map(str, shared))}")
+    return Text("\n".join(lines))
+
+
+def block_facts(moment: Moment, block_id: int) -> Text:
+    """Who holds a block, and its content."""
+    state = moment.state
+    content, filler = state.hashes[block_id], state.filler_seq_ids[block_id]
+    holders = [
+        f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {seq.block_table.index(block_id)}"
+        for seq in state.running()
+        if block_id in seq.block_table
+    ]
+    lines = [f"held by    {', '.join(holders) or 'nobody'}"]
+    if content is None:
+        lines.append("content    none that a lookup could find")
+    else:
+        lines.append(f"content    {content:016x}, filled by seq {filler}")
+        found = state.hash_to_block_id.get(content)
+        if found != block_id:
+            lines.append(f"           block {found} has the same content, and lookups find that one")
+    return Text("\n".join(lines))

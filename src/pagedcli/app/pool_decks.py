@@ -1,0 +1,230 @@
+"""A recorded run and a running engine, as decks of moments of the block pool."""
+
+import threading
+import time
+from collections import deque
+from typing import cast
+
+from pagedcli.app.deck import SPEEDS, Deck, Recording
+from pagedcli.errors import TraceError
+from pagedcli.events import EngineStarted, Event, StepScheduled
+from pagedcli.inspection.fold import pool_fold
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.names import NamedRequest
+from pagedcli.inspection.replay import Landmark, Replay, landmark
+from pagedcli.inspection.stories import Story, block_story, sequence_story
+
+_KEPT_EVENTS = 100_000  # of a running engine, for stories
+_INTERVAL_S = 0.1  # least time between two moments
+_DRAW_SHARE = 0.02  # largest share of the time that the screen's thread may take
+_NO_WAY_BACK = "a running engine cannot go back: record it with --record, then use pagedcli replay"
+
+
+class PoolDeck(Deck[Moment]):
+    """A deck that tells stories, too."""
+
+    def sequence_story(self, seq_id: int) -> Story:
+        """What happened to a sequence."""
+        raise NotImplementedError
+
+    def block_story(self, block_id: int) -> Story:
+        """What happened to a block."""
+        raise NotImplementedError
+
+
+class ReplayDeck(Recording[Moment], PoolDeck):
+    """All stops of a trace."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self.replay = replay
+
+    @property
+    def moment(self) -> Moment:
+        return self.replay.moment
+
+    @property
+    def position(self) -> int:
+        return self.replay.position
+
+    @property
+    def last(self) -> int:
+        return self.replay.last_stop
+
+    def go(self, position: int) -> None:
+        self.replay.go(position)
+
+    @property
+    def place(self) -> str:
+        replay = self.replay
+        if replay.damage is not None and replay.position == replay.last_stop:
+            return f"DAMAGED AFTER THIS: {replay.damage}"
+        at_end = replay.steps[replay.position] is None
+        return "END" if at_end else f"{replay.position + 1:,} of {replay.last_stop + 1:,}"
+
+    def go_to(self, number: int) -> str:
+        stop = self.replay.stop_of_step(number)
+        return f"there is no step {number:,}" if stop is None else self.move_to(stop)
+
+    def jump(self, name: str, *, backward: bool) -> str:
+        stop = self.replay.next_landmark(cast(Landmark, name), backward=backward)
+        return f"no {'earlier' if backward else 'later'} {name}" if stop is None else self.move_to(stop)
+
+    def sequence_story(self, seq_id: int) -> Story:
+        return sequence_story(seq_id, self.replay.events(), self.moment.state)
+
+    def block_story(self, block_id: int) -> Story:
+        return block_story(block_id, self.replay.events())
+
+
+class LiveDeck(PoolDeck):
+    """A running engine. `on_event` and `finish` belong to the engine's thread, all else to the screen's.
+
+    The engine's thread leaves a copy of the moment when the screen asks for one, and waits here while paused or above
+    the chosen speed. The view only observes: events that contradict each other end it, not the run.
+    """
+
+    def __init__(self, *, follow: NamedRequest | None = None, paused: bool = False) -> None:
+        super().__init__(paused=paused, speed=None)
+        self.live = Moment(follow=follow)  # of the engine's thread
+        self.damage: str | None = None
+        self.has_started = threading.Event()
+        self.screen_is_open = threading.Event()
+        self.has_ended = False
+        self.stop_requested = False
+        self._abort = False
+        self._fold = pool_fold(self.live)
+        self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
+        self._changed = threading.Condition()  # the user wants something else
+        self._steps_allowed = 0  # while paused
+        self._goal: int | Landmark | None = None  # pause there
+        self._goal_reached = False
+        self._last_step_s = 0.0
+        self._moment: Moment | None = None
+        self._wants_moment = True
+        self._shown: Moment | None = None
+        self._shown_s = self._shown_cpu_s = 0.0  # when, and the processor time of the screen's thread by then
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event of the engine. Raises KeyboardInterrupt if the user wants it to stop now."""
+        if self._abort:
+            raise KeyboardInterrupt
+        if self.damage is not None:
+            return
+        try:
+            self._fold(event)
+        except TraceError as error:
+            self.damage = error.message
+            return
+        self._events.append((self.live.state.step_number, event))
+        if self._goal is not None and landmark(event) == self._goal:
+            self._goal_reached = True
+        if isinstance(event, StepScheduled):
+            self._at_step(event.step)
+        elif isinstance(event, EngineStarted):
+            self.has_started.set()
+            self.screen_is_open.wait()  # what is printed from now on must not fall between two screens
+
+    def _at_step(self, step: int) -> None:
+        if self._goal_reached or step == self._goal:
+            self._goal, self._goal_reached, self.paused = None, False, True
+        with self._changed:
+            if self._wants_moment or (self.paused and not self._steps_allowed):
+                self._moment, self._wants_moment = self.live.copy(), False
+            while not self.stop_requested:
+                if not self.paused:
+                    pause_s = 0.0 if self.speed is None else self._last_step_s + 1 / self.speed - time.monotonic()
+                    if pause_s <= 0 or self._goal is not None:
+                        break
+                    self._changed.wait(pause_s)
+                elif self._steps_allowed:
+                    self._steps_allowed -= 1
+                    break
+                else:
+                    self._changed.wait()
+        self._last_step_s = time.monotonic()
+
+    def finish(self) -> None:
+        """The run has ended or failed."""
+        self._moment, self.has_ended = self.live, True
+        self.has_started.set()
+
+    # ------------------------------------------------------------------ the screen's thread
+
+    @property
+    def moment(self) -> Moment | None:
+        return self._shown
+
+    @property
+    def place(self) -> str:
+        if self.damage is not None:
+            return f"THE VIEW ENDED EARLY: {self.damage}"
+        if self.has_ended:
+            return "FINISHED, q closes"
+        if self.stop_requested:
+            return "STOPPING after this step, q again: at once"
+        if self._goal is not None:
+            return f"TO THE NEXT {self._goal.upper()}" if isinstance(self._goal, str) else f"TO STEP {self._goal:,}"
+        return ""
+
+    def poll(self) -> bool:
+        moment, now_s, cpu_s = self._moment, time.monotonic(), time.thread_time()
+        is_new = moment is not self._shown
+        if is_new:
+            self._shown, self._shown_s, self._shown_cpu_s = moment, now_s, cpu_s
+        else:
+            interval_s = max(_INTERVAL_S, (cpu_s - self._shown_cpu_s) / _DRAW_SHARE)
+            self._wants_moment = self._wants_moment or now_s - self._shown_s >= interval_s
+        return is_new
+
+    def toggle_pause(self) -> str:
+        return self._change(not self.paused)
+
+    def step(self, count: int) -> str:
+        if count < 0:
+            return _NO_WAY_BACK
+        return self._change(True, num_steps=count)
+
+    def go_to(self, number: int) -> str:
+        step = self.live.state.step_number
+        return _NO_WAY_BACK if step is not None and number <= step else self._change(False, goal=number)
+
+    def go_to_end(self, *, last: bool) -> str:
+        return self._change(False) if last else _NO_WAY_BACK
+
+    def jump(self, name: str, *, backward: bool) -> str:
+        return _NO_WAY_BACK if backward else self._change(False, goal=cast(Landmark, name))
+
+    def faster(self, by: int) -> None:
+        super().faster(by)
+        self._change(self.paused)
+
+    def _change(self, paused: bool, *, num_steps: int = 0, goal: int | Landmark | None = None) -> str:
+        if self.has_ended:
+            return "the run has ended"
+        with self._changed:
+            self.paused, self._goal, self._goal_reached = paused, goal, False
+            self._steps_allowed = self._steps_allowed + num_steps if paused else 0
+            self._changed.notify()
+        return ""
+
+    def request_stop(self) -> None:
+        """End the run after this step; the second time, at once."""
+        with self._changed:
+            self._abort, self.stop_requested = self.stop_requested, True
+            self._changed.notify()
+
+    def release(self) -> None:
+        """Nobody watches any more: the run continues at full speed."""
+        self._speed_index = len(SPEEDS) - 1
+        self._change(False)
+        self.screen_is_open.set()
+
+    def sequence_story(self, seq_id: int) -> Story:
+        assert self._shown is not None, "a sequence is selected in a moment"
+        return sequence_story(seq_id, self._events.copy(), self._shown.state)
+
+    def block_story(self, block_id: int) -> Story:
+        return block_story(block_id, self._events.copy())

@@ -1,0 +1,146 @@
+"""A list that scrolls under a heading. Only the visible rows are built, so that long lists cost nothing.
+
+Used by every screen of the application.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from textual.binding import Binding, BindingType
+from textual.events import Click
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+_CURSOR = Style(reverse=True)
+_CURSOR_ELSEWHERE = Style(bold=True)
+
+
+class Rows(ScrollView):
+    """Shows `row(key, width)` for each key. The cursor stays on its key while the rows around it change."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", show=False),
+        Binding("down,j", "move(1)", show=False),
+        Binding("pageup", "page(-1)", show=False),
+        Binding("pagedown", "page(1)", show=False),
+        Binding("home", "end(False)", show=False),
+        Binding("end", "end(True)", show=False),
+        Binding("enter", "choose", "details"),
+    ]
+    DEFAULT_CSS = "Rows { scrollbar-size-vertical: 1; overflow-x: hidden; }"
+
+    class Chosen(Message):
+        """Enter or a double click on a row."""
+
+        def __init__(self, rows: "Rows", key: int) -> None:
+            super().__init__()
+            self.rows, self.key = rows, key
+
+    class Moved(Message):
+        """The cursor is on another row."""
+
+    class HeadingClicked(Message):
+        """A click on the heading."""
+
+    def __init__(self, *, id: str, empty: str = "none") -> None:
+        super().__init__(id=id)
+        self._empty = empty
+        self._keys: Sequence[int] = ()
+        self._row: Callable[[int, int], Text] = lambda key, width: Text()
+        self._heading: Callable[[int], Text] | None = None
+        self._cursor = 0
+
+    @property
+    def cursor_key(self) -> int | None:
+        return self._keys[self._cursor] if self._keys else None
+
+    @property
+    def _num_headings(self) -> int:
+        return self._heading is not None
+
+    def show(
+        self,
+        heading: Callable[[int], Text] | None,
+        keys: Sequence[int],
+        row: Callable[[int, int], Text],
+        *,
+        at: int | None = None,
+    ) -> None:
+        """Show these rows. The cursor goes to the key `at`, or stays on its key if it is still there."""
+        key = self.cursor_key if at is None else at
+        self._heading, self._keys, self._row = heading, keys, row
+        with suppress(ValueError):  # it has left the list
+            self._cursor = keys.index(key) if key is not None else self._cursor
+        self._cursor = max(0, min(self._cursor, len(keys) - 1))
+        self.virtual_size = Size(0, len(keys) + self._num_headings)
+        if at is not None:
+            self._follow_cursor()
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width = self.scrollable_content_region.width
+        if y == 0 and self._heading is not None:
+            return _strip(self._heading(width), width, Style(bold=True), self)
+        place = self.scroll_offset.y + y - self._num_headings
+        if place >= len(self._keys):
+            return _strip(Text(self._empty, "dim") if place == 0 else Text(), width, Style(), self)
+        text = self._row(self._keys[place], width)
+        if place != self._cursor:
+            return _strip(text, width, Style(), self)
+        return _strip(text, width, _CURSOR if self.has_focus else _CURSOR_ELSEWHERE, self)
+
+    # ------------------------------------------------------------------ keys and mouse
+
+    def _move_to(self, place: int) -> None:
+        self._cursor = max(0, min(place, len(self._keys) - 1))
+        self._follow_cursor()
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def _follow_cursor(self) -> None:
+        top, height = self.scroll_offset.y, max(1, self.size.height - self._num_headings)
+        if self._cursor < top:
+            self.scroll_to(y=self._cursor, animate=False)
+        elif self._cursor >= top + height:
+            self.scroll_to(y=self._cursor - height + 1, animate=False)
+
+    def action_move(self, count: int) -> None:
+        self._move_to(self._cursor + count)
+
+    def action_page(self, count: int) -> None:
+        self._move_to(self._cursor + count * max(1, self.size.height - self._num_headings))
+
+    def action_end(self, last: bool) -> None:
+        self._move_to(len(self._keys) - 1 if last else 0)
+
+    def action_choose(self) -> None:
+        if self.cursor_key is not None:
+            self.post_message(self.Chosen(self, self.cursor_key))
+
+    def on_click(self, event: Click) -> None:
+        offset = event.get_content_offset(self)
+        if offset is None:
+            return
+        place = self.scroll_offset.y + offset.y - self._num_headings
+        if offset.y < self._num_headings:
+            self.post_message(self.HeadingClicked())
+        elif place < len(self._keys):
+            self._move_to(place)
+            if event.chain == 2:
+                self.action_choose()
+
+
+def _strip(text: Text, width: int, style: Style, rows: Rows) -> Strip:
+    text.truncate(width, overflow="ellipsis")
+    segments = list(text.render(rows.app.console, end=""))
+    return (
+        Strip(Segment.apply_style(segments, rows.rich_style))
+        .extend_cell_length(width, rows.rich_style)
+        .apply_style(style)
+    )

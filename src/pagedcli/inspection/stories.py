@@ -1,0 +1,98 @@
+"""The story of one sequence or one block: the events about it in words, each with its step.
+
+Used by the application. The events come from a Replay, or from those that a running engine's view keeps.
+"""
+
+from collections.abc import Iterable
+
+from pagedcli.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksFilled,
+    BlocksReleased,
+    BlocksReused,
+    EngineStarted,
+    Event,
+    RequestWaiting,
+    SequenceForked,
+    StepFailed,
+    StepScheduled,
+    TokensSampled,
+)
+from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.words import event_seq_ids, event_words, plural, seq_name
+
+StepEvent = tuple[int | None, Event]
+Story = list[tuple[int | None, str]]  # step and words, in order
+
+
+def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -> Story:
+    """What happened to a sequence. Steps that only compute its next token are omitted, and equal waits share a line."""
+    story: Story = []
+    name = seq_name(state, seq_id)
+    wait: tuple[str, int] | None = None  # why it waits, and the line that says so
+    has_token = False
+    for step, event in events:
+        words = None
+        if isinstance(event, RequestWaiting) and event.seq_id == seq_id:
+            reason = event_words(event, state) or ""
+            if wait is not None and wait[0] == event.reason:
+                story[wait[1]] = (story[wait[1]][0], f"{reason}; until step {step}")
+                continue
+            wait, words = (event.reason, len(story)), reason
+        elif isinstance(event, StepScheduled):
+            words = _prompt_tokens(seq_id, event)
+        elif isinstance(event, TokensSampled):
+            if not has_token and seq_id in event.seq_ids:
+                has_token, words = True, "first token"
+        elif isinstance(event, StepFailed):
+            words = "the step failed: it waits again" if seq_id in event.seq_ids else None
+        elif seq_id in event_seq_ids(event):
+            words = event_words(event, state)
+            wait = None
+        if words is not None:
+            story.append((step, words.replace(f" {name}:", ":", 1)))
+    return story
+
+
+def _prompt_tokens(seq_id: int, event: StepScheduled) -> str | None:
+    """The tokens that the step computes, if it is more than the next one."""
+    if seq_id not in event.seq_ids:
+        return None
+    num_tokens = event.num_new_tokens[event.seq_ids.index(seq_id)]
+    return f"compute {plural(num_tokens, 'token')}" if num_tokens > 1 else None
+
+
+def block_story(block_id: int, events: Iterable[StepEvent]) -> Story:
+    """Who held a block, and what it held."""
+    told = ((step, _block_words(block_id, event)) for step, event in events)
+    return [(step, words) for step, words in told if words is not None]
+
+
+def _block_words(block_id: int, event: Event) -> str | None:
+    match event:
+        case BlockEvicted(block_id=evicted, hash=block_hash) if evicted == block_id:
+            return f"evicted: its content ({block_hash:016x}) is dropped"
+        case BlockCopied(seq_id=seq_id, source_block_id=source, copy_block_id=copy) if block_id in (source, copy):
+            return (
+                f"copied to block {copy} for seq {seq_id}"
+                if block_id == source
+                else f"becomes a copy of block {source}"
+            )
+        case EngineStarted():
+            return "empty: the engine started"
+        case StepFailed(cached_block_ids=cached):
+            return f"the step failed: {'still cached' if block_id in cached else 'empty'}"
+        case BlocksAllocated(seq_id=seq_id, block_ids=ids) if block_id in ids:
+            return f"allocated to seq {seq_id}"
+        case BlocksReused(seq_id=seq_id, block_ids=ids) if block_id in ids:
+            return f"reused by seq {seq_id}"
+        case BlocksFilled(seq_id=seq_id, block_ids=ids, hashes=hashes) if block_id in ids:
+            return f"filled by seq {seq_id}: content {hashes[ids.index(block_id)]:016x}"
+        case BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
+            return f"released by seq {seq_id}"
+        case SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:
+            return f"shared with seq {seq_id}, forked from seq {parent}"
+        case _:
+            return None

@@ -1,0 +1,280 @@
+"""The application on a recorded run: every key does what the help page says, and nothing is cut at 80 columns."""
+
+import re
+
+import pytest
+
+pytest.importorskip("textual")
+
+from app_harness import drive, press, screen_text, shown
+from trace_harness import simulated
+
+from pagedcli.app.block_map import BlockMap
+from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_decks import ReplayDeck
+from pagedcli.events import RequestAdded, RequestPreempted
+from pagedcli.inspection.fold import EventList, fold
+from pagedcli.inspection.names import NamedRequest
+from pagedcli.inspection.replay import Replay
+from pagedcli.inspection.stories import block_story, sequence_story
+from pagedcli.inspection.timeline import Timelines
+
+BUSY = {"num_blocks": 14, "num_requests": 24}
+
+
+@pytest.fixture(scope="module")
+def events():
+    return simulated(**BUSY)
+
+
+def app_of(events, **options):
+    return PoolApp(ReplayDeck(Replay(EventList(events), **options)), "pagedcli replay run.jsonl")
+
+
+def large_run(num_blocks):
+    return simulated(num_blocks=num_blocks, num_requests=40, max_num_seqs=16, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("num_blocks", [14, 5000])
+def test_every_panel_is_on_the_screen(size, num_blocks):
+    text = shown(app_of(large_run(num_blocks)), ">", size=size)
+    lines = text.split("\n")
+    assert len(lines) == size[1]
+    for part in ("block pool", "running", "waiting", "prefix hits", "last events", f"= {num_blocks:,} blocks"):
+        assert part in text
+    assert re.search("pool [▁-█]+ .* hits [▁-█]+ ", text)
+    assert "…" not in "".join(line for line in lines if "request-" not in line)
+    assert "shared" in text
+    assert ("1 cell =" in text) == (num_blocks > 1000)
+
+
+def test_the_keys_step_jump_and_go_to(events):
+    app = app_of(events)
+    replay = app.deck.replay
+    preempted = sorted({stop for stop in range(replay.last_stop) if replay.go(stop).state.step.preemptions})
+    replay.go(0)
+
+    async def script(pilot):
+        seen = []
+        for keys in (
+            ["."], ["right"], [","], ["p"], ["p"], ["P"], ["]"], ["["],
+            [">"], ["<"], ["3", "enter"], ["g", "1", "2", "enter"],
+        ):  # fmt: skip
+            await press(pilot, *keys)
+            seen.append(replay.position)
+        return seen
+
+    first, second = preempted[:2]
+    assert drive(app, script) == [1, 2, 1, first, second, first, replay.last_stop, 0, 10, 0, 3, 12]
+
+
+def test_what_cannot_be_done_is_said(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        assert "no earlier preemption" in await press(pilot, "P")
+        assert "there is no step 99,999" in await press(pilot, *"99999", "enter")
+        assert "this is the beginning" in await press(pilot, ",")
+        assert "END" in await press(pilot, "]")
+        assert "this is the end" in await press(pilot, "space")
+
+    drive(app, script)
+
+
+def test_playing_ends_at_the_end(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, *("+" * 8), "space")
+        while not app.deck.paused:
+            await pilot.pause(0.05)
+        return app.deck.position
+
+    assert drive(app, script) == app.deck.last
+
+
+def listed(app):
+    return list(app._sequences._keys)
+
+
+def test_the_list_sorts_filters_and_shows_finished_sequences(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, "3", "0", "enter")
+        state = app.deck.moment.state
+        assert set(listed(app)) == set(state.seqs)
+        for order, key in (
+            ("waited", lambda seq: seq.num_steps_waited(30)),
+            ("preempted", lambda seq: seq.num_preemptions),
+            ("blocks", lambda seq: len(seq.block_table)),
+            ("seq", lambda seq: -seq.seq_id),
+        ):
+            assert f"▾{order}" in (await press(pilot, "s")).replace(" ", "")
+            values = [key(state.seqs[seq_id]) for seq_id in listed(app)]
+            assert values == sorted(values, reverse=True)
+        assert "all sequences" in await press(pilot, "a")
+        assert set(listed(app)) == set(state.seqs) | set(state.finished)
+        assert "with 'finished'" in await press(pilot, "/", *"finished", "enter")
+        assert set(listed(app)) == set(state.finished)
+
+    drive(app, script)
+
+
+def test_enter_tells_the_story_of_a_sequence_and_goes_to_its_step(events):
+    app = app_of(events)
+    preempted = next(event.seq_id for event in events if isinstance(event, RequestPreempted))
+
+    async def script(pilot):
+        await press(pilot, "p", "/", *f"request-{preempted}", "enter")
+        seq_id = app._sequences.cursor_key
+        text = await press(pilot, "enter")
+        assert f"─ seq {seq_id} ─" in text
+        for part in ("prompt  ", "waited  ", "preempted  ", "admit: hit", "first token"):
+            assert part in text
+        story = app.pool_deck.sequence_story(seq_id)
+        await press(pilot, "end", "enter")
+        assert app.deck.moment.state.step_number == story[-1][0]
+        assert "prefix hits" in screen_text(app)  # the page is closed
+
+    drive(app, script, (120, 40))
+
+
+def test_the_map_zooms_to_the_blocks_in_use_and_enter_tells_who_holds_one(events):
+    app = app_of(large_run(5000))
+
+    async def script(pilot):
+        await press(pilot, ">", "shift+tab")
+        state = app.deck.moment.state
+        assert "1 cell =" in screen_text(app)
+        text = await press(pilot, "z")
+        assert "blocks in use" in text
+        used = [block_id for block_id in range(5000) if state.ref_counts[block_id]]
+        assert list(app._map._shown) == used
+        text = await press(pilot, "end", "enter")
+        holders = [seq.seq_id for seq in state.running() if used[-1] in seq.block_table]
+        assert f"─ block {used[-1]} ─" in text
+        assert all(f"seq {seq_id} " in text for seq_id in holders)
+        assert "allocated to seq" in text
+        text = await press(pilot, "escape", "z", "home", "enter")
+        assert "blocks 0 to" in text  # a cell of several blocks opens
+        assert app._map._shown[0] == 0
+        assert "1 cell =" in await press(pilot, "escape")
+
+    drive(app, script)
+
+
+def test_a_small_pool_is_drawn_block_by_block(events):
+    app = app_of(events)
+    drive(app, lambda pilot: press(pilot, "p"))
+    state, marked = app.deck.moment.state, app._map._marked
+    for block_id, (kind, glyph) in enumerate(app._map._cells):
+        ref_count, cached = state.ref_counts[block_id], state.hashes[block_id] is not None
+        if block_id in marked:
+            assert (kind, glyph) == ("marked", "@")
+        elif ref_count > 1:
+            assert glyph == str(ref_count)
+        else:
+            expected = ("■" if cached else "▫") if ref_count else ("○" if cached else "·")
+            assert glyph == expected
+
+
+def test_the_mouse_selects_and_opens(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, "5", "enter")
+        await pilot.click("#sequences", offset=(5, 4))  # the border, the heading, two rows
+        assert app._sequences.cursor_key == listed(app)[2]
+        await pilot.click("#sequences", offset=(5, 1))
+        assert "▾waited" in screen_text(app)
+        await pilot.click(BlockMap, offset=(2, 1), times=2)
+        await pilot.pause()
+        assert "─ block 2 ─" in screen_text(app)
+
+    drive(app, script)
+
+
+def test_a_followed_request_is_selected_from_the_beginning(events):
+    app = app_of(events, follow=NamedRequest("request-3"))
+    seq_ids = {event.seq_id for event in events if isinstance(event, RequestAdded) and event.request_id == "request-3"}
+    drive(app, lambda pilot: press(pilot))
+    assert app._sequences.cursor_key in seq_ids
+
+
+def test_the_help_page_names_every_key(events):
+    text = shown(app_of(events), "?", size=(120, 60))
+    for words in ("quit", "pause, play", "faster, slower", "zoom to the blocks in use", "sort:", "Esc"):
+        assert words in text
+    names = {"question_mark": "?", "full_stop": ".", "comma": ",", "greater_than_sign": ">", "less_than_sign": "<",
+             "left_square_bracket": "[", "right_square_bracket": "]", "slash": "/", "plus": "+",
+             "minus": "-"}  # fmt: skip
+    bound = {binding.key.split(",")[0] for cls in (PoolApp, PoolApp.__base__) for binding in cls.BINDINGS}
+    keys = {names.get(key, key) for key in bound if len(key) == 1 and not key.isdigit()} | set(names.values())
+    assert {key for key in keys if f" {key} " not in text} == set()
+
+
+def test_text_of_a_request_cannot_steer_the_terminal(events):
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+    app = app_of(events)
+
+    async def script(pilot):
+        app.deck.moment.state.seqs[0].request_id = evil
+        text = await press(pilot, "z", "enter")
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert "u202e" in text
+
+    drive(app, script)
+
+
+# ---------------------------------------------------------------------- stories
+
+
+def with_steps(events):
+    return list(Replay(EventList(events)).events())
+
+
+def test_a_block_story_ends_with_those_who_hold_it(events):
+    half = events[: len(events) // 2]
+    state = fold(EventList(half))
+    for block_id in range(BUSY["num_blocks"]):
+        holders, content = [], None
+        for _, words in block_story(block_id, with_steps(half)):
+            seq_id = words.split("seq ")[1].split(":")[0].split(",")[0] if "seq " in words else None
+            if words.startswith(("allocated", "reused", "shared")):
+                holders.append(seq_id)
+            elif words.startswith("released"):
+                holders.remove(seq_id)
+            elif words.startswith("filled"):
+                content = words.rpartition(" ")[2]
+            elif words.startswith("evicted"):
+                content = None
+        assert sorted(holders) == sorted(str(s.seq_id) for s in state.running() for b in s.block_table if b == block_id)
+        if content is not None and state.hashes[block_id] is not None:
+            assert content == f"{state.hashes[block_id]:016x}"
+
+
+def test_a_sequence_story_has_each_preemption_and_one_line_for_equal_waits(events):
+    state = fold(EventList(events))
+    steps = with_steps(events)
+    for seq in state.finished.values():
+        words = [line for _, line in sequence_story(seq.seq_id, steps, state)]
+        assert sum(line.startswith("preempt:") for line in words) == seq.num_preemptions
+        assert words[-1].startswith(("finish", "release"))
+        assert sum(line == "first token" for line in words) == 1
+
+
+def test_the_events_of_a_replay_are_those_of_its_trace(events):
+    assert [event for _, event in with_steps(events)] == events
+
+
+def test_waited_steps_are_the_phases_of_waiting(events):
+    timelines = Timelines()
+    state = fold(EventList(events), timelines)
+    for seq in state.finished.values():
+        if seq.parent_seq_id is not None:
+            continue  # it begins to run in the step that adds it
+        phases = [p for p in timelines.seqs[seq.seq_id].phases if p.status in ("waiting", "preempted")]
+        assert seq.num_steps_waited(state.step_number) == sum(p.last_step - p.first_step + 1 for p in phases)

@@ -1,0 +1,44 @@
+"""Drive an application without a terminal, with Textual's pilot, and read its screen as text."""
+
+import asyncio
+
+from textual.events import Key
+from textual.keys import _character_to_key
+
+
+def drive(app, script, size=(80, 24)):
+    """Run an application of a given size while `script(pilot)`, a coroutine, presses its keys. Returns its result."""
+
+    async def run():
+        async with app.run_test(size=size) as pilot:
+            await settle(pilot)
+            return await script(pilot)
+
+    return asyncio.run(run())
+
+
+async def press(pilot, *keys):
+    """The text of the screen after some keys: characters, or names such as `enter`."""
+    for key in keys:
+        name, character = (_character_to_key(key), key) if len(key) == 1 else (key, None)
+        event = Key(name, character)
+        event.set_sender(pilot.app)
+        pilot.app._driver.send_message(event)
+        await settle(pilot)
+    return screen_text(pilot.app)
+
+
+async def settle(pilot):
+    """Wait until what a key has begun is done. Faster than the pilot, which waits until the process idles."""
+    for _ in range(5):  # from the key to the panel, to the application, to a page, and back
+        await pilot.pause(0)
+
+
+def screen_text(app):
+    """What the screen shows, line by line."""
+    return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+
+
+def shown(app, *keys, size=(80, 24)):
+    """The screen after some keys."""
+    return drive(app, lambda pilot: press(pilot, *keys), size)
