@@ -134,6 +134,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reorder: Annotated[
         Reorder, _rows("prefix: process rows with shared prefixes together; output order is unchanged")
     ] = "none"
+    read_ahead: Annotated[
+        int | None,
+        _rows(
+            "Prompt tokens to read and queue ahead, which eviction next-use knows; a row counts as 128 or more",
+            metavar="TOKENS",
+            default="1048576 with next-use, otherwise max_num_seqs rows",
+            at_least=0,
+        ),
+    ] = None
     limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1)] = None
     max_errors: Annotated[int | None, _rows("Stop after this many error rows; --resume continues", at_least=1)] = None
     strict: Annotated[bool, _rows("Turn rows with unknown fields into error rows instead of only reporting them")] = (

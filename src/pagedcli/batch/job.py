@@ -109,6 +109,7 @@ def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, i
         max_errors=config.run.max_errors,
         shard=shard,
         reorder=config.run.reorder,
+        read_ahead=config.run.read_ahead,
         columns=columns,
     )
 

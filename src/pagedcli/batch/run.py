@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pagedcli.engine.llm_engine import LLMEngine
     from pagedcli.engine.outputs import RequestOutput
 
+READ_AHEAD = 2**20  # prompt tokens in work with eviction next-use: about 60 MB
+_LEAST_TOKENS = 128  # that a prompt counts as, for what it takes besides its tokens
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
 
@@ -44,6 +46,7 @@ class _Prompt:
     """The state of a prompt while the engine works on it."""
 
     row: "_Row"
+    num_tokens: int  # of the prompt, at least _LEAST_TOKENS
     params: SamplingParams
     stop_checkers: StopCheckers | None
     guides: Guides | None
@@ -116,6 +119,10 @@ class BatchRun:
         self._in_work: dict[str, _Prompt] = {}  # by request id
         # one engine step may finish every running request: keep as many again tokenized and ready
         self._max_in_work = 2 * engine.plan.max_num_seqs
+        # unless more is wanted: next-use evicts by the requests that are in the queue
+        default = READ_AHEAD if engine.plan.eviction == "next-use" else 0
+        self._max_tokens_in_work = default if options.read_ahead is None else options.read_ahead
+        self._num_tokens_in_work = 0
         self._window = PrefixWindow() if options.reorder == "prefix" else None
         self._exhausted = False  # whether the input has ended
         self.stats = BatchStats(num_rows=num_rows, num_blocks=engine.plan.num_blocks)
@@ -182,7 +189,10 @@ class BatchRun:
     def _has_room(self) -> bool:
         if self._sink.full:
             return False
-        return len(self._in_work) < self._max_in_work if self._window is None else not self._window.full
+        return self._engine_has_room() if self._window is None else not self._window.full
+
+    def _engine_has_room(self) -> bool:
+        return len(self._in_work) < self._max_in_work or self._num_tokens_in_work < self._max_tokens_in_work
 
     def _take(self, line: Line) -> None:
         """Queue the request of a line or write its error row, unless the journal already has its row."""
@@ -195,7 +205,7 @@ class BatchRun:
             self._start(line, taken)
 
     def _start_waiting(self, window: PrefixWindow, *, partial: bool) -> None:
-        while len(self._in_work) < self._max_in_work:
+        while self._engine_has_room():
             item = window.take(partial=partial)
             if item is None:
                 return
@@ -225,13 +235,22 @@ class BatchRun:
                 which = f"prompt {row.request_ids.index(request_id) + 1} of {num_prompts}: " if num_prompts > 1 else ""
                 self._fail(row, RequestError(error.code, which + error.message))
                 return
-            self._in_work[request_id] = _Prompt(row, params, stop_checkers, guides)
+            num_tokens = max(_LEAST_TOKENS, len(ids))
+            self._in_work[request_id] = _Prompt(row, num_tokens, params, stop_checkers, guides)
+            self._num_tokens_in_work += num_tokens
+
+    def _finish(self, request_id: str) -> _Prompt | None:
+        """The prompt of a request, which is no longer in work. None: it was not."""
+        prompt = self._in_work.pop(request_id, None)
+        if prompt is not None:
+            self._num_tokens_in_work -= prompt.num_tokens
+        return prompt
 
     # ------------------------------------------------------------------ rows
 
     def _take_output(self, output: "RequestOutput") -> None:
         """Keep the output of a prompt, and write the row of its line once it has all of them."""
-        prompt = self._in_work.pop(output.request_id, None)
+        prompt = self._finish(output.request_id)
         if prompt is None:
             return  # another prompt of its line has failed in this step
         row = prompt.row
@@ -274,7 +293,7 @@ class BatchRun:
     def _fail(self, row: _Row, error: RequestError) -> None:
         """Write the error row of a line, and drop its other prompts."""
         for request_id in row.request_ids:
-            if self._in_work.pop(request_id, None) is not None:
+            if self._finish(request_id) is not None:
                 self._engine.abort(request_id)
         self._write_error(row.head, row.line.digest, error)
 

@@ -120,8 +120,10 @@ def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported:
             "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
         )
     run = job.loaded.config.run
-    if run.order != "input" or run.reorder != "none":
-        raise UsageError("--ray cannot be combined with --order or --reorder: it groups rows by prefix itself")
+    if run.order != "input" or run.reorder != "none" or run.read_ahead is not None:
+        raise UsageError(
+            "--ray cannot be combined with --order, --reorder or --read-ahead: it groups rows by prefix itself"
+        )
     cluster_job = ClusterJob(
         job.loaded,
         job.input_name,
