@@ -8,9 +8,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import Any
 
-from pagedcli import __version__
 from pagedcli.engine.admission import AdmissionLimits, admit
-from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.engine_plan import Plan, started
 from pagedcli.engine.executor import Executor, StepTokens
 from pagedcli.engine.in_flight import StepClock, StepInFlight, TimedEmit
 from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
@@ -20,9 +19,7 @@ from pagedcli.engine.sequence import Guide, Sequence, SequenceStatus, StopChecke
 from pagedcli.engine.step_input import StepBuilder
 from pagedcli.errors import RequestError
 from pagedcli.events import (
-    SCHEMA_VERSION,
     Emit,
-    EngineStarted,
     RequestRefused,
     StepFailed,
     StepFinished,
@@ -80,7 +77,7 @@ class EngineCore:
         self._next_seq_id = 0
         self._num_added = 0
         if self._emit is not None:
-            self._emit(_started(plan))
+            self._emit(started(plan))
 
     # ------------------------------------------------------------------ requests
 
@@ -379,25 +376,3 @@ class EngineCore:
 
     def _observer_ns(self) -> int:
         return 0 if self._emit is None else self._emit.num_ns
-
-
-def _started(plan: Plan) -> EngineStarted:
-    return EngineStarted(
-        schema_version=SCHEMA_VERSION,
-        pagedcli_version=__version__,
-        time_ns=time.time_ns(),
-        model=plan.model,
-        device=plan.device,
-        dtype=plan.dtype,
-        backend=plan.backend,
-        refused=plan.refused,
-        num_blocks=plan.num_blocks,
-        block_size=plan.block_size,
-        block_bytes=plan.block_bytes,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        chunked_prefill_size=plan.chunked_prefill_size,
-        enable_prefix_caching=plan.enable_prefix_caching,
-        eviction=plan.eviction,
-    )

@@ -3,10 +3,12 @@
 Needs no torch: simulations make plans without a model.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
-from pagedcli.events import Eviction
+from pagedcli import __version__
+from pagedcli.events import SCHEMA_VERSION, EngineStarted, Eviction
 from pagedcli.kvcache.budget import MemoryBudget
 
 PreemptionPolicy = Literal["last", "largest"]
@@ -47,3 +49,26 @@ class Plan:
     def num_slots(self) -> int:
         """Capacity of the pool in tokens."""
         return self.num_blocks * self.block_size
+
+
+def started(plan: Plan) -> EngineStarted:
+    """The first event of an engine with this plan."""
+    return EngineStarted(
+        schema_version=SCHEMA_VERSION,
+        pagedcli_version=__version__,
+        time_ns=time.time_ns(),
+        model=plan.model,
+        device=plan.device,
+        dtype=plan.dtype,
+        backend=plan.backend,
+        refused=plan.refused,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        block_bytes=plan.block_bytes,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        chunked_prefill_size=plan.chunked_prefill_size,
+        enable_prefix_caching=plan.enable_prefix_caching,
+        eviction=plan.eviction,
+    )
