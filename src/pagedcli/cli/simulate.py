@@ -1,28 +1,23 @@
 """`pagedcli simulate`: the real scheduler on a trace, at many pool sizes, without a model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pagedcli.cli.options import ConfigFile, Flags, config_flags
 from pagedcli.cli.prompt_scan import PROMPT_KEYS
-from pagedcli.cli.tables import Format, FormatOption, print_tables
-from pagedcli.config import LoadedConfig, load_config
+from pagedcli.cli.tables import Format, FormatOption
+from pagedcli.config import load_config
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 
-if TYPE_CHECKING:
-    from pagedcli.events import EngineStarted
-    from pagedcli.simulation.requests import Workload
-
 KEYS = (
     "engine.model", "engine.block_size", "engine.max_model_len", "engine.max_num_seqs",
-    "engine.max_num_batched_tokens", "engine.chunked_prefill_size", "engine.preemption_policy",
+    "engine.max_num_batched_tokens", "engine.chunked_prefill_size", "engine.preemption_policy", "engine.dtype",
+    "engine.kv_cache_dtype", "engine.revision", "engine.trust_remote_code",
 )  # fmt: skip
-EXIT_BAD_ROWS = 3
-_STEP_TOKENS = 2048
-_TRACE, _POOLS, _TIME = "Trace", "Pools", "Arrival and time"
+_TRACE, _POOLS, _TIME, _OUTPUT = "Trace", "Pools", "Arrival and time", "Output"
 
 
 def _option(*names: str, panel: str, help: str, metavar: str | None = None, **more: Any) -> Any:
@@ -67,6 +62,10 @@ Pool = Annotated[
         " Default: 5%,10%,25%,50%,100%.",
     ),
 ]
+Policy = Annotated[
+    str,
+    _option("--policy", panel=_POOLS, metavar="LIST", help="Eviction policies: lru, fifo, lfu, prefix-lru, next-use."),
+]
 Warmup = Annotated[
     float, _option("--warmup", panel=_POOLS, metavar="X", min=0, max=1, help="Share of requests not counted.")
 ]
@@ -82,9 +81,39 @@ PartialBlocks = Annotated[
     ),
 ]
 
+Speed = Annotated[
+    float | None,
+    _option(
+        "--speed",
+        panel=_TIME,
+        metavar="X",
+        min=1e-6,
+        help="Requests arrive at the times of the trace, X times as fast. Default: all at once.",
+    ),
+]
+StepMs = Annotated[
+    float | None, _option("--step-ms", panel=_TIME, metavar="MS", min=0.001, help="Milliseconds of every step.")
+]
+GpuName = Annotated[
+    str | None,
+    _option(
+        "--gpu",
+        panel=_TIME,
+        metavar="NAME",
+        help="Time steps by this card's peak rates, with -m (a folder or config.json): a bound, not a prediction.",
+    ),
+]
+OutputFile = Annotated[
+    Path | None, _option("-o", "--output-file", panel=_OUTPUT, metavar="PAGE.html", help="Also write an HTML page.")
+]
 Record = Annotated[
     Path | None,
-    _option("--record", panel=_POOLS, metavar="TRACE.jsonl[.zst]", help="Record the events of the run (one pool)."),
+    _option(
+        "--record",
+        panel=_OUTPUT,
+        metavar="TRACE.jsonl[.zst]",
+        help="Record the run's events, for replay, explain and report (one pool and policy).",
+    ),
 ]
 
 
@@ -97,9 +126,14 @@ def simulate(
     output_tokens: OutputTokens = None,
     outputs: Outputs = None,
     pool: Pool = None,
+    policy: Policy = "lru",
     warmup: Warmup = 0.0,
     no_schedule: NoSchedule = False,
     partial_blocks: PartialBlocks = False,
+    speed: Speed = None,
+    step_ms: StepMs = None,
+    gpu: GpuName = None,
+    output_file: OutputFile = None,
     record: Record = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     config: ConfigFile = None,
@@ -114,120 +148,37 @@ def simulate(
     \b
     Examples:
       pagedcli simulate conversation_trace.jsonl
-      pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 --format json
+      pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 -o page.html
       pagedcli simulate conversation_trace.jsonl --no-schedule --warmup 0.5 --partial-blocks
-      pagedcli simulate prompts.jsonl --outputs out.jsonl --pool 100,200
+      pagedcli simulate conversation_trace.jsonl --pool 10% --speed 1 --gpu h200 -m ./Qwen3-8B/config.json
+      pagedcli simulate prompts.jsonl --outputs out.jsonl --pool 100,200 --policy lru,next-use
 
-    Exit codes: 0 all lines are good, 1 no line is, 2 wrong usage or configuration, 3 some lines are bad.
+    Exit codes: 0 all lines are good, 1 fatal error, 2 wrong usage or configuration, 3 some lines are bad.
     """  # fmt: skip
     if partial_blocks and not no_schedule:
         raise UsageError("--partial-blocks needs --no-schedule: the engine shares full blocks only")
-    check_files({"the trace": Path(traces[0])}, {"--record": record}, overwrite=overwrite)
-    loaded = load_config(config, flags)
-    workload, recorded = _read(loaded, traces, trace_format, hash_size, outputs)
-    if output_tokens is not None:
-        from pagedcli.simulation.prompts import set_output_lengths
+    if no_schedule and (speed is not None or step_ms is not None or gpu is not None):
+        raise UsageError("--no-schedule has no time: --speed, --step-ms and --gpu do not apply")
+    reads = {f"the trace {name}": Path(name) for name in traces if name != "-"}
+    check_files(reads, {"--record": record, "the page": output_file}, overwrite=overwrite)
+    from pagedcli.cli.simulate_job import SimulateOptions, run_simulation
 
-        set_output_lengths(workload, output_tokens)
-    raise typer.Exit(
-        _simulate(
-            loaded,
-            workload,
-            recorded,
-            pool,
-            warmup=warmup,
-            scheduled=not no_schedule,
-            partial_blocks=partial_blocks,
-            record=record,
-            format_=format_,
-        )
+    options = SimulateOptions(
+        traces=traces,
+        trace_format=trace_format,
+        hash_size=hash_size,
+        output_tokens=output_tokens,
+        outputs=outputs,
+        pool=pool,
+        policy=policy,
+        warmup=warmup,
+        scheduled=not no_schedule,
+        partial_blocks=partial_blocks,
+        speed=speed,
+        step_ms=step_ms,
+        gpu=gpu,
+        record=record,
+        page=output_file,
+        format=format_,
     )
-
-
-def _read(
-    loaded: LoadedConfig, traces: list[str], trace_format: str | None, hash_size: int | None, outputs: str | None
-) -> "tuple[Workload, EngineStarted | None]":
-    from pagedcli.simulation.prompts import read_outputs
-    from pagedcli.simulation.sources import read_workload
-
-    earlier = None if outputs is None else read_outputs(outputs)
-
-    def read_prompts(name: str) -> "Workload":
-        from pagedcli.batch.columns import Columns
-        from pagedcli.batch.job import batch_options
-        from pagedcli.batch.tokenizer import Tokenizer
-        from pagedcli.cli.prompt_scan import prompt_model
-        from pagedcli.engine.admission import AdmissionLimits
-        from pagedcli.engine.decide import resolve_max_model_len
-        from pagedcli.simulation import prompts
-        from pagedcli.simulation.requests import MAX_TOKENS
-
-        folder, spec = prompt_model(loaded, None)
-        columns = Columns.of(loaded.config.run)
-        max_model_len = MAX_TOKENS if spec is None else resolve_max_model_len(loaded.config.engine, spec)
-        limits = AdmissionLimits(
-            max_model_len, loaded.config.engine.block_size, None, None if spec is None else spec.vocab_size
-        )
-        tokenizer = Tokenizer(folder, chat_template=loaded.config.run.chat_template)
-        return prompts.read_prompts(name, tokenizer, batch_options(loaded, columns), limits, earlier)
-
-    return read_workload(traces, read_prompts, format_name=trace_format, hash_size=hash_size)
-
-
-def _simulate(
-    loaded: LoadedConfig,
-    workload: "Workload",
-    recorded: "EngineStarted | None",
-    pool: str | None,
-    *,
-    warmup: float,
-    scheduled: bool,
-    partial_blocks: bool,
-    record: Path | None,
-    format_: Format,
-) -> int:
-    from dataclasses import replace
-
-    from pagedcli.cli import simulate_tables as tables
-    from pagedcli.inspection.trace_writer import TraceWriter
-    from pagedcli.simulation.accesses import accesses_of
-    from pagedcli.simulation.run import Schedule, plan_for
-    from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, parse_pools, points
-
-    engine = loaded.config.engine
-    block_size = _block_size(loaded, workload, recorded)
-    sweep = Sweep(workload, accesses_of(workload, block_size, partial_blocks=partial_blocks), warmup=warmup)
-    if pool is None and recorded is not None:
-        pool = str(recorded.num_blocks)
-    pools = parse_pools(pool or DEFAULT_POOLS, sweep.accesses.num_unique, None, block_size)
-    plan = plan_for(
-        workload,
-        num_blocks=pools[0],
-        block_size=block_size,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens or max(_STEP_TOKENS, engine.max_num_seqs),
-    )
-    plan = replace(plan, chunked_prefill_size=engine.chunked_prefill_size, preemption_policy=engine.preemption_policy)
-    schedule = Schedule() if scheduled else None
-    if record is not None:
-        if len(pools) > 1 or schedule is None:
-            raise UsageError("--record needs one pool and a scheduled run", hint="for example --pool 4096")
-        with TraceWriter(record, overwrite=True) as writer:
-            found = points(sweep, plan, pools, ["lru"], schedule, emit=writer)
-    else:
-        found = points(sweep, plan, pools, ["lru"], schedule)
-    print_tables(
-        [tables.trace_table(workload, sweep), tables.pool_table(found, sweep), tables.miss_table(found)],
-        format_,
-        facts=tables.facts(sweep, block_size),
-    )
-    return EXIT_BAD_ROWS if workload.num_bad else 0
-
-
-def _block_size(loaded: LoadedConfig, workload: "Workload", recorded: "EngineStarted | None") -> int:
-    """What the user says; otherwise that of the recorded run, of the trace's hashes, or the default."""
-    if "engine.block_size" in loaded.sources:
-        return loaded.config.engine.block_size
-    if recorded is not None:
-        return recorded.block_size
-    return workload.hash_size or loaded.config.engine.block_size
+    raise typer.Exit(run_simulation(load_config(config, flags), options))

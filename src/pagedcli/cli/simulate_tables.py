@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from pagedcli.cli.tables import Column, Table, count, percent
+from pagedcli.cli.tables import Column, Table, count, percent, size
 from pagedcli.simulation.misses import PARTS
 from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.stack_distance import LruCurve
 from pagedcli.simulation.sweep import Sweep, SweepPoint
 
 
-def facts(sweep: Sweep, block_size: int) -> dict[str, Any]:
+def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, Any]:
     """What JSON says about the whole trace."""
     workload, curve = sweep.workload, sweep.curve
     blocks, tokens = curve.ceiling
@@ -25,6 +26,7 @@ def facts(sweep: Sweep, block_size: int) -> dict[str, Any]:
         "num_prompt_tokens": workload.num_prompt_tokens,
         "num_output_tokens": sum(request.num_output_tokens or 1 for request in workload.requests),
         "block_size": block_size,
+        "block_bytes": block_bytes,
         "num_blocks": len(sweep.accesses.blocks),
         "num_unique_blocks": sweep.accesses.num_unique,
         "warmup": sweep.warmup,
@@ -94,7 +96,13 @@ def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
     return row
 
 
-def pool_table(points: Sequence[SweepPoint], sweep: Sweep) -> Table:
+def answer_table(sentences: Sequence[str]) -> Table:
+    """What it means."""
+    rows = [{"answer": sentence} for sentence in sentences]
+    return Table("answers", "Answers", [Column("answer", "in words", str, words=True)], rows)
+
+
+def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | None, block_bytes: int | None) -> Table:
     """Hit rates, waiting and preemptions of every pool and policy."""
     rows = [point_row(point, sweep) for point in points]
     columns = [
@@ -110,11 +118,17 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep) -> Table:
         + _warmup_text(sweep.warmup),
     ]
     title = "Hit rates without running requests"
-    if any(point.run is not None for point in points):
+    if block_bytes is not None:
+        for row in rows:
+            row["pool_bytes"] = row["pool_blocks"] * block_bytes
+        columns[1] = Column("pool_bytes", "memory", size)
+        notes[0] = "pool: in blocks; memory: of K and V in these blocks"
+    if schedule is not None:
         title = "Hit rates of real runs"
+        timed = schedule.step_time is not None
         columns += [
             Column("lru_unscheduled_hit_rate_tokens", "LRU alone", percent),
-            Column("mean_waiting_steps", "waiting", count),
+            Column("mean_waiting_s", "waiting", seconds) if timed else Column("mean_waiting_steps", "waiting", count),
             Column("num_preemptions", "preempted", count),
         ]
         if any(point.run is not None and point.run.num_refused for point in points):
@@ -122,7 +136,8 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep) -> Table:
             notes.append("refused: requests that never fit into the pool; they count nowhere else")
         notes += [
             "LRU alone: hit tokens of the same pool under LRU without running requests",
-            "waiting: mean steps from arrival to the first step that computes a request; preempted: in the whole run",
+            f"waiting: mean {'time' if timed else 'steps'} from arrival to the first step that computes a request;"
+            " preempted: in the whole run",
         ]
     return Table("pools", title, columns, rows, notes)
 
@@ -144,6 +159,11 @@ def miss_table(points: Sequence[SweepPoint]) -> Table:
     notes = ["shares of the prompts' tokens, adding up to 100 %; each token counts where it first fits, left to right"]
     notes += [f"{name.replace('_', ' ')}: {PARTS[name]}" for name in used]
     return Table("misses", "Where the prompts' tokens went", columns, rows, notes)
+
+
+def seconds(value: float) -> str:
+    """12.3 s"""
+    return f"{value:,.1f} s"
 
 
 def _rate(part: float, whole: float) -> float | None:

@@ -10,7 +10,7 @@ from pagedcli.engine.core import EngineCore
 from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.executor import StepTokens
 from pagedcli.engine.sampling_input import SamplingInput
-from pagedcli.engine.scheduler import ScheduledStep
+from pagedcli.engine.scheduler import ScheduledStep, Scheduler
 from pagedcli.engine.sequence import Sequence
 from pagedcli.engine.step_input import StepBuilder, StepInput
 from pagedcli.events import Emit
@@ -18,7 +18,7 @@ from pagedcli.kvcache.prefix_hash import Prefix
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.requests import TraceRequest, early_ends, largest_output, synthetic_prefixes
 
-StepTime = Callable[[ScheduledStep], int]
+StepTime = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
 
 STEP_NS = 10**9  # of a step without a step time: the seconds of such a run are steps
@@ -63,12 +63,13 @@ class NoExecutor:
 class TimingBuilder(StepBuilder):
     """Takes the place of the arrays that no executor reads: advances the clock by the time of the step."""
 
-    def __init__(self, clock: VirtualClock, step_time: StepTime | None) -> None:
+    def __init__(self, clock: VirtualClock, scheduler: Scheduler, step_time: StepTime | None) -> None:
         self._clock = clock
+        self._scheduler = scheduler
         self._step_time = step_time
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
-        self._clock.now_ns += STEP_NS if self._step_time is None else self._step_time(work)
+        self._clock.now_ns += STEP_NS if self._step_time is None else self._step_time(work, self._scheduler)
         pairs = zip(work.seqs, work.num_new_tokens, strict=True)
         return _NO_INPUT, [seq for seq, num_new in pairs if seq.num_computed_tokens + num_new == len(seq.token_ids)]
 
@@ -94,7 +95,7 @@ class SimulatedCore(EngineCore):
         self._hash_size = hash_size
         self._prefixes: list[Prefix] = []  # of the request that is being added
         super().__init__(plan, self.no_executor, emit=emit, clock_ns=self.clock)
-        self._builder = TimingBuilder(self.clock, step_time)
+        self._builder = TimingBuilder(self.clock, self.scheduler, step_time)
 
     def add(self, request: TraceRequest) -> None:
         """Queue a request. Raises: RequestError if it can never be served."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.engine_plan import Plan, PreemptionPolicy
 from pagedcli.engine.outputs import RequestOutput
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
@@ -66,7 +66,14 @@ class RunResult:
 
 
 def plan_for(
-    workload: Workload, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+    workload: Workload,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    chunked_prefill_size: int | None = None,
+    preemption_policy: PreemptionPolicy = "last",
 ) -> Plan:
     """The plan of a simulated engine that serves every request which the pool can hold."""
     return Plan(
@@ -85,6 +92,8 @@ def plan_for(
         weight_bytes=0,
         budget=None,
         vocab_size=VOCAB_SIZE,
+        chunked_prefill_size=chunked_prefill_size,
+        preemption_policy=preemption_policy,
     )
 
 

@@ -1,50 +1,62 @@
 """Many pools and policies over one workload: real runs, and what caches without running requests would do."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
 from pagedcli.config import parse_bytes
 from pagedcli.engine.engine_plan import Plan
 from pagedcli.errors import ConfigError, UsageError
-from pagedcli.events import Emit
-from pagedcli.simulation.accesses import Accesses, num_warmup
+from pagedcli.events import Emit, Eviction
+from pagedcli.simulation.accesses import Accesses, Ints, num_warmup
 from pagedcli.simulation.misses import CacheBounds, split
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 from pagedcli.simulation.stack_distance import NEVER, LruCurve, hits_per_request, lru_curve, stack_distances
+from pagedcli.simulation.unscheduled import tokens_of_hits, unscheduled_hits
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
 MOST_BLOCKS = 2**26  # of a simulated pool: each takes about 200 bytes
+POLICIES: tuple[Eviction, ...] = get_args(Eviction)
 
 
-def parse_pools(text: str, num_unique: int, token_bytes: float | None, block_size: int) -> list[int]:
-    """Pool sizes in blocks: '4096', '5%' of the unique blocks, or '8GiB' with a model's bytes per token.
+def parse_pools(text: str, num_unique: int, block_bytes: int | None) -> list[int]:
+    """Pool sizes in blocks: '4096', '5%' of the unique blocks, or '8GiB' with a model's bytes per block.
 
     Raises: UsageError.
     """
-    sizes = [_parse_pool(part.strip(), num_unique, token_bytes, block_size) for part in text.split(",")]
-    return sorted(set(sizes))
+    return sorted({_parse_pool(part.strip(), num_unique, block_bytes) for part in text.split(",")})
 
 
-def _parse_pool(text: str, num_unique: int, token_bytes: float | None, block_size: int) -> int:
-    if re.fullmatch(r"[\d.]+\s*%", text):
-        size = round(float(text.rstrip("% ")) / 100 * num_unique)
+def _parse_pool(text: str, num_unique: int, block_bytes: int | None) -> int:
+    if re.fullmatch(r"\d+(\.\d+)?\s*%", text):
+        share = float(text.rstrip("% ")) / 100
+        size = max(round(share * num_unique), int(share > 0))
     elif text.isdecimal():
         size = int(text)
     else:
         try:
             num_bytes = parse_bytes(text)
         except ConfigError as error:
-            raise UsageError(f"--pool: {text!r} is no pool size", hint="for example 4096, 5% or 8GiB") from error
-        if token_bytes is None:
-            raise UsageError(f"--pool {text} needs the bytes of a token: name the model with -m")
-        size = int(num_bytes // (token_bytes * block_size))
+            raise UsageError(f"--pool: {text!r} is not a pool size", hint="for example 4096, 5% or 8GiB") from error
+        if block_bytes is None:
+            raise UsageError(f"--pool {text} needs the bytes of a block: name the model with -m")
+        size = num_bytes // block_bytes
     if not 1 <= size <= MOST_BLOCKS:
         raise UsageError(f"--pool: {text} is {size:,} blocks, but must be 1 to {MOST_BLOCKS:,}")
     return size
+
+
+def parse_policies(text: str) -> list[Eviction]:
+    """Eviction policies by name. Raises: UsageError."""
+    names = [name.strip() for name in text.split(",")]
+    found = [policy for policy in POLICIES if policy in names]
+    if unknown := sorted(set(names) - set(POLICIES)):
+        raise UsageError(f"--policy: unknown policy {unknown[0]!r}", hint=f"known: {', '.join(POLICIES)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class SweepPoint:
     """One pool size with one policy."""
 
     num_blocks: int
-    policy: str
+    policy: Eviction
     run: RunResult | None  # None: without a scheduler
     hit_blocks: tuple[int, int]  # (hit, looked up)
     hit_tokens: tuple[int, int]
@@ -71,56 +83,56 @@ class Sweep:
         self._counted = np.arange(accesses.num_requests) >= num_warmup(accesses.num_requests, warmup)
         self._unlimited = hits_per_request(accesses, self.distances != NEVER)
 
-    def unscheduled(self, num_blocks: int, policy: str) -> SweepPoint:
+    def unscheduled(self, num_blocks: int, policy: Eviction) -> SweepPoint:
         """A pool without running requests."""
-        bounds = self._bounds(num_blocks, policy)
-        first = self.accesses.first_access(self.warmup)
-        hit = self.distances[first:] <= num_blocks
-        parts = split(self.accesses, bounds.policy, bounds, self._counted)
-        tokens = (parts["hit"], sum(parts.values()))
-        return SweepPoint(num_blocks, policy, None, (int(hit.sum()), len(hit)), tokens, parts)
+        hits = self._hits(num_blocks, policy)
+        parts = split(self.accesses, tokens_of_hits(self.accesses, hits), self._bounds(num_blocks, hits), self._counted)
+        blocks = (int(hits[self._counted].sum()), int(np.diff(self.accesses.starts)[self._counted].sum()))
+        return SweepPoint(num_blocks, policy, None, blocks, (parts["hit"], sum(parts.values())), parts)
 
     def scheduled(
-        self,
-        plan: Plan,
-        policy: str,
-        schedule: Schedule,
-        observe: Callable[[int], None] | None = None,
-        emit: Emit | None = None,
+        self, plan: Plan, schedule: Schedule, emit: Emit | None = None, observe: Callable[[int], None] | None = None
     ) -> SweepPoint:
         """A real run."""
         run = simulate(self.workload, plan, schedule, emit=emit, observe=observe)
-        served = run.served(self.warmup)
+        bounds = self._bounds(plan.num_blocks, self._hits(plan.num_blocks, plan.eviction))
         hits = np.maximum(np.asarray(run.cached_tokens), 0)
-        parts = split(self.accesses, hits, self._bounds(plan.num_blocks, policy), served)
-        return SweepPoint(plan.num_blocks, policy, run, run.hit_blocks(self.warmup), run.hit_tokens(self.warmup), parts)
+        parts = split(self.accesses, hits, bounds, run.served(self.warmup))
+        tokens = run.hit_tokens(self.warmup)
+        return SweepPoint(plan.num_blocks, plan.eviction, run, run.hit_blocks(self.warmup), tokens, parts)
 
-    def _bounds(self, num_blocks: int, policy: str) -> CacheBounds:
-        hits = hits_per_request(self.accesses, self.distances <= num_blocks)
-        return CacheBounds(hits, None, self._unlimited)
+    def _hits(self, num_blocks: int, policy: Eviction) -> Ints:
+        """[R] blocks that hit without running requests."""
+        if policy != "lru":
+            return unscheduled_hits(self.accesses, num_blocks, policy)
+        total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.distances <= num_blocks)])
+        hits: Ints = total[self.accesses.starts[1:]] - total[self.accesses.starts[:-1]]
+        return hits
+
+    def _bounds(self, num_blocks: int, policy_hits: Ints) -> CacheBounds:
+        return CacheBounds(tokens_of_hits(self.accesses, policy_hits), None, self._unlimited)
 
 
 def points(
     sweep: Sweep,
     plan: Plan,
-    pools: Iterable[int],
-    policies: Iterable[str],
+    pools: Sequence[int],
+    policies: Sequence[Eviction],
     schedule: Schedule | None,
-    observe: Callable[[int, str, int], None] | None = None,
+    *,
     emit: Emit | None = None,
-) -> list[SweepPoint]:
+    observe: Callable[[int, Eviction, int], None] | None = None,
+) -> Iterator[SweepPoint]:
     """A point for every pool and policy. `schedule` None: without running requests. `observe` receives pool, policy and
-    finished requests."""
-    found = []
+    the number of finished requests."""
     for num_blocks in pools:
         for policy in policies:
             if schedule is None:
-                found.append(sweep.unscheduled(num_blocks, policy))
+                yield sweep.unscheduled(num_blocks, policy)
                 continue
 
-            def seen(num_done: int, num_blocks: int = num_blocks, policy: str = policy) -> None:
+            def finished(num_done: int, num_blocks: int = num_blocks, policy: Eviction = policy) -> None:
                 if observe is not None:
                     observe(num_blocks, policy, num_done)
 
-            found.append(sweep.scheduled(replace(plan, num_blocks=num_blocks), policy, schedule, seen, emit))
-    return found
+            yield sweep.scheduled(replace(plan, num_blocks=num_blocks, eviction=policy), schedule, emit, finished)

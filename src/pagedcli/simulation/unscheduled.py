@@ -4,9 +4,12 @@ What scripts compute, with our own eviction policies. For LRU, stack_distance.py
 """
 
 import struct
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
+from pagedcli.events import Eviction
 from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.kvcache.prefix_hash import Prefix
 from pagedcli.simulation.accesses import Accesses, Ints
@@ -33,13 +36,19 @@ class Prompt:
         return prefixes
 
 
-def unscheduled_hits(accesses: Accesses, num_blocks: int) -> Ints:
-    """[R] blocks that hit. Of a prompt larger than the pool only as many blocks are kept as the pool has."""
-    manager = BlockManager(num_blocks, 1)
+def unscheduled_hits(accesses: Accesses, num_blocks: int, policy: Eviction = "lru") -> Ints:
+    """[R] blocks that hit. Of a prompt larger than the pool only as many blocks are kept as the pool has.
+
+    next-use knows all prompts from the start.
+    """
+    manager = BlockManager(num_blocks, 1, eviction=policy)
     hits = np.zeros(accesses.num_requests, dtype=np.int64)
-    blocks, starts = accesses.blocks.tolist(), accesses.starts.tolist()
-    for request in range(accesses.num_requests):
-        prompt = Prompt(request, blocks[starts[request] : starts[request + 1]][:num_blocks])
+    prompts = _prompts(accesses, num_blocks)
+    if policy == "next-use":
+        prompts = list(prompts)
+        for prompt in prompts:
+            manager.expect(prompt)
+    for request, prompt in enumerate(prompts):
         if not prompt.token_ids:
             continue
         hit = manager.lookup(prompt)
@@ -49,6 +58,12 @@ def unscheduled_hits(accesses: Accesses, num_blocks: int) -> Ints:
         manager.confirm_filled(this_step=True)
         manager.deallocate(prompt)
     return hits
+
+
+def _prompts(accesses: Accesses, num_blocks: int) -> Iterable[Prompt]:
+    blocks, starts = accesses.blocks.tolist(), accesses.starts.tolist()
+    for request, (first, end) in enumerate(pairwise(starts)):
+        yield Prompt(request, blocks[first : min(end, first + num_blocks)])
 
 
 def tokens_of_hits(accesses: Accesses, hits: Ints) -> Ints:

@@ -1,0 +1,253 @@
+"""One call of `pagedcli simulate`, after its flags were read: input, pools, runs, tables and page."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.job import batch_options
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.cli import simulate_tables as tables
+from pagedcli.cli.prompt_scan import prompt_model
+from pagedcli.cli.tables import Format, print_tables
+from pagedcli.cli.terminal import say
+from pagedcli.config import LoadedConfig
+from pagedcli.engine.admission import AdmissionLimits
+from pagedcli.engine.decide import resolve_max_model_len
+from pagedcli.engine.engine_plan import Plan
+from pagedcli.engine.forecast import model_sizes
+from pagedcli.errors import UsageError
+from pagedcli.events import Emit, EngineStarted, Eviction
+from pagedcli.inspection.trace_writer import TraceWriter
+from pagedcli.kvcache.budget import ModelSizes
+from pagedcli.kvcache.cards import find_card
+from pagedcli.simulation.accesses import accesses_of
+from pagedcli.simulation.answers import answers
+from pagedcli.simulation.floors import StepFloor
+from pagedcli.simulation.prompts import read_outputs, read_prompts, set_output_lengths
+from pagedcli.simulation.requests import MAX_TOKENS, Workload
+from pagedcli.simulation.run import Schedule, plan_for
+from pagedcli.simulation.sources import read_workload
+from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, parse_policies, parse_pools, points
+
+EXIT_BAD_ROWS = 3
+_STEP_TOKENS = 2048  # the engine's default on a GPU
+_LINE_EVERY_S, _REDRAW_EVERY_S = 5.0, 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """The flags of `simulate` itself; those of the configuration are in a LoadedConfig."""
+
+    traces: list[str]
+    trace_format: str | None
+    hash_size: int | None
+    output_tokens: str | None
+    outputs: str | None
+    pool: str | None
+    policy: str
+    warmup: float
+    scheduled: bool
+    partial_blocks: bool
+    speed: float | None
+    step_ms: float | None
+    gpu: str | None
+    record: Path | None
+    page: Path | None
+    format: Format
+
+
+def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
+    """Simulate, and print the tables. Returns the exit code. Raises: PagedcliError."""
+    policies = parse_policies(options.policy)
+    workload, recorded = _read(loaded, options)
+    block_size = _block_size(loaded, workload, recorded)
+    sizes = _sizes(loaded, workload)
+    kv_dtype = _kv_dtype(loaded)
+    block_bytes = None if sizes is None else sizes.block_bytes(block_size, kv_dtype)
+    accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
+    sweep = Sweep(workload, accesses, warmup=options.warmup)
+    pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
+    pools = parse_pools(pool, max(1, accesses.num_unique), block_bytes)
+    plan = _plan(loaded, workload, recorded, block_size)
+    schedule = _schedule(loaded, options, workload, sizes, kv_dtype) if options.scheduled else None
+    if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
+        raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
+    found = _run(sweep, plan, pools, policies, schedule, options.record)
+    sentences = answers(sweep, found, block_bytes)
+    shown = [
+        tables.trace_table(workload, sweep),
+        tables.pool_table(found, sweep, schedule, block_bytes),
+        tables.miss_table(found),
+        tables.answer_table(sentences),
+    ]
+    print_tables(shown, options.format, facts=tables.facts(sweep, block_size, block_bytes))
+    return EXIT_BAD_ROWS if workload.num_bad else 0
+
+
+# ---------------------------------------------------------------------- input
+
+
+def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, EngineStarted | None]:
+    outputs = None if options.outputs is None else read_outputs(options.outputs)
+
+    def prompts(name: str) -> Workload:
+        folder, spec = prompt_model(loaded, None)
+        engine = loaded.config.engine
+        limits = AdmissionLimits(
+            MAX_TOKENS if spec is None else resolve_max_model_len(engine, spec),
+            engine.block_size,
+            None,
+            None if spec is None else spec.vocab_size,
+        )
+        tokenizer = Tokenizer(
+            folder, chat_template=loaded.config.run.chat_template, trust_remote_code=engine.trust_remote_code
+        )
+        return read_prompts(name, tokenizer, batch_options(loaded, Columns.of(loaded.config.run)), limits, outputs)
+
+    workload, recorded = read_workload(
+        options.traces, prompts, format_name=options.trace_format, hash_size=options.hash_size
+    )
+    if loaded.config.run.limit is not None:
+        workload.requests = workload.requests[: loaded.config.run.limit]
+    if options.output_tokens is not None:
+        set_output_lengths(workload, options.output_tokens)
+    elif any(request.num_output_tokens is None for request in workload.requests):
+        workload.notes.append("this format has no output lengths: one token each (see --output-tokens)")
+    return workload, recorded
+
+
+def _block_size(loaded: LoadedConfig, workload: Workload, recorded: EngineStarted | None) -> int:
+    """As given; otherwise that of the recorded run or of the trace's hashes, or the default."""
+    if "engine.block_size" in loaded.sources:
+        return loaded.config.engine.block_size
+    if recorded is not None:
+        return recorded.block_size
+    return workload.hash_size or loaded.config.engine.block_size
+
+
+def _sizes(loaded: LoadedConfig, workload: Workload) -> ModelSizes | None:
+    """The model's sizes, if there is a model: of traces only the one named."""
+    if workload.format != "prompts" and "engine.model" not in loaded.sources:
+        return None
+    _, spec = prompt_model(loaded, None)
+    return None if spec is None or spec.is_fallback else model_sizes(loaded.config.engine, spec)
+
+
+def _kv_dtype(loaded: LoadedConfig) -> str:
+    """The dtype of the KV cache; 16 bits unless the configuration says otherwise."""
+    engine = loaded.config.engine
+    if engine.kv_cache_dtype != "auto":
+        return {"fp8": "float8_e4m3fn"}.get(engine.kv_cache_dtype, engine.kv_cache_dtype)
+    return "bfloat16" if engine.dtype == "auto" else engine.dtype
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+def _plan(loaded: LoadedConfig, workload: Workload, recorded: EngineStarted | None, block_size: int) -> Plan:
+    """The simulated engine: as configured; what is not configured as in the recorded run, or by default."""
+    engine, given = loaded.config.engine, loaded.sources
+    if recorded is not None and "engine.max_num_seqs" not in given:
+        max_num_seqs = recorded.max_num_seqs
+    else:
+        max_num_seqs = engine.max_num_seqs
+    budget, chunk = engine.max_num_batched_tokens, engine.chunked_prefill_size
+    if recorded is not None:
+        budget = budget or recorded.max_num_batched_tokens
+        chunk = chunk or recorded.chunked_prefill_size
+    return plan_for(
+        workload,
+        num_blocks=1,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget or max(_STEP_TOKENS, max_num_seqs),
+        chunked_prefill_size=chunk,
+        preemption_policy=engine.preemption_policy,
+    )
+
+
+def _schedule(
+    loaded: LoadedConfig, options: SimulateOptions, workload: Workload, sizes: ModelSizes | None, kv_dtype: str
+) -> Schedule:
+    if options.gpu is not None and options.step_ms is not None:
+        raise UsageError("--gpu and --step-ms both set the time of a step", hint="use one of them")
+    if options.speed is not None:
+        if not workload.has_times:
+            raise UsageError("--speed: this trace has no times", hint="without --speed all requests arrive at once")
+        if options.gpu is None and options.step_ms is None:
+            raise UsageError("--speed needs the time of a step", hint="--step-ms 20, or --gpu h200 -m MODEL")
+    if options.step_ms is not None:
+        step_ns = round(options.step_ms * 1e6)
+        return Schedule(options.speed, lambda work, scheduler: step_ns)
+    if options.gpu is None:
+        return Schedule(options.speed)
+    if sizes is None:
+        raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
+    _, spec = prompt_model(loaded, None)
+    assert spec is not None, "sizes come from it"
+    num_windowed = sum(layer.window is not None for layer in spec.attention_layers)
+    floor = StepFloor.of(
+        sizes, find_card(options.gpu), dtype=_weight_dtype(loaded), kv_dtype=kv_dtype, num_windowed=num_windowed
+    )
+    return Schedule(options.speed, floor)
+
+
+def _weight_dtype(loaded: LoadedConfig) -> str:
+    return "bfloat16" if loaded.config.engine.dtype == "auto" else loaded.config.engine.dtype
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def _run(
+    sweep: Sweep,
+    plan: Plan,
+    pools: list[int],
+    policies: list[Eviction],
+    schedule: Schedule | None,
+    record: Path | None,
+) -> list[SweepPoint]:
+    progress = _Progress(len(sweep.workload.requests))
+    with _recording(record) as emit:
+        found = list(points(sweep, plan, pools, policies, schedule, emit=emit, observe=progress.update))
+    progress.end()
+    return found
+
+
+@contextmanager
+def _recording(path: Path | None) -> Iterator[Emit | None]:
+    if path is None:
+        yield None
+        return
+    with TraceWriter(path, overwrite=True) as writer:
+        yield writer
+
+
+class _Progress:
+    """A line on stderr: redrawn on a terminal, otherwise printed every few seconds."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._num_requests = num_requests
+        self._live = sys.stderr.isatty()
+        self._next_s = time.monotonic() + (_REDRAW_EVERY_S if self._live else _LINE_EVERY_S)
+        self._shown = False
+
+    def update(self, num_blocks: int, policy: str, num_done: int) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + (_REDRAW_EVERY_S if self._live else _LINE_EVERY_S)
+        line = f"pool of {num_blocks:,} blocks, {policy}: {num_done:,}/{self._num_requests:,} requests"
+        if self._live:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            self._shown = True
+        else:
+            say(line)
+
+    def end(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

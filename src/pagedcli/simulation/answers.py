@@ -1,0 +1,146 @@
+"""What a sweep means, in sentences: how much memory, what doubling it gains, and what else would help."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
+from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.stack_distance import LruCurve, lru_curve, stack_distances
+from pagedcli.simulation.sweep import Sweep, SweepPoint
+
+SHARES = (0.90, 0.95, 0.99)
+_WINDOW_ROWS, _WINDOW_TOKENS = 8192, 2**20  # as generate --reorder prefix sorts
+_NOTABLE = 0.001  # a gain of less than 0.1 points is none
+
+
+def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> list[str]:
+    """The sentences below the tables."""
+    if not sweep.curve.ceiling[1]:
+        return ["No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."]
+    pools = sorted({point.num_blocks for point in points})
+    return [
+        _ceiling(sweep.curve, block_bytes),
+        *_doubling(sweep.curve, pools),
+        *_in_use(points),
+        *_policies(points),
+        *_reordering(sweep, pools),
+        *_block_sizes(sweep, pools[0]),
+    ]
+
+
+def _ceiling(curve: LruCurve, block_bytes: int | None) -> str:
+    sizes = [curve.size_for(share) or 0 for share in SHARES]
+    texts = [
+        f"{size:,}" if block_bytes is None else f"{size:,} ({size * block_bytes / 2**30:,.1f} GiB)" for size in sizes
+    ]
+    shares = " / ".join(f"{share:.0%}" for share in SHARES)
+    return (
+        f"Without a limit {_percent(curve.ceiling[1], curve)} of the prompts' tokens hit. LRU without running requests "
+        f"gets {shares} of that with {' / '.join(texts)} blocks."
+    )
+
+
+def _doubling(curve: LruCurve, pools: Sequence[int]) -> list[str]:
+    gains = []
+    for size in pools:
+        before, after = curve.hits_at(size)[1], curve.hits_at(2 * size)[1]
+        if after - before >= _NOTABLE * curve.num_tokens:
+            gains.append(f"from {_percent(before, curve)} to {_percent(after, curve)} at {size:,} blocks")
+    if not gains:
+        return ["Doubling any of these pools gains less than 0.1 points."]
+    return [f"Doubling the memory raises the hit rate {', '.join(gains)} (LRU without running requests)."]
+
+
+def _in_use(points: Sequence[SweepPoint]) -> list[str]:
+    runs = [point.run for point in points if point.run is not None]
+    if not runs:
+        return []
+    most = max(run.peak_used_blocks for run in runs)
+    sentences = [f"Running requests use up to {most:,} blocks at once; the rest of a pool is the cache."]
+    preempted = [run for run in runs if run.num_preemptions]
+    if preempted:
+        largest = max(run.plan.num_blocks for run in preempted)
+        sentences.append(f"Requests are preempted in pools of up to {largest:,} blocks.")
+    return sentences
+
+
+def _policies(points: Sequence[SweepPoint]) -> list[str]:
+    """Where another policy beats LRU."""
+    sentences = []
+    for size in sorted({point.num_blocks for point in points}):
+        rates = {point.policy: point.hit_tokens[0] / max(1, point.hit_tokens[1]) for point in points
+                 if point.num_blocks == size}  # fmt: skip
+        best = max(rates, key=lambda policy: rates[policy])
+        if "lru" in rates and rates[best] - rates["lru"] >= _NOTABLE:
+            sentences.append(f"{best} gets {rates[best]:.1%} instead of {rates['lru']:.1%} (lru) at {size:,} blocks.")
+    return sentences
+
+
+def _reordering(sweep: Sweep, pools: Sequence[int]) -> list[str]:
+    accesses = reordered(sweep.accesses, prefix_order(sweep.accesses))
+    sorted_curve = lru_curve(accesses, stack_distances(accesses), sweep.warmup)
+    size = pools[0]
+    before = sweep.curve.hits_at(size)[1] / sweep.curve.num_tokens
+    after = sorted_curve.hits_at(size)[1] / sorted_curve.num_tokens
+    if after - before < _NOTABLE:
+        return [f"Sorting by prefix (--reorder prefix) gains nothing at {size:,} blocks: {after:.1%}."]
+    return [
+        f"Sorting by prefix (--reorder prefix) raises the hit rate from {before:.1%} to {after:.1%} at {size:,} blocks."
+    ]
+
+
+def prefix_order(accesses: Accesses) -> Ints:
+    """[R] the requests in the order of generate --reorder prefix: sorted within windows of the input."""
+    blocks, starts = accesses.blocks.tolist(), accesses.starts.tolist()
+    order: list[int] = []
+    window: list[int] = []
+    num_tokens = 0
+    for request in range(accesses.num_requests):
+        window.append(request)
+        num_tokens += int(accesses.prompt_tokens[request])
+        if len(window) >= _WINDOW_ROWS or num_tokens >= _WINDOW_TOKENS or request == accesses.num_requests - 1:
+            order += sorted(window, key=lambda each: blocks[starts[each] : starts[each + 1]])
+            window, num_tokens = [], 0
+    return np.array(order, dtype=np.int64)
+
+
+def reordered(accesses: Accesses, order: Ints) -> Accesses:
+    """The same requests in another order."""
+    lengths = np.diff(accesses.starts)[order]
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    index = np.repeat(accesses.starts[order] - starts[:-1], lengths) + np.arange(int(starts[-1]))
+    return Accesses(
+        accesses.blocks[index],
+        starts,
+        accesses.tokens[index],
+        accesses.prompt_tokens[order],
+        accesses.full_tokens[order],
+        accesses.block_size,
+    )
+
+
+def _block_sizes(sweep: Sweep, pool: int) -> list[str]:
+    """Other block sizes with the same memory."""
+    size = sweep.accesses.block_size
+    others = [other for other in (size // 4, size // 2, 2 * size) if other >= 1 and len(sweep.accesses.blocks) < 2**22]
+    texts = [f"{other:,}: {_rates(sweep.workload, other, pool * size // other, sweep.warmup)}" for other in others]
+    if not texts:
+        return []
+    own = (
+        f"{sweep.curve.hits_at(pool)[1] / sweep.curve.num_tokens:.1%}, {_percent(sweep.curve.ceiling[1], sweep.curve)}"
+    )
+    return [
+        f"Hit rates by block size, with the memory of {pool:,} blocks of {size:,} and without a limit: "
+        f"{size:,}: {own}; {'; '.join(texts)}."
+    ]
+
+
+def _rates(workload: Workload, block_size: int, pool: int, warmup: float) -> str:
+    accesses = accesses_of(workload, block_size)
+    curve = lru_curve(accesses, stack_distances(accesses), warmup)
+    return f"{_percent(curve.hits_at(pool)[1], curve)}, {_percent(curve.ceiling[1], curve)}"
+
+
+def _percent(tokens: int, curve: LruCurve) -> str:
+    return f"{tokens / max(1, curve.num_tokens):.1%}"

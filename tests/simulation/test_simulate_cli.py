@@ -1,0 +1,118 @@
+"""`pagedcli simulate` as a person meets it: tables, JSON, flags that do not go together."""
+
+import json
+
+import pytest
+from cli_harness import pagedcli
+from test_formats import write
+
+
+def rows(num_rows=60):
+    """Three conversations whose prompts grow by a block each turn, 4 tokens per hash; two seconds between lines."""
+    for index in range(num_rows):
+        chat, turn = index % 3, index // 3
+        hashes = [0, *(100 * (chat + 1) + place for place in range(turn + 1))]
+        yield {"timestamp": 2000 * index, "input_length": 4 * len(hashes), "output_length": 5, "hash_ids": hashes}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write(tmp_path / "trace.jsonl", list(rows()))
+
+
+def simulate(trace, *flags, expect=0):
+    return pagedcli("simulate", trace, "--hash-size", "4", *flags, expect=expect)
+
+
+def as_json(trace, *flags):
+    return json.loads(simulate(trace, "--format", "json", *flags).stdout)
+
+
+def test_the_table_says_what_the_json_says(trace):
+    text = simulate(trace, "--pool", "50%,40").stdout
+    document = as_json(trace, "--pool", "50%,40")
+    assert [row["pool_blocks"] for row in document["pools"]] == [30, 40]
+    assert document["num_requests"] == 60
+    assert document["num_unique_blocks"] == 61
+    assert 0 < document["pools"][0]["hit_rate_tokens"] <= document["unlimited_hit_rate_tokens"] < 1
+    for row in document["pools"]:
+        assert f"{100 * row['hit_rate_tokens']:.1f} %" in text
+        assert sum(row["tokens"].values()) == document["num_prompt_tokens"]
+    assert all(line in text for line in ("Hit rates of real runs", "Where the prompts' tokens went", "Answers"))
+    assert max(len(line) for line in text.split("Answers")[0].splitlines() if "  " in line) <= 80
+
+
+def test_every_policy_is_a_row(trace):
+    policies = ["lru", "fifo", "lfu", "prefix-lru", "next-use"]
+    for flags in ((), ("--no-schedule",)):
+        found = as_json(trace, "--pool", "30", "--policy", ",".join(policies), *flags)["pools"]
+        assert [row["policy"] for row in found] == policies
+    assert "unknown policy 'mru'" in simulate(trace, "--policy", "mru", expect=2).stderr
+
+
+def test_memory_sizes_need_a_model_and_are_the_same_pools(trace):
+    found = as_json(trace, "--pool", "1MiB", "-m", "builtin")
+    assert found["pools"][0]["pool_blocks"] == 2**20 // found["block_bytes"]
+    assert "needs the bytes of a block" in simulate(trace, "--pool", "1MiB", expect=2).stderr
+    assert "is not a pool size" in simulate(trace, "--pool", "much", expect=2).stderr
+    assert "must be 1 to" in simulate(trace, "--pool", "0", expect=2).stderr
+
+
+def test_arrivals_by_time_wait_less_than_all_at_once(trace):
+    flags = ("--pool", "64", "--step-ms", "100", "--max-num-seqs", "2")
+    at_once = as_json(trace, *flags)["pools"][0]
+    in_time = as_json(trace, *flags, "--speed", "1")["pools"][0]
+    assert in_time["mean_waiting_s"] == 0 < at_once["mean_waiting_s"]
+    assert in_time["total_s"] > 118 > at_once["total_s"]
+    faster = as_json(trace, *flags, "--speed", "1000")["pools"][0]
+    assert faster["total_s"] < in_time["total_s"]
+
+
+def test_steps_take_the_floor_of_the_card(trace):
+    slow, fast = (as_json(trace, "--pool", "64", "--gpu", gpu, "-m", "builtin")["pools"][0] for gpu in ("t4", "h200"))
+    assert slow["total_s"] / fast["total_s"] == pytest.approx(4800 / 320, rel=0.01)  # bound by memory
+    assert slow["hit_rate_tokens"] == fast["hit_rate_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speed", "1"], "--speed needs the time of a step"),
+        (["--gpu", "h200"], "--gpu needs a model"),
+        (["--gpu", "h200", "--step-ms", "5"], "both set the time"),
+        (["--partial-blocks"], "needs --no-schedule"),
+        (["--no-schedule", "--step-ms", "5"], "has no time"),
+        (["--output-tokens", "9-3"], "--output-tokens is"),
+        (["--pool", "10,20", "--record", "x.jsonl"], "one pool and policy"),
+        (["--outputs", "absent"], "cannot read"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(trace, flags, message):
+    assert message in simulate(trace, *flags, expect=2).stderr
+
+
+def test_a_trace_without_times_cannot_arrive_by_time(tmp_path):
+    trace = write(tmp_path / "t.jsonl", [{"block_size": 4, "hash_ids": [1], "input_length": 4}])
+    result = pagedcli("simulate", trace, "--speed", "1", "--step-ms", "5", expect=2)
+    assert "this trace has no times" in result.stderr
+
+
+def test_requests_larger_than_the_pool_are_refused_and_counted(trace):
+    text = simulate(trace, "--pool", "15").stdout
+    assert "refused: requests that never fit into the pool" in text
+    row = as_json(trace, "--pool", "15")["pools"][0]
+    assert row["num_refused"] > 0
+    assert list(row["refusals"]) == ["kv_cache_exceeded"]
+
+
+def test_bad_lines_give_exit_code_3_and_their_places(tmp_path):
+    trace = write(tmp_path / "t.jsonl", ["{", *rows(3)])
+    result = simulate(trace, "--pool", "64", expect=3)
+    assert f"bad line {trace}:1:" in result.stdout
+
+
+def test_a_recording_of_a_simulation_is_a_trace_that_holds_every_law(trace, tmp_path):
+    simulate(trace, "--pool", "40", "--record", tmp_path / "run.jsonl")
+    assert "ok" in pagedcli("replay", tmp_path / "run.jsonl", "--check").stdout.lower()
+    again = json.loads(pagedcli("simulate", tmp_path / "run.jsonl", "--format", "json").stdout)
+    assert again["pools"][0]["hit_rate_tokens"] == as_json(trace, "--pool", "40")["pools"][0]["hit_rate_tokens"]
