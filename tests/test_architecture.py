@@ -34,8 +34,9 @@ ALLOWED = {
     "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
     "simulation": {*LOW, "kvcache", "engine", "batch", "inspection", "kvevents"},
     "app": {"errors", "events", "inspection", "kvevents", "printable"},
-    "llm": {*LOW, "kvcache", "engine", "models", "batch"},
-    "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm"},
+    "llm_keywords": LOW,
+    "llm": {*LOW, "kvcache", "engine", "models", "batch", "llm_keywords"},
+    "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm_keywords"},
 }
 TORCH_FREE = (
     "errors.py",
@@ -44,6 +45,7 @@ TORCH_FREE = (
     "line_files.py",
     "config.py",
     "config_keys.py",
+    "llm_keywords.py",
     "sampling_params.py",
     "kvcache",
     "kvevents",
@@ -57,6 +59,7 @@ TORCH_FREE = (
     "engine/executor.py",
     "engine/in_flight.py",
     "engine/outputs.py",
+    "engine/prompt_rows.py",
     "engine/sampling_input.py",
     "engine/scheduler.py",
     "engine/sequence.py",

@@ -6,10 +6,10 @@ from pagedcli import LLM, SamplingParams
 TYPE_CHECKING = False  # as in typing, whose import is too slow before Ctrl-C has its handler
 if TYPE_CHECKING:
     from pagedcli.llm import LLM
-    from pagedcli.sampling_params import SamplingParams
+    from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -18,8 +18,8 @@ def __getattr__(name: str) -> object:
         from pagedcli.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from pagedcli.sampling_params import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputsParams"):
+        from pagedcli import sampling_params
 
-        return SamplingParams
+        return getattr(sampling_params, name)
     raise AttributeError(f"module 'pagedcli' has no attribute {name!r}")

@@ -1,9 +1,9 @@
 """The Python interface: `from pagedcli import LLM, SamplingParams`, with the signatures of vLLM and nano-vllm."""
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -11,21 +11,21 @@ import msgspec
 from pagedcli.batch.chat import Message, read_messages
 from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
-from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import BUILTIN_MODEL, EngineConfig, parse_bytes
+from pagedcli.batch.tokenizer import Tokenizer, read_template
+from pagedcli.config import BUILTIN_MODEL
 from pagedcli.engine import outputs as engine_outputs
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.sequence import TokenLogprobs
 from pagedcli.errors import ConfigError
 from pagedcli.events import Emit
-from pagedcli.sampling_params import SamplingParams
+from pagedcli.llm_keywords import engine_config, refuse_unsupported
+from pagedcli.models.config_json import read_json
+from pagedcli.models.hub import resolve_model
+from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_ALIASES = {
-    "kvcache_block_size": "block_size",  # nano-vllm
-    "num_kvcache_blocks": "num_gpu_blocks_override",  # nano-vllm, where -1 means automatic
-    "kv_cache_memory_bytes": "kv_cache_memory",  # vLLM
-}
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     metrics: engine_outputs.RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; None for the first
     finished: bool = True
     error: str | None = None  # why it ended early, such as NaN logits; also issued as a warning
 
@@ -83,14 +84,24 @@ class _Request:
 class LLM:
     """A model ready to generate.
 
-    `model` is a folder, a hub id or 'builtin'; further keywords are the fields of EngineConfig (those of vLLM and
-    nano-vllm). `emit` receives every change of the KV cache as an event, see pagedcli.events.
+    `model` is a folder, a hub id or 'builtin', and `tokenizer` another folder or hub id; further keywords are the
+    fields of EngineConfig (those of vLLM and nano-vllm). `emit` receives every change of the KV cache as an event, see
+    pagedcli.events.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
-    def __init__(self, model: str = BUILTIN_MODEL, *, emit: Emit | None = None, **engine_options: Any) -> None:
+    def __init__(
+        self,
+        model: str = BUILTIN_MODEL,
+        *,
+        tokenizer: str | None = None,
+        emit: Emit | None = None,
+        **engine_options: Any,
+    ) -> None:
         config = engine_config(str(model), engine_options)
         self.llm_engine = LLMEngine(config, emit=emit)
+        self._tokenizer_name = tokenizer
+        self._num_resets = 0  # of the prefix cache
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
         self._num_requests = 0
@@ -99,27 +110,57 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded lazily; not needed for token ids."""
         if self._tokenizer is None:
-            config = self.llm_engine.config
-            self._tokenizer = Tokenizer(self.llm_engine.model_path, trust_remote_code=config.trust_remote_code)
+            config, folder = self.llm_engine.config, self.llm_engine.model_path
+            if self._tokenizer_name is not None:
+                folder = resolve_model(str(self._tokenizer_name), weights=False)
+            self._tokenizer = Tokenizer(folder, trust_remote_code=config.trust_remote_code)
         return self._tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters that the model's generation_config.json recommends, otherwise SamplingParams()."""
+        path = self.llm_engine.model_path / "generation_config.json"
+        found = read_json(path) if path.is_file() else {}
+        values = {name: found[name] for name in _GENERATION_KEYS if found.get(name) is not None}
+        if found.get("max_new_tokens") is not None:
+            values["max_tokens"] = found["max_new_tokens"]
+        try:
+            return msgspec.convert(values, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{path}: {error}", hint="pass sampling_params") from error
+
+    def reset_prefix_cache(self) -> bool:
+        """Let no later request find blocks of earlier ones. Returns True.
+
+        Implemented by a salt: the blocks stay until their space is needed, as any cached block does.
+        """
+        self._num_resets += 1
+        return True
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; the results are in the order of the prompts.
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the last two optionally
-        with a "cache_salt". `sampling_params` is one for all, one per prompt, or None for SamplingParams().
-        Raises: RequestError, before anything is generated, if a request can never be served; ValueError, TypeError.
+        with a "cache_salt"; `prompt_token_ids` takes token ids instead of `prompts`. `sampling_params` is one for all,
+        one per prompt, or None for get_default_sampling_params().
+        Raises: RequestError, before anything is generated, if a request can never be served; ValueError; TypeError for
+        an unknown or unsupported keyword.
         """
-        prompts = _as_list(prompts)
-        all_params = _per_prompt(sampling_params, len(prompts))
+        refuse_unsupported("generate", unsupported)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("generate() needs either prompts or prompt_token_ids")
+        prompts = _as_list(prompts if prompts is not None else prompt_token_ids)
+        all_params = self._per_prompt(sampling_params, len(prompts))
         return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
 
     def chat(
@@ -128,23 +169,41 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the tokenizer's chat template.
+        """Answer one conversation, or a list of them, through a chat template: Jinja text or a file, by default the
+        tokenizer's own. `tools` are shown to the model; calls in its answer are text.
 
         Raises: RequestError if the messages are malformed or there is no chat template; otherwise as generate.
         """
+        if unsupported.get("chat_template_content_format") in ("auto", "string"):
+            del unsupported["chat_template_content_format"]
+        refuse_unsupported("chat", unsupported)
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        arguments = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        arguments = {
+            "chat_template": None if chat_template is None else read_template(chat_template),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        arguments |= chat_template_kwargs or {}
         prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
-        all_params = _per_prompt(sampling_params, len(prompts))
+        all_params = self._per_prompt(sampling_params, len(prompts))
         return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
         cache_salt = None
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt")
+            unknown = [name for name, value in prompt.items() if name not in _PROMPT_KEYS and value is not None]
+            if unknown:
+                raise ValueError(f"a prompt has no field {unknown[0]!r}, known: {', '.join(_PROMPT_KEYS)}")
             if "prompt_token_ids" not in prompt and "prompt" not in prompt:
                 raise ValueError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
             prompt = prompt.get("prompt_token_ids") or prompt["prompt"]
@@ -152,7 +211,20 @@ class LLM:
         token_ids = self.tokenizer.encode(text) if text is not None else [int(token_id) for token_id in prompt]
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
         guides = self._grammars_of_model().guides(params) if params.guided else None
+        if self._num_resets:
+            cache_salt = f"reset {self._num_resets} {cache_salt or ''}"
         return _Request(text, token_ids, params, cache_salt, checkers, guides)
+
+    def _per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
+        return list(params)
 
     def _grammars_of_model(self) -> Grammars:
         if self._grammars is None:
@@ -200,6 +272,9 @@ class LLM:
             outputs=[self._completion(sample, request) for sample in output.samples],
             num_cached_tokens=output.num_cached_tokens,
             metrics=output.metrics,
+            prompt_logprobs=None
+            if output.prompt_logprobs is None
+            else [None if position is None else self._logprobs(position) for position in output.prompt_logprobs],
             error=None if output.error is None else output.error.message,
         )
 
@@ -234,38 +309,12 @@ class LLM:
         return {sampled: Logprob(position.logprob, None, text_of(sampled))} | found
 
 
-def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
-    """An EngineConfig from keywords. Raises: TypeError, ConfigError."""
-    known = EngineConfig.__struct_fields__
-    values: dict[str, Any] = {"model": model}
-    for name, value in options.items():
-        key = _ALIASES.get(name, name)
-        if key not in known:
-            nearest = difflib.get_close_matches(name, [*known, *_ALIASES], n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
-            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}; {hint}")
-        if value is not None and not (name == "num_kvcache_blocks" and value < 0):
-            values[key] = parse_bytes(value) if key == "kv_cache_memory" and isinstance(value, str) else value
-    try:
-        return msgspec.convert(values, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-
-
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
-    return list(params)
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 
 
 def _progress(num_requests: int) -> tuple[Callable[[int], None], Callable[[], None]]:
@@ -285,4 +334,4 @@ def _progress(num_requests: int) -> tuple[Callable[[int], None], Callable[[], No
     return advance, bar.close
 
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

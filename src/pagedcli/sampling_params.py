@@ -20,6 +20,34 @@ MAX_SAMPLES = 1024  # of one request: a typo in n must not queue a million seque
 _key = partial(key, "Sampling")
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the output must match: exactly one field is set. The names are vLLM's.
+
+    Raises: ParameterError (also a ValueError).
+    """
+
+    json: dict[str, Any] | str | None = None  # a JSON schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # in Lark's syntax, with the rule `start`
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = ", ".join(given) if given else "none"
+            raise ParameterError(f"structured_outputs needs exactly one of its fields, given: {what}")
+        if self.choice is not None and not (self.choice and all(self.choice)):
+            raise ParameterError(f"structured_outputs.choice is {self.choice}, allowed: non-empty texts")
+
+    @property
+    def kind(self) -> str:
+        """What the grammar is, for messages."""
+        if self.json is not None or self.json_object:
+            return "schema"
+        return next(name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of one request; validated on construction.
 
@@ -57,9 +85,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Annotated[
         int | None, _key("Return log-probabilities of this many most likely tokens", at_least=0, at_most=100)
     ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        _key(
+            "Return log-probabilities of the prompt's tokens and of this many likeliest ones; computes all of it",
+            at_least=0,
+            at_most=100,
+        ),
+    ] = None
     regex: Annotated[str | None, _key("Constrain the output to match this regular expression", metavar="REGEX")] = None
     response_format: Annotated[
         dict[str, Any] | None, _key("OpenAI's: {type: text | json_object | json_schema, ...}", has_flag=False)
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None,
+        _key("vLLM's: one of json, regex, choice, grammar (Lark), json_object", has_flag=False),
     ] = None
     logit_bias: Annotated[dict[int, float] | None, _key("Added to logits: {token id: number}", has_flag=False)] = None
     ignore_eos: Annotated[bool, _key("Continue past end-of-sequence tokens")] = False
@@ -84,6 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.response_format is not None:
             _check_response_format(self.response_format)
         require(self.regex is None or not self._wants_json, "regex", "none together with a response_format")
+        alone = self.structured_outputs is None or (self.regex is None and not self._wants_json)
+        require(alone, "structured_outputs", "none together with a regex or response_format")
 
     @property
     def greedy(self) -> bool:
@@ -98,7 +140,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def guided(self) -> bool:
         """Whether a grammar restricts the next token."""
-        return self.regex is not None or self._wants_json
+        return self.structure is not None
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """What the output must match, from whichever field says so."""
+        if self.regex is not None:
+            return StructuredOutputsParams(regex=self.regex)
+        if self._wants_json and self.response_format is not None:
+            described = self.response_format.get("json_schema", {})
+            return StructuredOutputsParams(json=described.get("schema", {"type": "object"}))
+        return self.structured_outputs
 
     @property
     def _wants_json(self) -> bool:

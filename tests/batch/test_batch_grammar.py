@@ -129,6 +129,9 @@ def test_vllms_names_are_known(small):
     rows = small.rows([hot(guided_regex="[ab]"), hot(guided_json={"enum": [5]}), hot(guided_json='{"enum": [6]}')])
     assert rows[0]["text"] in "ab"
     assert [row["text"] for row in rows[1:]] == ["5", "6"]
+    structures = [{"choice": ["7"]}, {"grammar": 'start: "8"'}, {"json": {"enum": [9]}}]
+    rows = small.rows([hot(guided_choice=["6"]), *(hot(structured_outputs=structure) for structure in structures)])
+    assert [row["text"] for row in rows] == ["6", "7", "8", "9"]
 
 
 def test_a_line_replaces_the_grammar_of_the_run(small):
@@ -149,8 +152,11 @@ def test_a_line_replaces_the_grammar_of_the_run(small):
         ({"response_format": schema_format({"not": {}})}, "invalid_schema", "not"),
         ({"response_format": schema_format({"$ref": "https://example.com/a.json"})}, "invalid_schema", "example.com"),
         ({"response_format": schema_format({"enum": []})}, "invalid_schema", "Unsatisfiable"),
-        ({"guided_json": "{"}, "invalid_schema", "not JSON"),
-        ({"guided_json": 5}, "invalid_parameter", "'schema' that is an object"),
+        ({"guided_json": "{"}, "invalid_schema", "EOF"),
+        ({"guided_json": 5}, "invalid_parameter", "structured_outputs.json"),
+        ({"guided_grammar": "start: ("}, "invalid_grammar", "grammar"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_parameter", "exactly one"),
+        ({"structured_outputs": {"choice": []}}, "invalid_parameter", "non-empty"),
         ({"response_format": {"type": "yaml"}}, "invalid_parameter", "json_object"),
         ({"response_format": {"type": "json_schema"}}, "invalid_parameter", "schema"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "invalid_parameter", "no field 'schema'"),

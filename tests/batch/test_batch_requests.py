@@ -239,7 +239,6 @@ def test_fields_without_effect_are_counted_and_with_strict_refused():
         (b'{"prompt": "x", "stop": [""]}', "invalid_parameter"),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', "invalid_parameter"),
         (b'{"prompt": "x", "top_logprobs": 1}', "invalid_parameter"),
-        (b'{"prompt": "x", "guided_grammar": "root"}', "unsupported_parameter"),
         (b'{"prompt": "x", "echo": true}', "unsupported_parameter"),
         (b'{"messages": []}', "invalid_messages"),
         (b'{"messages": "hi"}', "invalid_messages"),

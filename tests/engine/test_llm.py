@@ -1,8 +1,12 @@
-"""The Python door: scripts written for vLLM and nano-vllm run after changing the import."""
+"""The Python API: scripts written for vLLM and nano-vllm run after changing the import."""
 
+import json
+import shutil
+
+import numpy as np
 import pytest
 
-from pagedcli import LLM, SamplingParams
+from pagedcli import LLM, SamplingParams, StructuredOutputsParams
 from pagedcli.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -142,3 +146,107 @@ def test_nano_vllms_bench_runs_after_changing_the_import():
     outputs = llm.generate(prompt_token_ids, sampling_params, use_tqdm=False)
     total_tokens = sum(params.max_tokens for params in sampling_params)
     assert sum(len(output["token_ids"]) for output in outputs) == total_tokens
+
+
+# ---------------------------------------------------------------------- what else vLLM's users call
+
+
+def test_token_ids_as_a_keyword_in_all_forms(llm):
+    ids = llm.tokenizer.encode("Once upon a time")
+    forms = [ids, [ids], tuple(ids), np.array(ids), np.array([ids])]
+    found = [llm.generate(prompt_token_ids=form, sampling_params=GREEDY, use_tqdm=False) for form in forms]
+    assert {output.outputs[0].text for (output,) in found} == {
+        llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0]["text"]
+    }
+    for wrong in ({}, {"prompts": "a", "prompt_token_ids": ids}):
+        with pytest.raises(ValueError, match="either prompts or prompt_token_ids"):
+            llm.generate(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "said"),
+    [
+        ({"lora_request": object()}, "does not support 'lora_request': there are no LoRA adapters"),
+        ({"priority": [1]}, "does not support 'priority'"),
+        ({"smapling_params": None}, "unexpected keyword argument 'smapling_params'"),
+    ],
+)
+def test_unsupported_keywords_are_named(llm, keyword, said):
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(TypeError, match=said):
+            call([{"role": "user", "content": "x"}] if call == llm.chat else "x", GREEDY, use_tqdm=False, **keyword)
+
+
+def test_vllms_keywords_without_effect_here_are_accepted(llm):
+    assert llm.generate("a", GREEDY, use_tqdm=False, lora_request=None, priority=None)
+    other = LLM(**POOL, swap_space=4, disable_log_stats=True, tokenizer="builtin", enable_chunked_prefill=True)
+    assert other.tokenizer.encode("Hello") == llm.tokenizer.encode("Hello")
+    with pytest.raises(TypeError, match="enable_chunked_prefill=True only"):
+        LLM(**POOL, enable_chunked_prefill=False)
+    with pytest.raises(ValueError, match="no field 'multi_modal_data'"):
+        llm.generate({"prompt": "a", "multi_modal_data": {}}, GREEDY, use_tqdm=False)
+
+
+def test_default_sampling_params_are_those_that_the_model_recommends(tmp_path):
+    assert LLM(**POOL).get_default_sampling_params() == SamplingParams()
+    source, folder = LLM(**POOL).llm_engine.model_path, tmp_path / "model"
+    shutil.copytree(source, folder)
+    recommended = {"temperature": 0.7, "top_k": 20, "max_new_tokens": 5, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    llm = LLM(str(folder), **POOL)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=20, max_tokens=5)
+    (output,) = llm.generate("Once upon a time", use_tqdm=False)
+    assert len(output["token_ids"]) <= 5
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ConfigError, match=r"generation_config.json.*temperature"):
+        llm.get_default_sampling_params()
+
+
+def test_a_reset_prefix_cache_gives_no_hits_and_the_same_tokens():
+    llm = LLM(**POOL, block_size=4)
+    prompt = "Once upon a time there was a fox who lived in the forest"
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert second.num_cached_tokens > first.num_cached_tokens == 0
+    assert llm.reset_prefix_cache()
+    third, fourth = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (third.num_cached_tokens, fourth.num_cached_tokens) == (0, second.num_cached_tokens)
+    assert first["token_ids"] == third["token_ids"]
+    salted = llm.generate({"prompt": prompt, "cache_salt": "x"}, GREEDY, use_tqdm=False)[0]
+    assert salted.num_cached_tokens == 0
+
+
+def test_chat_with_another_template_tools_and_the_start_of_an_answer(llm, tmp_path):
+    messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Once"}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools[0].name if tools }}"
+    (tmp_path / "t.jinja").write_text(template)
+    for given in (template, str(tmp_path / "t.jinja")):
+        (output,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=given, tools=[{"name": "look"}])
+        assert output.prompt_token_ids == llm.tokenizer.encode("Hello!Oncelook")
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert llm.tokenizer.decode(output.prompt_token_ids).endswith("Once")
+
+
+@pytest.mark.parametrize(
+    ("structure", "texts"),
+    [
+        ({"choice": ["yes", "no way"]}, {"yes", "no way"}),
+        ({"regex": "[ab]c"}, {"ac", "bc"}),
+        ({"json": {"enum": [5]}}, {"5"}),
+        ({"json": '{"enum": [6]}'}, {"6"}),
+        ({"grammar": 'start: "x" | "y"'}, {"x", "y"}),
+    ],
+)
+def test_structured_outputs_constrain_the_text(llm, structure, texts):
+    params = SamplingParams(temperature=1, max_tokens=16, structured_outputs=StructuredOutputsParams(**structure))
+    assert llm.generate("The answer is", params, use_tqdm=False)[0]["text"] in texts
+
+
+def test_a_structure_has_exactly_one_form():
+    with pytest.raises(ValueError, match="exactly one of its fields, given: none"):
+        StructuredOutputsParams()
+    with pytest.raises(ValueError, match="given: json, regex"):
+        StructuredOutputsParams(json={}, regex="a")
+    with pytest.raises(ValueError, match="none together with a regex"):
+        SamplingParams(regex="a", structured_outputs=StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)

@@ -33,7 +33,16 @@ def csv_lines(rows: Callable[[], Iterable[bytes]], columns: Columns) -> Iterator
 def _header(columns: Columns, kept: list[str]) -> list[str]:
     """JSON is what a cell of logprobs or token ids holds; `sample` is 0 to n - 1, and empty for an error."""
     counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if columns.metrics else ())]
-    answer = ["sample", columns.answer, "finish_reason", "stop_reason", *counts, "logprobs", "token_ids"]
+    answer = [
+        "sample",
+        columns.answer,
+        "finish_reason",
+        "stop_reason",
+        *counts,
+        "logprobs",
+        "prompt_logprobs",
+        "token_ids",
+    ]
     return ["index", "id", *kept, *answer, "error_code", "error_message"]
 
 
@@ -61,7 +70,11 @@ def _samples(row: dict[str, Any], answer: str, kept: list[str]) -> list[dict[str
             "finish_reason": sample["finish_reason"],
             "stop_reason": sample.get("stop_reason"),
         }
-        | {name: _json(sample[name]) for name in ("logprobs", "token_ids") if sample.get(name) is not None}
+        | {
+            name: _json(sample[name])
+            for name in ("logprobs", "prompt_logprobs", "token_ids")
+            if sample.get(name) is not None
+        }
         for place, sample in enumerate(samples)
     ]
 

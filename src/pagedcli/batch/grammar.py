@@ -1,4 +1,4 @@
-"""Structured output: a JSON schema or a regular expression restricts the next token. Used by batch.run and the
+"""Structured output: a JSON schema, regular expression or grammar restricts the next token. Used by batch.run and the
 Python interface; the only place that talks to llguidance.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
-from pagedcli.sampling_params import SamplingParams
+from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -79,9 +79,10 @@ class Grammars:
     def guides(self, params: SamplingParams) -> Guides | None:
         """The factory of guides for a request's samples; None if it has no grammar.
 
-        Raises: RequestError 'invalid_schema' or 'invalid_regex', with the reason; 'unsupported_parameter'.
+        Raises: RequestError 'invalid_schema', 'invalid_regex', ... with the reason; 'unsupported_parameter'.
         """
-        if not params.guided:
+        structure = params.structure
+        if structure is None:
             return None
         if params.ignore_eos:
             raise RequestError(
@@ -89,7 +90,7 @@ class Grammars:
             )
         if not self._end_token_ids:
             raise RequestError("unsupported_parameter", "a grammar needs a model with an end-of-sequence token")
-        matcher, allowed_tokens = self._compiled(_grammar(params), "regex" if params.regex is not None else "schema")
+        matcher, allowed_tokens = self._compiled(_grammar(structure), structure.kind)
         end_tokens = sum(1 << token_id for token_id in self._end_token_ids)
         return Guides(lambda: GrammarGuide(matcher.deep_copy(), allowed_tokens, end_tokens))
 
@@ -147,20 +148,21 @@ class _Vocabulary:
         return token_ids
 
 
-def _grammar(params: SamplingParams) -> str:
-    """The request's grammar in llguidance's format."""
+def _grammar(structure: StructuredOutputsParams) -> str:
+    """A request's grammar in llguidance's format."""
     from llguidance import LLMatcher, regex_to_lark
 
-    if params.regex is not None:
+    if structure.regex is not None:
         # \d as in JSON Schema: 0 to 9, not the 600 digits of Unicode; llguidance does not accept an empty pattern
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(params.regex, 'd') or '()'}/")
-    assert params.response_format is not None, "a guided request has a regex or a format"
-    described = params.response_format.get("json_schema", {})
-    schema = described.get("schema", {"type": "object"})
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(structure.regex, 'd') or '()'}/")
+    if structure.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structure.choice)))
+    if structure.grammar is not None:
+        return LLMatcher.grammar_from_lark(structure.grammar)
+    schema = {"type": "object"} if structure.json is None else structure.json
     try:
-        return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), defaults=_JSON_STYLE, overrides={"lenient": False}
-        )
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE, overrides={"lenient": False})
     except (ValueError, RecursionError) as error:
         raise RequestError("invalid_schema", f"the schema cannot be used: {_one_line(str(error))}") from error
 

@@ -22,7 +22,10 @@ _READ_ROWS = 1024  # converted to Python at a time
 _ROW_GROUP_ROWS = 16_384
 _ROW_GROUP_BYTES = 64 * 2**20  # of the columns carried along, uncompressed
 _JSON_FIELDS = ("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")  # may be JSON in a string
-ANSWER_COLUMNS = ("text", "finish_reason", "usage", "error", "token_ids", "outputs", "token_logprobs", "stop_reason")
+ANSWER_COLUMNS = (
+    *("text", "finish_reason", "stop_reason", "usage", "error", "token_ids", "outputs"),
+    *("token_logprobs", "prompt_token_logprobs"),
+)
 
 _Group = tuple[list[Any], list[str]]  # columns and their names
 
@@ -242,7 +245,8 @@ def answer_schema(columns: Columns | None = None) -> Any:
     alternative = pa.struct([("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))])
     position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
     sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string()), *token_ids]
-    sample.append(("token_logprobs", pa.list_(position)))  # `logprobs` is how many the row asks for
+    # `logprobs` and `prompt_logprobs` are how many the row asks for
+    sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
     return pa.schema(
@@ -292,5 +296,6 @@ def _sample(sample: dict[str, Any], name: str) -> dict[str, Any]:
         "finish_reason": sample["finish_reason"],
         "stop_reason": None if stop_reason is None else str(stop_reason),
         "token_ids": sample.get("token_ids"),
+        "prompt_token_logprobs": sample.get("prompt_logprobs"),
         "token_logprobs": logprobs.get("content") if isinstance(logprobs, dict) else logprobs,
     }

@@ -19,8 +19,9 @@ Shape = Literal["plain", "chat.completion", "text_completion"]
 _SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _ALIASES = {"max_completion_tokens": "max_tokens", "guided_regex": "regex"}
-_GRAMMAR_FIELDS = ("response_format", "regex")
-_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs", "guided_json"))
+_GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
+_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs"))
+_GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
 _TEMPLATE_SETTINGS = frozenset(
@@ -38,24 +39,21 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
     "stream": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-_SETTINGS = (_SAMPLING_FIELDS | _REQUEST_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
+_SETTINGS = (_SAMPLING_FIELDS | _REQUEST_FIELDS | _ALIASES.keys() | _GUIDED_FIELDS.keys()) - {"prompt", "messages"}
 _KNOWN = _SETTINGS | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys() | {"prompt", "messages"}
 # what a column of a table may be called to count as a field of the row
 LINE_FIELDS = frozenset(
-    (*_SAMPLING_FIELDS, *_ALIASES, *_REQUEST_FIELDS, *_UNSUPPORTED_FIELDS, "id", "custom_id", "body")
+    (*_SAMPLING_FIELDS, *_ALIASES, *_REQUEST_FIELDS, *_GUIDED_FIELDS, *_UNSUPPORTED_FIELDS, "id", "custom_id", "body")
 )
 
 
@@ -127,7 +125,12 @@ class RequestParser:
     def _check_unknown(self, body: dict[str, Any], *, plain: bool) -> None:
         unknown = []
         for name, value in body.items():
-            if name in _SAMPLING_FIELDS or name in _REQUEST_FIELDS or name in _HARMLESS_FIELDS:
+            if (
+                name in _SAMPLING_FIELDS
+                or name in _REQUEST_FIELDS
+                or name in _GUIDED_FIELDS
+                or name in _HARMLESS_FIELDS
+            ):
                 continue
             if name in _UNSUPPORTED_FIELDS:
                 if value not in _UNSUPPORTED_FIELDS[name]:
@@ -147,8 +150,9 @@ class RequestParser:
         given = {name: value for name, value in body.items() if name in _SAMPLING_FIELDS}
         if "logprobs" in given or "top_logprobs" in body:
             given["logprobs"] = _num_logprobs(given.get("logprobs"), body.get("top_logprobs"), shape)
-        if "guided_json" in body:
-            given["response_format"] = _json_schema_format(body["guided_json"])
+        guided = {_GUIDED_FIELDS[name]: value for name, value in body.items() if name in _GUIDED_FIELDS}
+        if guided:
+            given["structured_outputs"] = guided
         if not given:
             return self._defaults
         if any(name in given for name in _GRAMMAR_FIELDS):  # a line's own grammar replaces the run's
@@ -257,16 +261,6 @@ def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
         wanted = "true or false" if shape == "chat.completion" else "a number"
         raise RequestError("invalid_parameter", f"'logprobs' must be {wanted}")
     return logprobs
-
-
-def _json_schema_format(schema: Any) -> dict[str, Any]:
-    """OpenAI's response_format from vLLM's guided_json, a schema or its text; the type is checked later."""
-    if isinstance(schema, str):
-        try:
-            schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError("invalid_schema", f"guided_json is not JSON: {error}") from error
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
     from pagedcli.engine.outputs import RequestOutput, SampleOutput
+    from pagedcli.engine.sequence import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class _Sample:
     output: "SampleOutput"
     text: str
     stops: bool  # whether the request has stop strings or stop tokens
+    prompt_logprobs: "list[TokenLogprobs | None] | None"  # of its prompt; on the first sample alone
 
     @property
     def ending(self) -> dict[str, Any]:
@@ -102,15 +104,15 @@ class RowWriter:
         if self.columns.token_ids:
             fields["token_ids"] = sample.output.token_ids
         if sample.output.logprobs is not None:
-            fields["logprobs"] = self._chat_logprobs(sample.output)
-        return fields
+            fields["logprobs"] = self._chat_logprobs(sample.output.logprobs)
+        return fields | self._prompt_logprobs(sample)
 
     # ------------------------------------------------------------------ OpenAI
 
     def _chat_choice(self, sample: _Sample) -> dict[str, Any]:
         logprobs = None
         if sample.output.logprobs is not None:
-            logprobs = {"content": self._chat_logprobs(sample.output), "refusal": None}
+            logprobs = {"content": self._chat_logprobs(sample.output.logprobs), "refusal": None}
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         return self._choice(sample, {"index": sample.index, "message": message, "logprobs": logprobs})
 
@@ -122,13 +124,20 @@ class RowWriter:
         choice |= sample.ending
         if self.columns.token_ids:
             choice["token_ids"] = sample.output.token_ids
-        return choice
+        return choice | self._prompt_logprobs(sample)
 
-    def _chat_logprobs(self, sample: "SampleOutput") -> list[dict[str, Any]]:
+    def _prompt_logprobs(self, sample: _Sample) -> dict[str, Any]:
+        if sample.prompt_logprobs is None:
+            return {}
+        first, *others = sample.prompt_logprobs
+        assert first is None, "nothing predicts the first token"
+        return {"prompt_logprobs": [None, *self._chat_logprobs([each for each in others if each is not None])]}
+
+    def _chat_logprobs(self, positions: "list[TokenLogprobs]") -> list[dict[str, Any]]:
         return [
             self._logprob(position.token_id, position.logprob)
             | {"top_logprobs": [self._logprob(token_id, logprob) for token_id, logprob in position.top]}
-            for position in sample.logprobs or ()
+            for position in positions
         ]
 
     def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -155,12 +164,12 @@ class RowWriter:
 
 def _samples(answers: list[Answer]) -> list[_Sample]:
     """The samples of all prompts, prompt after prompt."""
-    pairs = [
-        (sample, text, answer.has_stops)
+    parts = [
+        (sample, text, answer.has_stops, answer.output.prompt_logprobs if place == 0 else None)
         for answer in answers
-        for sample, text in zip(answer.output.samples, answer.texts, strict=True)
+        for place, (sample, text) in enumerate(zip(answer.output.samples, answer.texts, strict=True))
     ]
-    return [_Sample(index, *pair) for index, pair in enumerate(pairs)]
+    return [_Sample(index, *each) for index, each in enumerate(parts)]
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:

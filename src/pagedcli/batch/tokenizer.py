@@ -37,7 +37,7 @@ class Tokenizer:
         self.folder = folder
         self._hf = _load(folder, trust_remote_code=trust_remote_code)
         if chat_template is not None:
-            self._hf.chat_template = _read_template(chat_template)
+            self._hf.chat_template = read_template(chat_template)
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._backend_decode = backend.decode if backend is not None else None  # 5 times as fast as the wrapper's
         self._special_tokens = frozenset(self._hf.all_special_tokens)
@@ -74,16 +74,15 @@ class Tokenizer:
 
         Raises: RequestError if there is no chat template, or if it rejects the messages.
         """
-        if self._hf.chat_template is None:
+        arguments = {"add_generation_prompt": True, **(template_arguments or {})}
+        if self._hf.chat_template is None and arguments.get("chat_template") is None:
             raise RequestError(
                 "no_chat_template",
                 "the tokenizer has no chat template, so 'messages' cannot become a prompt",
                 hint="give one with --chat-template, or use 'prompt'",
             )
         try:
-            text = self._hf.apply_chat_template(
-                messages, tokenize=False, **{"add_generation_prompt": True, **(template_arguments or {})}
-            )
+            text = self._hf.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
             what = str(error) or type(error).__name__
             raise RequestError("chat_template_error", f"the chat template rejected the messages: {what}") from error
@@ -177,7 +176,7 @@ def _load(folder: Path, *, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _read_template(template: str) -> str:
+def read_template(template: str) -> str:
     """Jinja text unchanged; anything that does not look like Jinja is a path."""
     if "{{" in template or "{%" in template:
         return template

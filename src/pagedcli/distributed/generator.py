@@ -18,7 +18,7 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.config import Config, EngineConfig
 from pagedcli.distributed.row_stream import RowStream
 from pagedcli.errors import UsageError
-from pagedcli.llm import engine_config
+from pagedcli.llm_keywords import engine_config
 from pagedcli.sampling_params import SamplingParams, seed_for
 
 

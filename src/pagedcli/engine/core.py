@@ -108,6 +108,8 @@ class EngineCore:
                 self._emit(RequestRefused(request_id, error.code, error.message, row_id))
             raise
         self._num_added += 1
+        if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
+            cache_salt = f"{cache_salt or ''} prompt_logprobs {self._next_seq_id}"
         seq = self._new_sequence(
             request_id,
             list(prompt_token_ids),
@@ -229,13 +231,16 @@ class EngineCore:
             seq.num_pending_tokens += 1
         used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
-        return StepInFlight(seqs, tokens)
+        scored = {} if step.prompt_rows is None else {seq.seq_id: seq for seq in work.seqs}
+        return StepInFlight(seqs, tokens, scored)
 
     def _commit(self, step: StepInFlight, *, this_step: bool) -> None:
         """Read the tokens of a launched step, append them, and end what ends with them. `this_step`: it is the one
         that was scheduled last."""
         tokens = step.tokens.read()
         self.block_manager.confirm_filled(this_step=this_step)
+        for found in tokens.prompt_logprobs:
+            step.scored[found.seq_id].add_prompt_logprobs(found.first, found.logprobs)
         sampled: list[Sequence] = []
         ended: list[Sequence] = []
         try:

@@ -4,7 +4,7 @@ Used by EngineCore; needs no torch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagedcli.engine.executor import LaunchedStep
 from pagedcli.engine.sequence import Sequence
@@ -17,6 +17,7 @@ class StepInFlight:
 
     seqs: list[Sequence]  # those that get a token
     tokens: LaunchedStep
+    scored: dict[int, Sequence] = field(default_factory=dict)  # by seq_id: those whose prompt it scores
 
     @property
     def rows(self) -> dict[int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.engine.cuda_graphs import DecodeGraphs
 from pagedcli.engine.device_state import DeviceState
+from pagedcli.engine.prompt_scores import PromptScores, score_prompts
 from pagedcli.engine.sampler import SampledTokens, sample_tokens
 from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.scheduler import ScheduledStep
@@ -72,31 +73,44 @@ class ModelRunner:
 
         Changes: the KV cache; last_tokens, from which the next step takes ids that the host has not read.
         """
-        logits = self._logits(step, sampling, plain=sampling.is_plain)
+        logits, scores = self._logits(step, sampling, plain=sampling.is_plain)
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
             return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
         sampled = sample_tokens(logits, sampling, self.state.upload)
+        sampled.prompt_scores = scores
         self.parallel.broadcast(self.state.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
         return sampled
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
         """The same step on another rank: runs its part of the model and receives the tokens from rank 0."""
-        if self._logits(step, None, plain=plain) is not None:
+        logits, _ = self._logits(step, None, plain=plain)
+        if logits is not None:
             self.parallel.broadcast(self.state.last_tokens[:num_sampled])
 
-    def _logits(self, step: StepInput, sampling: SamplingInput | None, *, plain: bool) -> Tensor | None:
-        """Logits [R, V], or None if a graph has already sampled the tokens."""
+    def _logits(
+        self, step: StepInput, sampling: SamplingInput | None, *, plain: bool
+    ) -> tuple[Tensor | None, PromptScores | None]:
+        """Logits [R, V], or None if a graph has already sampled the tokens; and the scores of prompts, if wanted."""
+        if step.prompt_rows is not None:  # on every rank: logits of a group are gathered
+            hidden, rows = self._hidden(step), step.prompt_rows
+            scores = score_prompts(hidden, self.model.compute_logits, rows, self.state.upload)
+            [sampled] = self.state.upload([rows.sampled])
+            return self.model.compute_logits(hidden.index_select(0, sampled)), scores
         if self.graphs is None or not self.graphs.serves(step):
-            return self.forward(step)
+            return self.forward(step), None
         # anything else, such as several samples from one row, is sampled outside the graph
         hidden = self.graphs.run(step, sampling if plain else None)
-        return None if plain else self.model.compute_logits(hidden)
+        return (None if plain else self.model.compute_logits(hidden)), None
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> Tensor:
         """Logits [R, V] of one step."""
+        return self.model.compute_logits(self._hidden(step))
+
+    def _hidden(self, step: StepInput) -> Tensor:
+        """Hidden states [R, E] of the rows that get logits."""
         arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
         optional = [array for array in (step.source_rows, step.logits_rows) if array is not None]
         self.state.update_tables(step)
@@ -119,7 +133,7 @@ class ModelRunner:
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
         if batch.logits_rows is not None and hidden.shape[0] != batch.logits_rows.shape[0]:
             hidden = hidden.index_select(0, batch.logits_rows)
-        return self.model.compute_logits(hidden)
+        return hidden
 
     def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For

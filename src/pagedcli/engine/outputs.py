@@ -39,6 +39,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     samples: list[SampleOutput]
     metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
 
 
@@ -85,6 +86,7 @@ class Request:
             num_cached_tokens=first.num_cached_prompt_tokens,
             samples=[_sample_output(seq) for seq in self.seqs],
             metrics=self._metrics(),
+            prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
             error=self.error,
         )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.engine.executor import StepTokens
+from pagedcli.engine.prompt_scores import PromptScores
 from pagedcli.engine.sampling_input import LogitChange, SamplingInput
 from pagedcli.engine.sequence import TokenLogprobs
 from pagedcli.engine.step_input import Bools
@@ -23,6 +24,7 @@ class SampledTokens:
         self.token_ids = token_ids  # [R] int64, on the device; INVALID where logits are NaN
         self._sampling = sampling
         self._download = Download([token_ids, *(logprobs or ())])
+        self.prompt_scores: PromptScores | None = None  # of prompts in the same step
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +50,7 @@ class SampledTokens:
                     tokens[row] = None
         if INVALID in tokens:
             tokens = [None if token_id == INVALID else token_id for token_id in tokens]
-        return StepTokens(tokens, found)
+        return StepTokens(tokens, found, () if self.prompt_scores is None else self.prompt_scores.read())
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> SampledTokens:

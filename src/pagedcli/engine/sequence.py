@@ -60,6 +60,7 @@ class Sequence:
         "params",
         "penalized",
         "prefixes",
+        "prompt_logprobs",
         "request_id",
         "row",
         "row_id",
@@ -111,6 +112,8 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
         self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
+        # one per prompt token, None for the first; empty unless requested
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.output_counts: dict[int, int] = {}  # generated token id -> count, kept if a penalty needs it
 
         self.block_table: list[int] = []
@@ -170,6 +173,12 @@ class Sequence:
         count = max(0, end - self.num_computed_tokens)
         self.num_recomputed_tokens += count
         return count
+
+    def add_prompt_logprobs(self, first: int, logprobs: "list[TokenLogprobs]") -> None:
+        """Log-probabilities of the prompt tokens from position `first` on; those of recomputed ones are the same."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs = [None] * self.num_prompt_tokens
+        self.prompt_logprobs[first : first + len(logprobs)] = logprobs
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token; sets finish_reason if it ends the sequence."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedcli.engine.prompt_rows import PromptRows, prompt_rows
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 
@@ -33,6 +34,7 @@ class StepInput:
     copies: tuple[tuple[int, int], ...]  # (source, copy) blocks, copied first and in this order
     max_new: int
     max_total: int
+    prompt_rows: PromptRows | None = None  # which of the rows with logits score a prompt
 
     @property
     def num_seqs(self) -> int:
@@ -74,6 +76,10 @@ class StepBuilder:
         slots = self._tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size
         ends = zip(seqs, total.tolist(), strict=True)
         sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens]
+        logits_rows = None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1
+        scored = None
+        if logits_rows is not None:
+            scored = prompt_rows(seqs, computed, new, cu_q[:-1], logits_rows)
         step = StepInput(
             input_ids=_input_ids(work, num_tokens),
             source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows or {}),
@@ -84,10 +90,11 @@ class StepBuilder:
             table_rows=rows,
             table_index=table_index,
             table_values=table_values,
-            logits_rows=None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1,
+            logits_rows=logits_rows if scored is None else scored[0],
             copies=tuple(work.copies),
             max_new=int(new.max()),
             max_total=int(total.max()),
+            prompt_rows=None if scored is None else scored[1],
         )
         return step, [seqs[row] for row in sampled]
 

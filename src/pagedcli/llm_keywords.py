@@ -1,0 +1,69 @@
+"""Keywords of the Python interface: those of vLLM and nano-vllm, as fields of EngineConfig or refused by name.
+
+Used by llm and distributed.generator; needs no torch.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pagedcli.config import EngineConfig, parse_bytes
+from pagedcli.errors import ConfigError
+
+_ALIASES = {
+    "kvcache_block_size": "block_size",  # nano-vllm
+    "num_kvcache_blocks": "num_gpu_blocks_override",  # nano-vllm, where -1 means automatic
+    "kv_cache_memory_bytes": "kv_cache_memory",  # vLLM
+}
+# vLLM's keywords without effect here: name -> values that are accepted; empty: any
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "disable_log_stats": (),
+    "swap_space": (),
+    "max_logprobs": (),
+    "tokenizer_mode": ("auto",),
+    "enable_chunked_prefill": (True,),
+    "skip_tokenizer_init": (False,),
+}
+# vLLM's keywords of generate and chat that would change the output: name -> why there is no such thing
+_UNSUPPORTED = {
+    "lora_request": "there are no LoRA adapters",
+    "prompt_adapter_request": "there are no prompt adapters",
+    "guided_options_request": "use SamplingParams(structured_outputs=...)",
+    "priority": "requests start in order",
+    "tokenization_kwargs": "tokenize yourself and pass prompt_token_ids",
+    "mm_processor_kwargs": "there is no multimodal input",
+}
+
+
+def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig from keywords. Raises: TypeError, ConfigError."""
+    known = EngineConfig.__struct_fields__
+    values: dict[str, Any] = {"model": model}
+    for name, value in options.items():
+        key = _ALIASES.get(name, name)
+        if name in _WITHOUT_EFFECT:
+            accepted = _WITHOUT_EFFECT[name]
+            if accepted and value not in (None, *accepted):
+                raise TypeError(f"LLM() supports {name}={accepted[0]!r} only, given: {value!r}")
+            continue
+        if key not in known:
+            nearest = difflib.get_close_matches(name, [*known, *_ALIASES], n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}; {hint}")
+        if value is not None and not (name == "num_kvcache_blocks" and value < 0):
+            values[key] = parse_bytes(value) if key == "kv_cache_memory" and isinstance(value, str) else value
+    try:
+        return msgspec.convert(values, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+def refuse_unsupported(method: str, options: Mapping[str, Any]) -> None:
+    """Raises: TypeError that names a keyword that would have an effect in vLLM, or that no one knows."""
+    for name, value in options.items():
+        if name not in _UNSUPPORTED:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+        if value not in (None, False, 0, {}):
+            raise TypeError(f"{method}() does not support {name!r}: {_UNSUPPORTED[name]}")
