@@ -2,14 +2,18 @@
 
 import json
 import random
+from dataclasses import asdict
 
 import pytest
 from typer.testing import CliRunner
 
+from pagedcli.bench.busy import Busy, BusyWatch
 from pagedcli.bench.floor import MachineLimits, workload_floor
 from pagedcli.bench.rates import MachineRates
+from pagedcli.bench.spread import Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
+from pagedcli.cli import bench_report
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
 from pagedcli.models.reading import read_spec
@@ -82,15 +86,20 @@ def test_throughput_says_how_far_from_the_floor_it_is():
     [row] = document["throughput"]
     assert len(row["all_wall_s"]) == 2
     assert row["wall_s"] == pytest.approx(sum(row["all_wall_s"]) / 2)
-    assert row["output_tokens_per_s"] == pytest.approx(12 / row["wall_s"])
-    assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["wall_s"])
-    assert 0 < row["share_of_floor"] < 1
+    rates = sorted(12 / seconds for seconds in row["all_wall_s"])
+    assert row["spread"]["output_tokens_per_s"] == pytest.approx(
+        {"min": rates[0], "median": sum(rates) / 2, "max": rates[1]}
+    )
+    assert row["output_tokens_per_s"] == row["spread"]["output_tokens_per_s"]["median"]
+    assert row["share_of_floor"] is None or 0 < row["share_of_floor"] <= 1
     assert row["machine"]["read_bytes_per_s"] > 1e9
 
 
 def test_latency_has_a_row_per_batch_size():
     text = bench("latency", *SMALL, "--batch-size", "1", "--batch-size", "2", "--input-len", "8", "--output-len", "3")
     assert "TTFT ms" in text
+    text, spread = text.split("Spread of the passes")
+    assert "median" in spread
     assert len([line for line in text.splitlines() if line.strip().startswith(("1 ", "2 "))]) == 2
 
 
@@ -107,7 +116,7 @@ def test_kernels_state_their_share_of_the_limit():
     document = json.loads(bench("kernels", *SMALL, "--tokens", "4", "--format", "json"))
     names = {row["kernel"] for row in document["kernels"]}
     assert {"linear qkv", "linear lm_head", "rms_norm", "attention"} <= names
-    assert all(row["share"] > 0 for row in document["kernels"])
+    assert all(row["share"] is None or 0 < row["share"] <= 1 for row in document["kernels"])
 
 
 def test_the_better_of_two_measurements_of_a_machine_counts():
@@ -118,3 +127,79 @@ def test_the_better_of_two_measurements_of_a_machine_counts():
 def test_a_product_that_beats_the_registers_is_the_limit():
     """Vector multiply-adds are measured in registers; tiles can exceed them, and then they are the floor."""
     assert MachineRates(2, 50e9, 344e9, 1096e9, "float32 multiply-adds", "AMX").limits.flop_per_s == 1096e9
+
+
+# ---------------------------------------------------------------------- what disturbs, what changed
+
+SHORT = (*SMALL, "--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--repeat", "2")
+
+
+def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
+    (tmp_path / "before.json").write_text(bench("throughput", *SHORT, "--format", "json"))
+    found = json.loads(bench("throughput", *SHORT, "--compare", str(tmp_path / "before.json"), "--format", "json"))
+    figures = {row["figure"]: row for row in found["compared"]}
+    assert {"wall_s", "output_tokens_per_s", "ttft_ms", "tpot_ms"} <= set(figures)
+    before = json.loads((tmp_path / "before.json").read_text())["throughput"][0]
+    assert figures["wall_s"]["before"] == before["wall_s"]
+    assert figures["wall_s"]["now"] == found["throughput"][0]["wall_s"]
+    assert "Spread of the passes" in bench("throughput", *SHORT)
+
+
+def measured(workload="W", **figures):
+    return {
+        "workload": workload,
+        "spread": {name: Spread.of(values) and asdict(Spread.of(values)) for name, values in figures.items()},
+    }
+
+
+def test_a_change_counts_only_where_the_passes_do_not_overlap():
+    before = measured(wall_s=[4.0, 4.2, 4.4], output_tokens_per_s=[90.0, 100.0, 110.0], ttft_ms=[10.0], tpot_ms=[None])
+    now = measured(wall_s=[4.3, 4.5, 4.6], output_tokens_per_s=[120.0, 130.0, 140.0], ttft_ms=[20.0], tpot_ms=[1.0])
+    rows = {row["figure"]: row for row in compared_rows([before], [now])}
+    assert rows["wall_s"]["verdict"] == "within the spread"
+    assert (rows["output_tokens_per_s"]["verdict"], rows["output_tokens_per_s"]["change"]) == (
+        "better",
+        pytest.approx(0.3),
+    )
+    assert rows["ttft_ms"]["verdict"] == "worse"
+    assert "tpot_ms" not in rows, "not measured before"
+    assert compared_rows([measured("other", wall_s=[1.0])], [now]) == []
+
+
+@pytest.mark.parametrize("content", ["no json", "{}", '{"throughput": [{"workload": "W1"}]}', '{"latency": []}'])
+def test_a_file_that_is_no_measurement_is_refused_before_measuring(tmp_path, content):
+    (tmp_path / "before.json").write_text(content)
+    for path in (tmp_path / "before.json", tmp_path / "none.json"):
+        result = CliRunner().invoke(app, ["bench", "throughput", *SHORT, "--compare", str(path)])
+        assert result.exit_code == 2
+        assert str(path) in result.stderr
+
+
+def test_other_work_is_what_all_cores_did_without_this_process(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  1000 0 0 9000 0 0 0 0 0 0\ncpu0 ...\n")
+    watch = BusyWatch(stat)
+    stat.write_text("cpu  1300 0 100 9550 0 0 0 50 0 0\n")  # 10 s of all cores: 4 s busy, 0.5 s withheld
+    busy = watch.read()
+    assert busy.steal == pytest.approx(0.05)
+    assert busy.others == pytest.approx(0.4, abs=0.05), "this process has used almost nothing since"
+    assert busy.disturbs
+    assert not Busy(others=0.01, steal=0.0).disturbs
+    assert BusyWatch(tmp_path / "none").read() is None
+
+
+def test_a_busy_machine_and_an_impossible_share_are_said():
+    row = {"busy": {"others": 0.5, "steal": 0.01}, "machine": {}, "share_of_floor": None}
+    busy, share = bench_report._warnings([row])
+    assert "other processes used 50% of its processor time, the hypervisor withheld 1%" in busy
+    assert "'of the floor' is left out" in share
+    assert bench_report._warnings([row | {"busy": None, "share_of_floor": 0.9}]) == []
+
+
+def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, capsys):
+    clock = iter([0.0, 5.0, 20.0, 21.0])
+    monkeypatch.setattr(bench_report.time, "monotonic", lambda: next(clock))
+    progress = bench_report.BenchProgress("W1")
+    for share in (0.1, 0.25, 0.3):
+        progress(share)
+    assert capsys.readouterr().err == "W1: 25%, about 60 s left\n"

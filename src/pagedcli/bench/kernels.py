@@ -1,12 +1,12 @@
 """Times of the parts of a step, each compared with its limit: memory bandwidth or arithmetic."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pagedcli.attention.base import dtype_name
-from pagedcli.bench.attention import STREAM_BYTES, AttentionShape, attention_rows
+from pagedcli.bench.attention import STREAM_BYTES, AttentionRow, AttentionShape, attention_rows
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.rates import best_seconds
 from pagedcli.errors import BackendError
@@ -38,19 +38,20 @@ class KernelRow:
     ms: float
     gb_per_s: float
     gflop_per_s: float
-    share: float  # of the kernel's limit: its shortest possible time over its time
+    share: float | None  # of the kernel's limit: its shortest possible time over its time; None above 1
 
 
 def kernel_rows(
     spec: ModelSpec,
     limits: MachineLimits,
-    tokens: Iterable[int],
+    tokens: Sequence[int],
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
     quantize: bool = False,
-) -> list[KernelRow]:
-    """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU.
+) -> Iterator[tuple[float, KernelRow]]:
+    """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU. Each
+    with the share of the measurements that is done.
 
     `kv_dtype`: of the KV cache; if it differs from `dtype`, attention is measured with both.
     """
@@ -58,24 +59,29 @@ def kernel_rows(
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
     sizes = {"qkv": (qkv, width), "out": (width, spec.num_heads * head_dim), "gate_up": (2 * inner, width)}
     sizes |= {"down": (width, inner), "lm_head": (spec.vocab_size, width)}
-    rows = []
-    for count in tokens:
-        for name, (out_features, in_features) in sizes.items():
-            if name != "lm_head" or count <= 64:  # only sampled tokens need it
-                rows.append(_linear_row(name, out_features, in_features, count, limits, dtype, quantize))
-        rows.append(_norm_row(width, count, limits, dtype))
+    # only sampled tokens need lm_head
+    linears = [(name, count) for count in tokens for name in sizes if name != "lm_head" or count <= 64]
     shapes = [
         AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype, shared)
         for n, context, new, shared in _ATTENTION_SIZES
         for cache_dtype in dict.fromkeys((dtype, kv_dtype or dtype))
     ]
-    for row in attention_rows(shapes):
-        shape = row.shape
-        size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
-        size += f", {shape.shared} of them shared" if shape.shared else ""
-        cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
-        rows.append(_row("attention", size, row.backend + cache, row.ms / 1e3, shape.kv_bytes, shape.flops, limits))
-    return rows
+    num_parts = len(linears) + len(tokens) + len(shapes)
+    for place, (name, count) in enumerate(linears, 1):
+        yield place / num_parts, _linear_row(name, *sizes[name], count, limits, dtype, quantize)
+    for place, count in enumerate(tokens, 1 + len(linears)):
+        yield place / num_parts, _norm_row(width, count, limits, dtype)
+    for place, shape in enumerate(shapes, 1 + len(linears) + len(tokens)):
+        for row in attention_rows([shape]):
+            yield place / num_parts, _attention_row(row, dtype, limits)
+
+
+def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: MachineLimits) -> KernelRow:
+    shape = row.shape
+    size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
+    size += f", {shape.shared} of them shared" if shape.shared else ""
+    cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
+    return _row("attention", size, row.backend + cache, row.ms / 1e3, shape.kv_bytes, shape.flops, limits)
 
 
 def _linear_row(
@@ -135,5 +141,5 @@ def _row(
         seconds * 1e3,
         num_bytes / seconds / 1e9,
         flops / seconds / 1e9,
-        shortest / seconds,
+        shortest / seconds if shortest <= seconds else None,
     )

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from pagedcli.bench.busy import Busy, BusyWatch, worst
 from pagedcli.bench.floor import workload_floor
 from pagedcli.bench.rates import MachineRates, measure_rates
+from pagedcli.bench.spread import Spread
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.engine.decide import DTYPES
@@ -43,6 +46,7 @@ class Throughput:
 
     runs: list[Run]
     machines: list[MachineRates]  # rates during each run: they change with other load; empty on a GPU
+    busy: list[Busy]  # other work during each run; empty where the system does not say
     load_s: float  # until the engine is ready
     warm_up_s: float
     engine: LLMEngine
@@ -51,10 +55,6 @@ class Throughput:
     def median(self) -> Run:
         """The run with the median wall time; of two middle ones, the faster."""
         return sorted(self.runs, key=lambda run: run.wall_s)[(len(self.runs) - 1) // 2]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(run.wall_s for run in self.runs)
 
     @property
     def median_machine(self) -> MachineRates | None:
@@ -78,8 +78,13 @@ def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
     return msgspec.structs.replace(config, **changes)
 
 
-def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
-    """Load a model and run each workload once; they share lengths, so the first also determines the warm-up."""
+def run_workload(
+    config: EngineConfig, workloads: list[Workload], *, on_progress: Callable[[float], None] = lambda share: None
+) -> Throughput:
+    """Load a model and run each workload once; they share lengths, so the first also determines the warm-up.
+
+    `on_progress` is called after each step with the share of the work that is done.
+    """
     started = time.perf_counter()
     engine = LLMEngine(config)
     load_s = time.perf_counter() - started
@@ -90,22 +95,30 @@ def run_workload(config: EngineConfig, workloads: list[Workload]) -> Throughput:
     warm_up_s = time.perf_counter() - started
     on_cpu = engine.runner.device.type == "cpu"
     dtype, int8 = DTYPES[engine.plan.dtype], config.quantization is not None
-    runs, machines = [], []
+    runs, machines, busy = [], [], []
     before = measure_rates(dtype, int8=int8) if on_cpu else None
-    for workload in workloads:
-        runs.append(measure(engine, workload))
+    for place, workload in enumerate(workloads):
+        num_tokens = workload.num_output_tokens
+
+        def on_step(num_generated: int, place: int = place, num_tokens: int = num_tokens) -> None:
+            on_progress((place + num_generated / num_tokens) / len(workloads))
+
+        watch = BusyWatch()
+        runs.append(measure(engine, workload, on_step=on_step))
+        if (found := watch.read()) is not None:
+            busy.append(found)
         if before is not None:
             after = measure_rates(dtype, int8=int8)
             machines.append(after.best(before))
             before = after
-    return Throughput(runs, machines, load_s, warm_up_s, engine)
+    return Throughput(runs, machines, busy, load_s, warm_up_s, engine)
 
 
-def measure(engine: LLMEngine, workload: Workload) -> Run:
+def measure(engine: LLMEngine, workload: Workload, *, on_step: Callable[[int], None] = lambda num: None) -> Run:
     """One timed pass."""
     before = _copy(engine.stats)
     started = time.perf_counter()
-    outputs = generate(engine, workload.prompts, workload.output_lens)
+    outputs = generate(engine, workload.prompts, workload.output_lens, on_step=on_step)
     wall_s = time.perf_counter() - started
     stats = engine.stats
     tpots = [output.metrics.tpot_s for output in outputs if output.metrics.tpot_s is not None]
@@ -122,46 +135,65 @@ def measure(engine: LLMEngine, workload: Workload) -> Run:
     )
 
 
-def generate(engine: LLMEngine, prompts: list[list[int]], output_lens: list[int]) -> list[RequestOutput]:
-    """Greedy generation of exactly these numbers of tokens, in the order of the prompts."""
+def generate(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    output_lens: list[int],
+    *,
+    on_step: Callable[[int], None] = lambda num: None,
+) -> list[RequestOutput]:
+    """Greedy generation of exactly these numbers of tokens, in the order of the prompts. `on_step` is called after each
+    step with the number of tokens generated so far."""
+    before = engine.stats.num_generated_tokens
     for i, (prompt, count) in enumerate(zip(prompts, output_lens, strict=True)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
     outputs: dict[int, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             outputs[int(output.request_id)] = output
+        on_step(engine.stats.num_generated_tokens - before)
     return [outputs[i] for i in range(len(prompts))]
 
 
 def throughput_row(result: Throughput, workload: Workload) -> dict[str, Any]:
-    """The figures of a workload's passes, and of its floor where the machine was measured."""
-    run, seconds, machine = result.median, result.median_s, result.median_machine
-    row: dict[str, Any] = {
-        "workload": workload.name,
-        "wall_s": seconds,
-        "all_wall_s": [each.wall_s for each in result.runs],
-        "output_tokens_per_s": workload.num_output_tokens / seconds,
-        "total_tokens_per_s": (workload.num_prompt_tokens + workload.num_output_tokens) / seconds,
-        "ttft_ms": run.ttft_s * 1e3,
-        "tpot_ms": run.tpot_s * 1e3 if run.tpot_s is not None else None,
-        "steps": run.num_steps,
-        "overhead_ms": (run.schedule_ms + run.sample_ms) / run.num_steps,
-        "cached_tokens": run.num_cached_tokens,
+    """The figures of a workload's passes: the median of each, and its spread. The share of the floor is None where
+    other work disturbed the passes so much that it would exceed 1."""
+    runs, machine = result.runs, result.median_machine
+    floor = None if machine is None else _floor_s(result, workload, machine)
+    values: dict[str, list[float | None]] = {
+        "wall_s": [run.wall_s for run in runs],
+        "output_tokens_per_s": [workload.num_output_tokens / run.wall_s for run in runs],
+        "ttft_ms": [run.ttft_s * 1e3 for run in runs],
+        "tpot_ms": [None if run.tpot_s is None else run.tpot_s * 1e3 for run in runs],
+        "overhead_ms": [(run.schedule_ms + run.sample_ms) / run.num_steps for run in runs],
+        "share_of_floor": [None if floor is None or floor > run.wall_s else floor / run.wall_s for run in runs],
+    }
+    spread = {name: Spread.of(each) for name, each in values.items()}
+    medians = {name: None if each is None else each.median for name, each in spread.items()}
+    busy = worst(result.busy)
+    row = {"workload": workload.name, **medians, "all_wall_s": values["wall_s"]} | {
+        "total_tokens_per_s": (workload.num_prompt_tokens + workload.num_output_tokens) / (medians["wall_s"] or 1.0),
+        "steps": result.median.num_steps,
+        "cached_tokens": result.median.num_cached_tokens,
         "load_s": result.load_s,
         "warm_up_s": result.warm_up_s,
+        "busy": None if busy is None else asdict(busy),
+        "spread": {name: None if each is None else asdict(each) for name, each in spread.items()},
     }
-    if machine is not None:
-        itemsize = DTYPES[result.engine.plan.dtype].itemsize
-        quantization = result.engine.config.quantization
-        weight_size = {"int8": 1.0, "int4": INT4_BYTES}.get(quantization or "", itemsize)
-        head_size = itemsize if quantization is None else 1.0
-        spec, plan = result.engine.spec, result.engine.plan
-        kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
-        floor = workload_floor(
-            spec, workload, machine.limits, itemsize=weight_size, head_itemsize=head_size, kv_itemsize=kv_size
-        )
-        row |= {"floor_s": floor.total_s, "share_of_floor": floor.total_s / seconds, "machine": asdict(machine)}
-    return row
+    return row if machine is None else row | {"floor_s": floor, "machine": asdict(machine)}
+
+
+def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
+    itemsize = DTYPES[result.engine.plan.dtype].itemsize
+    quantization = result.engine.config.quantization
+    weight_size = {"int8": 1.0, "int4": INT4_BYTES}.get(quantization or "", itemsize)
+    head_size = itemsize if quantization is None else 1.0
+    spec, plan = result.engine.spec, result.engine.plan
+    kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
+    floor = workload_floor(
+        spec, workload, machine.limits, itemsize=weight_size, head_itemsize=head_size, kv_itemsize=kv_size
+    )
+    return floor.total_s
 
 
 def _copy(stats: EngineStats) -> EngineStats:

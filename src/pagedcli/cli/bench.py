@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from pagedcli.bench.workloads import PRESETS, RandomSpec, Workload, preset_workload, random_workload
+from pagedcli.cli.bench_report import (
+    BenchProgress,
+    bench_notes,
+    kernel_warnings,
+    limits_note,
+    read_earlier,
+    result_tables,
+)
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables
 from pagedcli.cli.terminal import say
@@ -15,7 +24,6 @@ from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from pagedcli.bench.rates import MachineRates
     from pagedcli.bench.throughput import Throughput
 
 bench = typer.Typer(
@@ -35,7 +43,16 @@ def _option(help_: str, metavar: str | None = None, **limits: Any) -> Any:
 NumPrompts = Annotated[int, _option("Number of requests.", "N", min=1)]
 InputLen = Annotated[int, _option("Maximum prompt tokens, not counting the shared prefix.", "N", min=1)]
 OutputLen = Annotated[int, _option("Maximum tokens to generate.", "N", min=1)]
-Repeat = Annotated[int, typer.Option(help="Number of timed passes; the median is reported.", min=1, metavar="N")]
+Repeat = Annotated[int, typer.Option(help="Number of timed passes; medians are reported.", min=1, metavar="N")]
+Compare = Annotated[
+    Path | None,
+    typer.Option(
+        "--compare",
+        metavar="FILE.json",
+        help="Compare with an earlier measurement, printed with --format json.",
+        show_default=False,
+    ),
+]
 
 
 @bench.command()
@@ -51,6 +68,7 @@ def throughput(
     range_ratio: Annotated[float, _option("Draw lengths from [X * length, length].", "X")] = 1.0,
     prefix_len: Annotated[int, _option("Length of a prefix shared by all prompts, in tokens.", "N", min=0)] = 0,
     repeat: Repeat = 3,
+    compare: Compare = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -58,13 +76,15 @@ def throughput(
     """Measure throughput on random prompts and compare the time with the machine's floor.
 
     The floor is the shortest time that this machine's memory bandwidth and arithmetic allow; both are measured before
-    and after each pass, and the better value is used. Without -m, the model has the preset's shape and random weights;
+    and after each pass, and the better value is used. Every figure is the median of the passes; the spread follows,
+    and a warning if other processes were busy. Without -m, the model has the preset's shape and random weights;
     nothing is downloaded. Sampling is greedy and ignores end-of-sequence tokens. Loading and warm-up are not timed.
 
     \b
     Examples:
       pagedcli bench throughput --preset W1
-      pagedcli bench throughput --preset W1 --preset W5 --format json
+      pagedcli bench throughput --preset W1 --preset W5 --format json > before.json
+      pagedcli bench throughput --preset W1 --preset W5 --compare before.json
       pagedcli bench throughput --num-prompts 64 --input-len 512 --output-len 64 --range-ratio 0.2
       pagedcli bench throughput -m ./Qwen3-0.6B --load-format dummy --prefix-len 512
 
@@ -72,6 +92,7 @@ def throughput(
     """
     from pagedcli.bench.throughput import throughput_row
 
+    earlier = read_earlier(compare, "throughput")
     engine_config = load_config(config, flags).config.engine
     spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
     rows: list[dict[str, Any]] = []
@@ -79,8 +100,10 @@ def throughput(
         passes = [preset_workload(name, salt) if name else random_workload(spec, salt) for salt in range(repeat)]
         result = _run(engine_config, passes)
         rows.append(throughput_row(result, passes[0]))
-    table = Table("throughput", "Throughput: median of the passes", _THROUGHPUT_COLUMNS, rows, _notes(result, rows))
-    print_tables([table], format_)
+    table = Table(
+        "throughput", "Throughput: medians of the passes", _THROUGHPUT_COLUMNS, rows, bench_notes(result, rows)
+    )
+    print_tables(result_tables(table, rows, earlier), format_)
 
 
 @bench.command()
@@ -93,6 +116,7 @@ def latency(
     input_len: InputLen = 128,
     output_len: OutputLen = 64,
     repeat: Repeat = 3,
+    compare: Compare = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -108,6 +132,7 @@ def latency(
     """
     from pagedcli.bench.throughput import throughput_row
 
+    earlier = read_earlier(compare, "latency")
     engine_config = load_config(config, flags).config.engine
     rows: list[dict[str, Any]] = []
     for size in batch_size or [1, 8, 32]:
@@ -116,7 +141,8 @@ def latency(
         result = _run(engine_config, passes)
         rows.append({"batch_size": size, **throughput_row(result, passes[0])})
     columns = [Column("batch_size", "at once", count), *(c for c in _THROUGHPUT_COLUMNS if c.key in _LATENCY_KEYS)]
-    print_tables([Table("latency", "Latency: median of the passes", columns, rows, _notes(result, rows))], format_)
+    table = Table("latency", "Latency: medians of the passes", columns, rows, bench_notes(result, rows))
+    print_tables(result_tables(table, rows, earlier), format_)
 
 
 @bench.command()
@@ -141,6 +167,7 @@ def kernels(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    from pagedcli.bench.busy import BusyWatch
     from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.rates import measure_rates
     from pagedcli.bench.throughput import workload_config
@@ -160,7 +187,16 @@ def kernels(
     dtype, int8 = decided.dtype, engine_config.quantization == "int8"
     machine = measure_rates(dtype, int8=int8)
     sizes = tokens or [1, 8, 32, 512]
-    rows = kernel_rows(spec, machine.limits, sizes, dtype=dtype, kv_dtype=decided.kv_dtype, quantize=int8)
+    watch, progress, rows = BusyWatch(), BenchProgress("kernels"), []
+    try:
+        for share, row in kernel_rows(
+            spec, machine.limits, sizes, dtype=dtype, kv_dtype=decided.kv_dtype, quantize=int8
+        ):
+            rows.append(asdict(row))
+            progress(share)
+    finally:
+        progress.close()
+    notes = [limits_note(machine), *kernel_warnings(rows, watch.read())]
     columns = [
         Column("kernel", "kernel"),
         Column("size", "size"),
@@ -170,7 +206,7 @@ def kernels(
         Column("gflop_per_s", "GFLOP/s", count),
         Column("share", "of the limit", percent),
     ]
-    table = Table("kernels", f"Kernels, {dtype}", columns, [asdict(row) for row in rows], [_limits(machine)])
+    table = Table("kernels", f"Kernels, {dtype}", columns, rows, notes)
     print_tables([table], format_, facts={"machine": asdict(machine)})
 
 
@@ -249,32 +285,10 @@ def _run(config: EngineConfig, passes: Sequence[Workload]) -> "Throughput":
     from pagedcli.bench.throughput import run_workload, workload_config
 
     say(f"{passes[0].name}: {passes[0].about}")
-    result = run_workload(workload_config(config, passes[0]), list(passes))
+    progress = BenchProgress(passes[0].name)
+    try:
+        result = run_workload(workload_config(config, passes[0]), list(passes), on_progress=progress)
+    finally:
+        progress.close()
     gc.collect()
     return result
-
-
-def _limits(machine: "MachineRates") -> str:
-    read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
-    return (
-        f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
-        f" {machine.instructions} in registers; a large matrix product by {machine.path} reaches {gemm:,.0f}:"
-        f" {gemm / peak:.0%}."
-    )
-
-
-def _notes(result: "Throughput", rows: list[dict[str, Any]]) -> list[str]:
-    plan = result.engine.plan
-    notes = [f"{plan.dtype} on {plan.device}, attention backend {plan.backend}."]
-    machines = [row["machine"] for row in rows if "machine" in row]
-    if machines:
-        read, peak = (
-            " to ".join(dict.fromkeys(f"{end(each[key] for each in machines) / 1e9:,.0f}" for end in (min, max)))
-            for key in ("read_bytes_per_s", "flop_per_s")
-        )
-        threads = machines[0]["threads"]
-        notes.append(
-            f"Around these passes the machine read {read} GB/s and did {peak} GFLOP/s of"
-            f" {machines[0]['instructions']} on {threads} threads."
-        )
-    return notes
