@@ -1,54 +1,81 @@
-"""What recording a trace costs: python scripts/bench_observer.py [--rounds 8]
+"""What recording a trace or watching a run costs: python scripts/bench_observer.py [--rounds 8]
 
-Generates with the built-in model, 64 sequences at once, without and with a recorded trace in turns, in one process, and
-prints the median tokens/s of each kind, their ratio to the one without, and the share of the time spent in the writer.
+Generates with the built-in model, 64 sequences at once, without observer, with a recorded trace and, on a terminal,
+under the application of `pagedcli trace`, in turns, in one process. Prints the median tokens/s of each kind, their
+ratio to the one without, and the writer's share of the time.
 """
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_decks import LiveDeck
+from pagedcli.app.watch import watch
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.events import Emit
 from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.sampling_params import SamplingParams
 
 NUM_SEQS = 64
+APPLICATION = "application"
 
 
-def measure(trace: Path | None, num_tokens: int) -> tuple[float, float]:
-    """Tokens/s of one run, and the writer's share of its time. The engine's start is outside the clock."""
-    writer = TraceWriter(trace) if trace is not None else None
-    engine = LLMEngine(EngineConfig(max_num_seqs=NUM_SEQS), emit=writer)
+def rate_of(emit: Emit | None, num_tokens: int) -> float:
+    """Tokens/s of one run. The engine's start is outside the clock."""
+    engine = LLMEngine(EngineConfig(max_num_seqs=NUM_SEQS), emit=emit)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for i in range(NUM_SEQS):
         engine.add_request(str(i), [300 + i, *range(400, 420)], params)
-    before_ns = writer.observer_ns if writer is not None else 0
     start = time.perf_counter()
     while engine.has_unfinished_requests():
         engine.step()
-    elapsed = time.perf_counter() - start
-    share = 0.0
-    if writer is not None:
-        share = (writer.observer_ns - before_ns) / 1e9 / elapsed
-        writer.close()
-    return NUM_SEQS * num_tokens / elapsed, share
+    return NUM_SEQS * num_tokens / (time.perf_counter() - start)
+
+
+def recorded(trace: Path, num_tokens: int) -> tuple[float, float]:
+    """Tokens/s with a trace, and the writer's share of the time."""
+    with TraceWriter(trace, overwrite=True) as writer:
+        rate = rate_of(writer, num_tokens)
+        return rate, writer.observer_ns / 1e9 / (NUM_SEQS * num_tokens / rate)
+
+
+class SelfClosing(PoolApp):
+    """Needs no key at the end."""
+
+    def tick(self) -> None:
+        super().tick()
+        if isinstance(self.deck, LiveDeck) and self.deck.has_ended:
+            self.exit()
+
+
+def watched(num_tokens: int) -> float:
+    """Tokens/s under the application, on this terminal."""
+    deck = LiveDeck()
+    return watch(SelfClosing(deck, "bench"), deck, lambda: rate_of(deck.on_event, num_tokens))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What recording a trace costs.")
+    parser = argparse.ArgumentParser(description="What recording a trace or watching a run costs.")
     parser.add_argument("--rounds", type=int, default=8, help="runs of each kind, in turns (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each sequence (default %(default)s)")
     args = parser.parse_args()
-    runs: dict[str, list[tuple[float, float]]] = {"events off": [], ".jsonl": [], ".jsonl.zst": []}
+    kinds = ["events off", ".jsonl", ".jsonl.zst", *([APPLICATION] if sys.stderr.isatty() else [])]
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as folder:
-        measure(None, args.tokens)
+        rate_of(None, args.tokens)
         for _ in range(args.rounds):
             for name, seen in runs.items():
-                trace = None if name == "events off" else Path(folder) / f"run{name}"
-                seen.append(measure(trace, args.tokens))
+                if name == "events off":
+                    seen.append((rate_of(None, args.tokens), 0.0))
+                elif name == APPLICATION:
+                    seen.append((watched(args.tokens), 0.0))
+                else:
+                    seen.append(recorded(Path(folder) / f"run{name}", args.tokens))
     off = statistics.median(rate for rate, _ in runs["events off"])
     for name, seen in runs.items():
         rate = statistics.median(rate for rate, _ in seen)

@@ -2,11 +2,7 @@
 
 import io
 import json
-import os
 import random
-import signal
-import sys
-from itertools import pairwise
 
 import msgspec
 import pytest
@@ -15,12 +11,11 @@ from scripted import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
 from pagedcli.inspection.fold import pool_fold
-from pagedcli.inspection.keys import Keyboard
-from pagedcli.inspection.live import LiveView, StepPrinter
 from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import PoolMap, block_ids_text
+from pagedcli.inspection.panels import block_ids_text
+from pagedcli.inspection.printers import PlainView, StepPrinter
 from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.view import MomentScreen, print_step_tables
+from pagedcli.inspection.view import print_step_tables
 from pagedcli.inspection.words import describe
 
 
@@ -56,58 +51,6 @@ def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
     return kept[0]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (200, 60), (300, 80)])
-@pytest.mark.parametrize("num_blocks", [3, 60, 100_000])
-def test_the_screen_fits_exactly_and_shows_its_parts(size, num_blocks):
-    width, height = size
-    moment = moment_of(num_blocks, num_requests=3 if num_blocks == 3 else 12, max_num_seqs=1 if num_blocks == 3 else 6)
-    out = console(width, height)
-    out.print(MomentScreen(moment, title="pagedcli trace", keys="keys"), height=height)
-    lines = printed(out).rstrip("\n").split("\n")
-    assert len(lines) == height
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    for part in ("block pool", "sequences", "prefix hits", "last events", "running", f"= {num_blocks:,} blocks"):
-        assert part in text
-
-
-def test_a_small_pool_is_drawn_block_by_block():
-    state_of = {"empty": "·", "cached": "○", "partial": "▫", "full": "■"}
-    moment = moment_of(60)
-    state = moment.state
-    out = console(60, 20)
-    out.print(PoolMap(moment), height=20)
-    cells = printed(out).split("\n")[0]
-    for block_id, glyph in enumerate(cells):
-        ref_count, cached = state.ref_counts[block_id], state.hashes[block_id] is not None
-        if ref_count > 1:
-            assert glyph == str(ref_count)
-        else:
-            kind = ("full" if cached else "partial") if ref_count else ("cached" if cached else "empty")
-            assert glyph == state_of[kind]
-
-
-def test_a_pool_of_a_hundred_thousand_blocks_is_summarised_not_cut():
-    moment = moment_of(100_000)
-    out = console(80, 24)
-    out.print(PoolMap(moment), height=10)
-    lines = printed(out).rstrip("\n").split("\n")
-    assert len(lines) <= 10
-    per_cell = -(-100_000 // (80 * 8))
-    assert f"1 cell = {per_cell} blocks" in lines[-1]
-    assert len("".join(lines[:-2])) == -(-100_000 // per_cell)
-    assert "S" in lines[0] or "▫" in lines[0] or "■" in lines[0]
-
-
-def test_without_unicode_the_glyphs_are_ascii():
-    out = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict"), width=80, _environ={})
-    out.print(PoolMap(moment_of(60)), height=20)
-    out.file.flush()
-    text = out.file.buffer.getvalue().decode()
-    assert ". empty" in text
-    assert "o cached" in text
-
-
 @pytest.mark.parametrize(
     ("table", "ref_counts", "text"),
     [
@@ -135,18 +78,6 @@ def test_a_cut_block_table_says_how_many_blocks_are_left_out(width):
     shown = [part for part in text.split() if "…" not in part]
     num_shown = sum(int(p.split("-")[1]) - int(p.split("-")[0]) + 1 if "-" in p else 1 for p in shown)
     assert left_out + num_shown == len(table)
-
-
-def test_nothing_is_said_by_colour_alone():
-    """The same characters with and without colour."""
-    moment = moment_of(60)
-    texts = []
-    for options in ({"no_color": True}, {"force_terminal": True, "color_system": "truecolor"}):
-        out = console(120, 40, **options)
-        with out.capture() as capture:
-            out.print(MomentScreen(moment, title="t", keys="k"), height=40)
-        texts.append(Console(file=io.StringIO(), width=120).render_str("").__class__.from_ansi(capture.get()).plain)
-    assert texts[0].rstrip() == texts[1].rstrip()
 
 
 def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
@@ -218,7 +149,6 @@ def test_text_from_requests_cannot_steer_the_terminal():
     moment.state.seqs[0].request_id = evil
     out = console(120, 40)
     print_step_tables(moment, out)
-    out.print(MomentScreen(moment, title="t", keys="k"), height=40)
     assert "\x1b" not in printed(out)
     assert "\u202e" not in printed(out)
     moment.state.seqs[0].row_id = evil
@@ -228,7 +158,7 @@ def test_text_from_requests_cannot_steer_the_terminal():
 
 def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
     out = console(100)
-    with LiveView(out) as view:
+    with PlainView(out) as view:
         sim = Simulation(8, 2, emit=view.on_event, max_num_seqs=3, max_num_batched_tokens=64)
         for index in range(3):
             sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
@@ -242,7 +172,7 @@ def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
 
 def test_events_that_contradict_each_other_end_the_view_not_the_run():
     out = console(100)
-    with LiveView(out) as view:
+    with PlainView(out) as view:
         sim = Simulation(8, 2, emit=view.on_event)
         sim.add([1, 2, 3], 4)
         sim.step()
@@ -251,115 +181,7 @@ def test_events_that_contradict_each_other_end_the_view_not_the_run():
     assert "the view ended early: step_finished: step 77" in printed(out)
 
 
-def test_a_redraw_on_a_terminal_happens_at_most_every_100_ms(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("pagedcli.inspection.live.time.monotonic", lambda: now[0])
-    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
-    draws = []
-    with LiveView(out) as view:
-        original = view._draw
-        monkeypatch.setattr(view, "_draw", lambda: (draws.append(now[0]), original()))
-        sim = Simulation(60, 4, emit=view.on_event)
-        for index in range(30):
-            sim.add([index, 2, 3], 20)
-        while sim.scheduler.has_unfinished:
-            sim.step()
-            now[0] += 0.03
-    assert len(draws) > 5
-    assert all(later - earlier >= 0.1 - 1e-9 for earlier, later in pairwise(draws))
-
-
 def test_the_summary_of_a_moment_is_plain_json():
     summary = json.loads(msgspec.json.encode(moment_of(60).summary()))
     assert summary["blocks"]["in_use"] + summary["blocks"]["cached"] + summary["blocks"]["empty"] == 60
     assert summary["hit_rates"]["run"]["from_others"]["num_lookups"] > 0
-
-
-def press(monkeypatch, keys):
-    """Let the keyboard give these keys, then nothing. Returns the list of those not yet read."""
-    left = list(keys)
-    monkeypatch.setattr(Keyboard, "read", lambda self, timeout_s=0.0: left.pop(0) if left else None)
-    monkeypatch.setattr(Keyboard, "available", True)
-    return left
-
-
-def test_the_live_view_pauses_steps_and_quits(monkeypatch):
-    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
-    raised = []
-    monkeypatch.setattr("pagedcli.inspection.live.signal.raise_signal", raised.append)
-    left = press(monkeypatch, [None, ".", None, ".", None, "+", "-", " ", "q"])
-    with LiveView(out, paused=True) as view:
-        sim = Simulation(8, 2, emit=view.on_event)
-        sim.add([1, 2, 3], 6)
-        sim.step()
-        assert len(left) == 7  # one step was allowed
-        sim.step()
-        sim.step()  # space: it runs on
-        print("printed by others", file=sys.stderr)
-        sim.run()
-    assert raised == [signal.SIGINT]
-    assert "PAUSED" in printed(out)
-
-
-@pytest.mark.parametrize("how", ["q", "one signal"])
-def test_a_paused_view_ends_at_once_and_the_step_is_finished(monkeypatch, how):
-    """As in a run: the handler of the run takes note and returns, and the engine ends after its step."""
-    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
-    requested = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: requested.append(number))
-    keys = ["q"] if how == "q" else []
-
-    def read(self, timeout_s=0.0):
-        if keys:
-            return keys.pop(0)
-        if timeout_s and not requested:
-            signal.raise_signal(signal.SIGINT)
-        return None
-
-    monkeypatch.setattr(Keyboard, "read", read)
-    monkeypatch.setattr(Keyboard, "available", True)
-    try:
-        with LiveView(out, paused=True) as view:
-            sim = Simulation(8, 2, emit=view.on_event)
-            sim.add([1, 2, 3], 6)
-            sim.step()
-            sim.step()  # what is left to do holds no more
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert requested == [signal.SIGINT]
-
-
-def test_a_pause_that_no_key_could_end_does_not_begin():
-    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
-    with LiveView(out, paused=True) as view:
-        sim = Simulation(8, 2, emit=view.on_event)
-        sim.add([1, 2, 3], 6)
-        sim.run()
-    assert "PAUSED" not in printed(out)
-
-
-def test_what_others_print_meanwhile_follows_the_screen(capsys):
-    out = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={})
-    with LiveView(out) as view:
-        print("before the engine starts", file=sys.stderr)
-        sim = Simulation(8, 2, emit=view.on_event)
-        sim.add([1, 2, 3], 6)
-        print("while the screen is open", file=sys.stderr)
-        assert capsys.readouterr().err == "before the engine starts\n"
-        sim.run()
-    assert capsys.readouterr().err == "while the screen is open\n"
-    assert "idle: nothing is in use, ok" in printed(out)
-
-
-def test_keys_of_a_terminal_have_names(monkeypatch):
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "r") as stdin, Keyboard() as nothing:
-        assert not nothing.available or sys.stdin.isatty()
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with Keyboard() as keyboard:
-            assert keyboard.available
-            os.write(ours, b"a\x1b[C\x1b[D \x1b[5~\x1b[H7")
-            names = [keyboard.read(1.0) for _ in range(7)]
-            assert names == ["a", "right", "left", " ", "pageup", "home", "7"]
-            assert keyboard.read(0.0) is None
-    os.close(ours)

@@ -6,7 +6,7 @@ The only module that starts Textual.
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
@@ -190,25 +190,29 @@ class DeckApp(App[None]):
 
         Raises: KeyboardInterrupt after Ctrl-C.
         """
-        with self._noting_signals():
+        with on_signals(self._note_signal):
             self.run()
         sys.stderr.write("".join(self.printed))
         if self.was_interrupted:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def _noting_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM act as Ctrl-C, which the terminal delivers as a key."""
-        if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
-            yield
-            return
+    def _note_signal(self) -> None:
+        self._num_signals += 1
 
-        def on_signal(_number: int, _frame: FrameType | None) -> None:
-            self._num_signals += 1
 
-        before = [(number, signal.signal(number, on_signal)) for number in (signal.SIGINT, signal.SIGTERM)]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
+@contextmanager
+def on_signals(act: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM only call `act` within this context."""
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
+        yield
+        return
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        act()
+
+    before = [(number, signal.signal(number, on_signal)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

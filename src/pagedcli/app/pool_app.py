@@ -92,6 +92,7 @@ class PoolApp(DeckApp):
         self._events = Rows(id="events", empty="nothing yet")
         self._has_followed = False
         self._is_leaving = False
+        self._has_ended = False
 
     def compose(self) -> ComposeResult:
         yield self.head_line
@@ -239,8 +240,11 @@ class PoolApp(DeckApp):
             super().action_interrupt()
 
     def tick(self) -> None:
+        has_ended = isinstance(self.deck, LiveDeck) and self.deck.has_ended
+        if has_ended and not self._has_ended:  # nothing is left of what was shown until now
+            self._has_ended = self._list.with_finished = True
         super().tick()
-        if self._is_leaving and isinstance(self.deck, LiveDeck) and self.deck.has_ended:
+        if has_ended and self._is_leaving:
             self.exit()
 
     # ------------------------------------------------------------------ stories

@@ -159,7 +159,7 @@ def _observers(
     if dump_kv:
         from rich.console import Console
 
-        from pagedcli.inspection.live import StepPrinter
+        from pagedcli.inspection.printers import StepPrinter
 
         # stdout is for rows unless they go to a file
         observers.append(StepPrinter(Console(stderr=job.output is None)).on_event)

@@ -17,10 +17,10 @@ from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file
 from pagedcli.inspection.check import check_trace
 from pagedcli.inspection.fold import pool_fold
-from pagedcli.inspection.live import StepPrinter
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.names import NamedRequest, find_request
 from pagedcli.inspection.perfetto import export_perfetto
+from pagedcli.inspection.printers import StepPrinter
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import pool_counts
 from pagedcli.inspection.trace_file import TraceReader

@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
-def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, terminal_is_taken: bool = False) -> int:
-    """Run a job to its end and return the exit code.
+def run_job(
+    job: Job,
+    *,
+    emit: Emit | None = None,
+    trace_tokens: bool = False,
+    terminal_is_taken: bool = False,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
     Raises: PagedcliError for fatal errors.
@@ -47,7 +54,8 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
     except BaseException:
         sink.abandon()
         raise
-    result = _run(work, engine, sink, metrics, quiet_terminal=terminal_is_taken or _is_rows_on_terminal(job))
+    quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
+    result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
     say_summary(result)
     if work.lines.has_grown:
         say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
@@ -62,7 +70,13 @@ def run_job(job: Job, *, emit: Emit | None = None, trace_tokens: bool = False, t
 
 
 def _run(
-    work: OpenJob, engine: "LLMEngine", sink: Sink, metrics: MetricsFile | None, *, quiet_terminal: bool
+    work: OpenJob,
+    engine: "LLMEngine",
+    sink: Sink,
+    metrics: MetricsFile | None,
+    stop_requested: Callable[[], bool],
+    *,
+    quiet_terminal: bool,
 ) -> BatchResult:
     stop = StopRequest(rows_are_kept=lambda: isinstance(sink, FileSink) and not sink.journal.is_lost)
     with progress_view(quiet_terminal=quiet_terminal) as view, stop.listening():
@@ -72,7 +86,7 @@ def _run(
             if metrics is not None:
                 metrics.update(stats)
 
-        run = work.start(engine, sink, observe=observe, stop_requested=lambda: stop.requested)
+        run = work.start(engine, sink, observe=observe, stop_requested=lambda: stop.requested or stop_requested())
         try:
             return run.run()
         except KeyboardInterrupt:

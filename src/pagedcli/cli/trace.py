@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +18,12 @@ from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFil
 from pagedcli.cli.replay import Follow, StepFormat, table_console
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
-from pagedcli.cli.terminal import say
+from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
-from pagedcli.inspection.live import LiveView, StepPrinter
 from pagedcli.inspection.names import NamedRequest, unknown_request
+from pagedcli.inspection.printers import PlainView, StepPrinter, print_ending
 from pagedcli.inspection.trace_writer import TraceWriter
 
 _VIEW = "View"
@@ -61,8 +63,9 @@ def trace(
 ) -> None:
     """Generate with a live view of the KV cache: block pool, sequences, hit rates, events.
 
-    On a terminal: space pauses, . runs one step, + and - change the speed, q stops after the step. Without a terminal
-    it prints plain lines. Step tables go to stdout, the live view to stderr. Takes the flags of generate.
+    On a terminal it opens an application: space pauses, . runs one step, + and - change the speed, Enter tells the
+    story of a sequence or a block, q stops after the step, ? shows all keys. Without a terminal, and with NO_COLOR or
+    TERM=dumb, it prints plain lines. Step tables go to stdout, all else to stderr. Takes the flags of generate.
 
     \b
     Examples:
@@ -75,7 +78,7 @@ def trace(
         raise UsageError(
             "cannot trace prompts typed on a terminal: the view needs the keyboard", hint="pass a JSONL file"
         )
-    if paused and not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if paused and not is_interactive(with_stdout=False):
         raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
     as_tables = no_live or step is not None or format_ is StepFormat.JSON
     output = Path(output_file if output_file is not None else os.devnull)
@@ -87,9 +90,17 @@ def trace(
         _check_named(follow, job)
     request = None if follow is None else NamedRequest(follow)
     as_json = format_ is StepFormat.JSON
-    printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=as_json) if as_tables else None
-    view = printer or LiveView(Console(stderr=True), follow=request, paused=paused)
-    code = _run(job, view, record_tokens=record_tokens, record_ids=not no_ids)
+    record_events = partial(_run, job, record_tokens=record_tokens, record_ids=not no_ids)
+    if as_tables:
+        printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=as_json)
+        code = record_events(printer.on_event)
+        if step is not None and not printer.num_printed:
+            raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
+    elif is_interactive(with_stdout=False):
+        code = _run_under_application(record_events, request, paused=paused)
+    else:
+        with PlainView(Console(stderr=True), follow=request) as view:
+            code = record_events(view.on_event, terminal_is_taken=True)
     if request is not None and code in (EXIT_OK, EXIT_ERROR_ROWS):
         request.check("this run")
     raise typer.Exit(code)
@@ -109,24 +120,50 @@ def _check_named(name: str, job: Job) -> None:
     raise unknown_request(name, known, job.input_name)
 
 
-def _run(job: Job, view: StepPrinter | LiveView, *, record_tokens: bool, record_ids: bool) -> int:
+def _run_under_application(run: Callable[..., int], follow: NamedRequest | None, *, paused: bool) -> int:
+    from pagedcli.app.pool_app import PoolApp
+    from pagedcli.app.pool_decks import LiveDeck
+    from pagedcli.app.watch import watch
+
+    deck = LiveDeck(follow=follow, paused=paused)
+
+    def work() -> int:
+        return run(deck.on_event, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested)
+
+    try:
+        return watch(PoolApp(deck, "pagedcli trace"), deck, work)
+    finally:
+        print_ending(deck.live, deck.damage, Console(stderr=True))
+
+
+def _run(
+    job: Job,
+    on_event: Emit,
+    *,
+    record_tokens: bool,
+    record_ids: bool,
+    terminal_is_taken: bool = False,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
     """Generate with a view, and record a trace if the job names a file. Returns the exit code."""
-    observers: list[Emit] = [view.on_event]
+    observers = [on_event]
     with ExitStack() as stack:
         writer = None
         if job.record is not None:
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
             observers.insert(0, only_wanted(writer, tokens=record_tokens, row_ids=record_ids))
-        if isinstance(view, LiveView):
-            stack.enter_context(view)
 
         def emit(event: Event) -> None:
             for observer in observers:
                 observer(event)
 
-        code = run_job(job, emit=emit, trace_tokens=record_tokens, terminal_is_taken=isinstance(view, LiveView))
+        code = run_job(
+            job,
+            emit=emit,
+            trace_tokens=record_tokens,
+            terminal_is_taken=terminal_is_taken,
+            stop_requested=stop_requested,
+        )
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")
-    if isinstance(view, StepPrinter) and view.only_step is not None and not view.num_printed:
-        raise UsageError(f"there is no step {view.only_step}: the last one was {view.moment.state.step_number}")
     return code

@@ -1,14 +1,10 @@
-"""The parts of a screen: block map, sequences, statistics. Nothing depends on colour alone.
+"""Figures of a moment as text: the pool, block tables, hit rates, lost work. Nothing depends on colour alone.
 
-Used by view.py. Draws what Moment holds and decides nothing.
+Used by the printed tables and by the application. Draws what Moment holds and decides nothing.
 """
 
 from collections.abc import Sequence
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
-from rich.segment import Segment
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -17,25 +13,6 @@ from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, HitCounts, memory_use, num_recomputed_tokens, pool_counts
 from pagedcli.inspection.words import plural, waiting_reason
-from pagedcli.printable import one_line
-
-# block state: glyph, ASCII fallback, style
-_GLYPHS = {
-    "empty": ("·", ".", "bright_black"),
-    "cached": ("○", "o", "cyan"),
-    "partial": ("▫", "-", "green"),
-    "full": ("■", "#", "green"),
-    "shared": ("S", "S", "bold magenta"),
-    "followed": ("@", "@", "bold yellow"),
-}
-_LEGEND = {
-    "empty": "empty",
-    "cached": "cached, reusable",
-    "partial": "filling",
-    "full": "in use",
-    "shared": "shared by 2-9, + more",
-    "followed": "followed",
-}
 
 
 def percent(part: float | None) -> str:
@@ -54,77 +31,6 @@ def byte_size(count: int) -> str:
 
 
 # ---------------------------------------------------------------------- the block pool
-
-
-class PoolMap:
-    """The pool as a grid in the order of block ids. If it does not fit, each cell stands for several blocks and shows
-    their most common state, or `shared` or `followed` if any of them is."""
-
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        height = max(1, (options.height or 12) - 2)  # the pool's figures and the legend stand below
-        state = self._moment.state
-        per_cell = max(1, -(-state.num_blocks // (width * height)))
-        unicode = not options.ascii_only
-        cells = self._cells(per_cell)
-        for start in range(0, len(cells), width):
-            for kind, shown in cells[start : start + width]:
-                glyph, ascii_glyph, style = _GLYPHS[kind]
-                yield Segment(shown or (glyph if unicode else ascii_glyph), Style.parse(style))
-            yield Segment.line()
-        yield pool_line(state)
-        yield self._legend(per_cell, unicode)
-
-    def _cells(self, per_cell: int) -> list[tuple[str, str | None]]:
-        """Per cell the state and, for a single shared block, its ref_count as the glyph."""
-        state, followed = self._moment.state, self._moment.followed_blocks()
-        if per_cell == 1:
-            return [_block_cell(state, block_id, followed) for block_id in range(state.num_blocks)]
-        marked = {block_id // per_cell for block_id in followed}
-        cells: list[tuple[str, str | None]] = []
-        for index, start in enumerate(range(0, state.num_blocks, per_cell)):
-            counts = state.ref_counts[start : start + per_cell]
-            num_free = counts.count(0)
-            num_exclusive = counts.count(1)
-            num_unhashed = state.hashes[start : start + per_cell].count(None)
-            if index in marked:
-                kind = "followed"
-            elif num_free + num_exclusive < len(counts):
-                kind = "shared"
-            elif 2 * num_free < len(counts):
-                kind = "partial" if num_unhashed > num_free + num_exclusive // 2 else "full"
-            else:
-                kind = "empty" if 2 * num_unhashed > len(counts) else "cached"
-            cells.append((kind, None))
-        return cells
-
-    def _legend(self, per_cell: int, unicode: bool) -> Text:
-        text = Text(no_wrap=True, overflow="ellipsis")
-        if per_cell > 1:
-            text.append(f"1 cell = {per_cell:,} blocks, mostly  ", "italic")
-        for kind, meaning in _LEGEND.items():
-            if kind == "followed" and self._moment.follow is None:
-                continue
-            if kind == "shared" and per_cell > 1:
-                meaning = "some are shared"
-            glyph, ascii_glyph, style = _GLYPHS[kind]
-            shown = "2" if kind == "shared" and per_cell == 1 else glyph if unicode else ascii_glyph
-            text.append(shown, style).append(f" {meaning}  ")
-        return text
-
-
-def _block_cell(state: PoolState, block_id: int, followed: set[int]) -> tuple[str, str | None]:
-    count = state.ref_counts[block_id]
-    if block_id in followed:
-        return "followed", None
-    if count == 0:
-        return ("empty" if state.hashes[block_id] is None else "cached"), None
-    if count == 1:
-        return ("partial" if state.hashes[block_id] is None else "full"), None
-    return "shared", str(count) if count < 10 else "+"
 
 
 def pool_line(state: PoolState) -> Text:
@@ -181,54 +87,6 @@ def _run_text(first: int, last: int, ref_count: int) -> str:
     return " ".join(f"{part}×{ref_count}" for part in ids.split())
 
 
-def sequence_table(moment: Moment, *, width: int, most: int) -> Table:
-    """Running sequences with their block tables, then waiting ones with the reason, up to a number of rows."""
-    state = moment.state
-    running, waiting = state.running(), state.waiting()
-    if moment.follow is not None:
-        running.sort(key=lambda seq: seq.seq_id not in moment.follow_seq_ids)
-        waiting.sort(key=lambda seq: seq.seq_id not in moment.follow_seq_ids)
-    num_waiting = min(len(waiting), max(1, most - len(running), most // 3))
-    num_running = min(len(running), most - num_waiting)
-    shown = running[:num_running] + waiting[:num_waiting]
-    step = state.step
-    new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
-    rows = [_sequence_cells(seq, new_tokens) for seq in shown]
-    table = Table(box=None, expand=True, pad_edge=False, header_style="bold", show_edge=False)
-    columns = _SEQUENCE_COLUMNS if width >= 100 else _SEQUENCE_COLUMNS[:-1]
-    room = width
-    for place, name in enumerate(columns):
-        column_width = min(14, max(len(name), *(cell_len(cells[place]) for cells in rows), 0))
-        room -= column_width + 2
-        justify: JustifyMethod = "left" if name in ("request", "state") else "right"
-        table.add_column(name, justify=justify, no_wrap=True, width=column_width, overflow="ellipsis")
-    table.add_column("block table (×: ref count) / why it waits", ratio=1, no_wrap=True, overflow="ellipsis")
-    for seq, cells in zip(shown, rows, strict=True):
-        last = (
-            block_ids_text(state, seq.block_table, room) if seq.running else why_waiting(state, seq, waiting.index(seq))
-        )
-        table.add_row(*cells[: len(columns)], last, style="bold yellow" if seq.seq_id in moment.follow_seq_ids else "")
-    if len(shown) < len(running) + len(waiting):
-        table.caption = f"and {len(running) - num_running} more running, {len(waiting) - num_waiting} more waiting"
-        table.caption_justify = "left"
-    return table
-
-
-_SEQUENCE_COLUMNS = ("seq", "request", "state", "tokens", "out", "blocks")
-
-
-def _sequence_cells(seq: SeqState, new_tokens: dict[int, int]) -> tuple[str, ...]:
-    plus = f" +{new_tokens[seq.seq_id]}" if seq.seq_id in new_tokens else " idle" if seq.running else ""
-    return (
-        str(seq.seq_id),
-        one_line(seq.label),
-        seq.status + plus,
-        f"{seq.num_computed_tokens}/{seq.num_tokens}",
-        f"{seq.num_output_tokens}/{seq.max_new_tokens}",
-        str(len(seq.block_table)),
-    )
-
-
 def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:
     """The scheduler's reason for the first in the queue, the place in the queue for the others."""
     engine, step = state.engine, state.step
@@ -255,26 +113,6 @@ def hits_table(moment: Moment) -> Table:
 
 def _rates(counts: HitCounts) -> tuple[str, str]:
     return percent(counts.token_rate), percent(counts.block_rate)
-
-
-def histogram_table(state: PoolState, *, width: int, most: int) -> Table:
-    """Number of blocks per ref_count."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("ref count", justify="right")
-    table.add_column("blocks", justify="right")
-    table.add_column("", no_wrap=True)
-    histogram = list(state.ref_count_histogram().items())
-    shown, rest = histogram[:most], histogram[most:]
-    if rest:
-        shown = histogram[: most - 1]
-        rest = histogram[most - 1 :]
-    largest = max((count for _, count in histogram), default=1)
-    rows = [(str(ref_count), count) for ref_count, count in shown]
-    if rest:
-        rows.append((f"{rest[0][0]}-{rest[-1][0]}", sum(count for _, count in rest)))
-    for label, count in rows:
-        table.add_row(label, f"{count:,}", Text("▇" * max(1, count * max(4, width - 22) // largest), "green"))
-    return table
 
 
 def work_lines(moment: Moment) -> Text:

@@ -1,0 +1,106 @@
+"""Observers of a running engine's events that print: the tables of each step, or plain lines.
+
+Used by `pagedcli trace`, `replay` and `generate`.
+"""
+
+import time
+from types import TracebackType
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from pagedcli.errors import TraceError
+from pagedcli.events import Event, StepFinished, StepScheduled
+from pagedcli.inspection.fold import pool_fold
+from pagedcli.inspection.moment import Moment
+from pagedcli.inspection.names import NamedRequest
+from pagedcli.inspection.view import print_step_tables, print_summary
+from pagedcli.printable import one_line, printable_json
+
+
+class StepPrinter:
+    """Prints each step (or one) as its forward pass sees the cache: as tables, or as one JSON object per line."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        follow: NamedRequest | None = None,
+        only_step: int | None = None,
+        as_json: bool = False,
+    ) -> None:
+        self.moment = Moment(follow=follow)
+        self.fold = pool_fold(self.moment)
+        self.num_printed = 0
+        self._console = console
+        self.only_step = only_step
+        self._as_json = as_json
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event of the engine. Raises TraceError if it contradicts earlier ones."""
+        self.fold(event)
+        self.show(event)
+
+    def show(self, event: Event) -> None:
+        """Print the step once this event completes what its forward pass sees."""
+        if isinstance(event, StepScheduled) and self.only_step in (None, event.step):
+            self.num_printed += 1
+            if self._as_json:
+                self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
+            else:
+                print_step_tables(self.moment, self._console)
+
+
+class PlainView:
+    """Prints a plain line for each preemption, one for the whole run every ten seconds, and a summary at the end.
+
+    A context manager; pass its `on_event` to the engine as `emit`. It only observes: inconsistent events end the view,
+    not the run.
+    """
+
+    def __init__(self, console: Console, *, follow: NamedRequest | None = None) -> None:
+        self.moment = Moment(follow=follow)
+        self._fold = pool_fold(self.moment)
+        self._console = console
+        self._next_line_s = 0.0
+        self._damage: str | None = None
+
+    def __enter__(self) -> "PlainView":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        print_ending(self.moment, self._damage, self._console)
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event of the engine."""
+        if self._damage is not None:
+            return
+        try:
+            self._fold(event)
+        except TraceError as error:
+            self._damage = error.message
+            return
+        if isinstance(event, StepFinished):
+            self._print_lines()
+
+    def _print_lines(self) -> None:
+        state, now_s = self.moment.state, time.monotonic()
+        assert state.step is not None
+        if state.step.preemptions:
+            for line in self.moment.last_words(100, of_step=state.step.step):
+                if " preempt " in line:
+                    self._console.print(Text(line), soft_wrap=True)
+        if now_s >= self._next_line_s:
+            self._next_line_s = now_s + 10
+            self._console.print(Text(self.moment.line()), soft_wrap=True)
+
+
+def print_ending(moment: Moment, damage: str | None, console: Console) -> None:
+    """Print the summary of a run that has started, and what ended its view early."""
+    if moment.state.engine is not None:
+        print_summary(moment, console)
+    if damage is not None:
+        console.print(Text(f"the view ended early: {one_line(damage)}", "bold red"))

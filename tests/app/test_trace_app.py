@@ -1,0 +1,216 @@
+"""The application on a running engine: pause, steps, goals, the end, and what must never end the run."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("textual")
+
+from app_harness import drive, press, screen_text, settle
+from scripted import Simulation
+
+from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_decks import LiveDeck
+from pagedcli.events import StepFinished
+
+
+class Run:
+    """A simulated engine in a thread, under an application."""
+
+    def __init__(self, *, num_requests=3, num_new=6, act=lambda run: None, **options):
+        self.deck = LiveDeck(**options)
+        self.app = PoolApp(self.deck, "pagedcli trace")
+        self.error = None
+        self._size = (num_requests, num_new)
+        self._act = act
+        self.thread = threading.Thread(target=self._work, daemon=True)
+
+    def _work(self):
+        try:
+            self.sim = Simulation(8, 2, emit=self.deck.on_event, max_num_seqs=3, max_num_batched_tokens=64)
+            num_requests, num_new = self._size
+            for index in range(num_requests):
+                self.sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], num_new)
+            self._act(self)
+            while self.sim.has_unfinished_requests() and not self.deck.stop_requested:
+                self.sim.step()
+        except BaseException as error:
+            self.error = error
+        self.deck.finish()
+
+    def under(self, script, size=(80, 24)):
+        """Run `script(pilot)` while the engine runs, and release the engine afterwards."""
+        self.thread.start()
+        assert self.deck.has_started.wait(10)
+        try:
+            return drive(self.app, script, size)
+        finally:
+            self.deck.release()
+            self.thread.join(10)
+            assert not self.thread.is_alive()
+
+
+async def until(pilot, holds, seconds=10.0):
+    """Wait until something holds, while the screen lives."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, screen_text(pilot.app)
+        await pilot.pause(0.02)
+    await settle(pilot)
+
+
+def at_step(run, step):
+    def holds():
+        moment = run.deck.moment
+        return moment is not None and moment.state.step_number == step
+
+    return holds
+
+
+def test_a_paused_run_does_one_step_for_each_press():
+    run = Run(paused=True)
+
+    async def script(pilot):
+        await until(pilot, at_step(run, 0))
+        assert "PAUSED" in screen_text(pilot.app)
+        await press(pilot, ".")
+        await until(pilot, at_step(run, 1))
+        await press(pilot, "right", "right")
+        await until(pilot, at_step(run, 3))
+        await pilot.pause(0.2)
+        assert run.deck.live.state.step_number == 3, "nothing ran without a key"
+        assert "cannot go back" in await press(pilot, ",")
+        await press(pilot, "space")
+        await until(pilot, lambda: run.deck.has_ended)
+
+    run.under(script)
+    assert run.error is None
+
+
+def test_a_goal_pauses_the_run_there():
+    run = Run(paused=True)
+
+    async def script(pilot):
+        await until(pilot, at_step(run, 0))
+        await press(pilot, "p")
+        await until(pilot, lambda: run.deck.paused and run.deck.moment.state.step.preemptions)
+        assert run.deck.moment.state.step_number == 4
+        assert "step 4 preempt seq 2: 4 tokens dropped" in screen_text(pilot.app)
+        await press(pilot, "6", "enter")
+        await until(pilot, at_step(run, 6))
+        assert run.deck.paused
+        assert "cannot go back" in await press(pilot, "2", "enter")
+
+    run.under(script)
+
+
+def test_the_last_screen_stays_until_a_key():
+    run = Run()
+
+    async def script(pilot):
+        await until(pilot, lambda: run.deck.has_ended and run.deck.moment is run.deck.live)
+        await pilot.pause(0.3)
+        text = screen_text(pilot.app)
+        assert "FINISHED, q closes" in text
+        assert "3 done" in text
+        assert "all sequences: 3" in text
+        assert "first token" in await press(pilot, "enter")
+        assert "the run has ended" in await press(pilot, "escape", ".")
+        await press(pilot, "q")
+        await until(pilot, lambda: not pilot.app.is_running)
+
+    run.under(script)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_quitting_ends_the_run_after_its_step(key):
+    run = Run(num_new=13, num_requests=1, paused=True)
+
+    async def script(pilot):
+        await until(pilot, at_step(run, 0))
+        await press(pilot, key)
+        await until(pilot, lambda: not pilot.app.is_running)
+
+    run.under(script)
+    assert run.error is None
+    assert isinstance(run.deck._events[-1][1], StepFinished)
+    assert run.deck.live.state.step_number == 0
+
+
+def test_quitting_twice_ends_the_run_at_once():
+    def second_press(run):
+        run.deck.request_stop()
+        run.deck.request_stop()
+        run.sim.step()
+
+    run = Run(act=second_press)
+
+    async def script(pilot):
+        await until(pilot, lambda: run.deck.has_ended)
+
+    run.under(script)
+    assert isinstance(run.error, KeyboardInterrupt)
+
+
+def test_contradictory_events_end_the_view_not_the_run():
+    run = Run(act=lambda run: run.deck.on_event(StepFinished(77, 1, 0, 0, 0, 0)))
+
+    async def script(pilot):
+        await until(pilot, lambda: run.deck.has_ended)
+        await settle(pilot)
+        assert "THE VIEW ENDED EARLY" in screen_text(pilot.app)
+
+    run.under(script, (200, 60))
+    assert run.error is None
+    assert not run.sim.has_unfinished_requests()
+
+
+def test_the_speed_is_that_of_the_keys():
+    run = Run(num_new=6, num_requests=1, paused=True)
+    times = []
+
+    async def script(pilot):
+        await until(pilot, at_step(run, 0))
+        await press(pilot, "-", "-", "space")  # 25 steps per second
+        for step in range(1, 6):
+            await until(pilot, lambda step=step: run.deck.live.state.step_number >= step)
+            times.append(time.monotonic())
+        await until(pilot, lambda: run.deck.has_ended)
+
+    run.under(script)
+    assert times[-1] - times[0] > 3 / 25
+
+
+def test_what_others_print_meanwhile_is_kept_for_later():
+    run = Run(paused=True)
+
+    async def script(pilot):
+        await until(pilot, at_step(run, 0))
+        print("while the screen is open", file=sys.stderr)
+        await settle(pilot)
+
+    run.under(script)
+    assert "".join(run.app.printed) == "while the screen is open\n"
+
+
+def test_moments_are_copied_only_when_the_screen_asks():
+    """Drawing may take a small share of the time; in between the engine only folds."""
+    deck = LiveDeck()
+    deck.screen_is_open.set()
+    copies = []
+    original = deck.live.copy
+    deck.live.copy = lambda: (copies.append(1), original())[1]
+    sim = Simulation(60, 4, emit=deck.on_event)
+    for index in range(30):
+        sim.add([index, 2, 3], 20)
+    for _ in range(10):
+        sim.step()
+    assert len(copies) == 1
+    deck.poll()
+    time.sleep(0.11)
+    deck.poll()
+    for _ in range(10):
+        sim.step()
+    assert len(copies) == 2
