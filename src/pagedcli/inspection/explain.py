@@ -114,9 +114,10 @@ class Explainer(View[PoolState]):
         elif (ghost := self._ghosts.get(missing)) is not None:
             lookup.reason = "evicted"
             lookup.evicted_step = ghost[1]
-            # an LRU pool with m more blocks still holds the m contents evicted last, and those displaced by copies
-            num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
-            lookup.num_more_blocks = max(1, 1 + self._evictions.count_after(ghost[0]) - num_displaced)
+            if state.engine is not None and state.engine.eviction == "lru":
+                # a pool with m more blocks still holds the m contents evicted last, and those displaced by copies
+                num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
+                lookup.num_more_blocks = max(1, 1 + self._evictions.count_after(ghost[0]) - num_displaced)
         elif self._is_cached_under_another_salt(lookup, state):
             lookup.reason = "different_salt"
 

@@ -56,7 +56,7 @@ class Lookup:
     block_size: int
     reason: Reason = "not_known"
     evicted_step: int | None = None  # when the first missing block was evicted
-    num_more_blocks: int | None = None  # blocks by which the pool must at least grow to keep it, all else unchanged
+    num_more_blocks: int | None = None  # by which the pool must at least grow to keep it, all else unchanged; lru
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that had never been computed
