@@ -137,9 +137,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     read_ahead: Annotated[
         int | None,
         _rows(
-            "Prompt tokens to read and queue ahead, which eviction next-use knows; a row counts as 128 or more",
+            "Prompt tokens to read and queue ahead, which eviction next-use knows; a row counts as at least 128",
             metavar="TOKENS",
-            default="1048576 with next-use, otherwise max_num_seqs rows",
+            default="8 times the pool with next-use (at most 4194304), otherwise 2 * max_num_seqs rows",
             at_least=0,
         ),
     ] = None

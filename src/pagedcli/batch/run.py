@@ -19,6 +19,7 @@ from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.engine.admission import AdmissionLimits
+from pagedcli.engine.engine_plan import Plan
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from pagedcli.engine.llm_engine import LLMEngine
     from pagedcli.engine.outputs import RequestOutput
 
-READ_AHEAD = 2**20  # prompt tokens in work with eviction next-use: about 60 MB
-_LEAST_TOKENS = 128  # that a prompt counts as, for what it takes besides its tokens
+# prompt tokens in work with eviction next-use: so many times the pool, and at most. Each takes about 65 bytes
+READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
+LEAST_TOKENS = 128  # that a prompt counts as, for what it takes besides its tokens
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
 
@@ -46,7 +48,7 @@ class _Prompt:
     """The state of a prompt while the engine works on it."""
 
     row: "_Row"
-    num_tokens: int  # of the prompt, at least _LEAST_TOKENS
+    num_tokens: int  # of the prompt, at least LEAST_TOKENS
     params: SamplingParams
     stop_checkers: StopCheckers | None
     guides: Guides | None
@@ -77,6 +79,11 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: Inpu
         read.add(line)
         if line.index % num_shards == place:
             yield line
+
+
+def read_ahead(plan: Plan) -> int:
+    """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them."""
+    return min(READ_AHEAD_POOLS * plan.num_slots, MOST_READ_AHEAD) if plan.eviction == "next-use" else 0
 
 
 class BatchRun:
@@ -120,8 +127,7 @@ class BatchRun:
         # one engine step may finish every running request: keep as many again tokenized and ready
         self._max_in_work = 2 * engine.plan.max_num_seqs
         # unless more is wanted: next-use evicts by the requests that are in the queue
-        default = READ_AHEAD if engine.plan.eviction == "next-use" else 0
-        self._max_tokens_in_work = default if options.read_ahead is None else options.read_ahead
+        self._max_tokens_in_work = read_ahead(engine.plan) if options.read_ahead is None else options.read_ahead
         self._num_tokens_in_work = 0
         self._window = PrefixWindow() if options.reorder == "prefix" else None
         self._exhausted = False  # whether the input has ended
@@ -235,7 +241,7 @@ class BatchRun:
                 which = f"prompt {row.request_ids.index(request_id) + 1} of {num_prompts}: " if num_prompts > 1 else ""
                 self._fail(row, RequestError(error.code, which + error.message))
                 return
-            num_tokens = max(_LEAST_TOKENS, len(ids))
+            num_tokens = max(LEAST_TOKENS, len(ids))
             self._in_work[request_id] = _Prompt(row, num_tokens, params, stop_checkers, guides)
             self._num_tokens_in_work += num_tokens
 
