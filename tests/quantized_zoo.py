@@ -10,6 +10,8 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagedcli.layers.quantized import QuantizedWeight
+
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -198,3 +200,28 @@ FORMATS = {
     "fp8-block-compressed": float8("block", by_compressed_tensors=True),
     "fp8-channel-compressed": float8("channel", by_compressed_tensors=True),
 }
+
+
+def random_weight(out, columns, *, bits=4, group_size=32, scales=torch.float16, ordered=True, symmetric=False, seed=0):
+    """Random numbers in groups, as the kernels pack them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (out, -(-columns // group_size))
+    groups = None
+    if not ordered:
+        groups = (torch.arange(columns) // group_size)[torch.randperm(columns, generator=generator)]
+    zeros = torch.randint(1 << bits, shape, generator=generator)
+    return QuantizedWeight(
+        codes=torch.randint(1 << bits, (out, columns), generator=generator).to(torch.uint8),
+        bits=bits,
+        scales=(torch.rand(shape, generator=generator) + 0.5).to(scales),
+        zeros=torch.full(shape, 1 << bits - 1, dtype=torch.uint8) if symmetric else zeros.to(torch.uint8),
+        group_size=group_size,
+        groups=groups,
+    )
+
+
+def exact_activations(tokens, columns):
+    """Activations that are whole steps of their largest / 127: rounding leaves them as they are."""
+    x = torch.randint(-126, 127, (tokens, columns), generator=torch.Generator().manual_seed(tokens)).float()
+    x[:, 0] = 127
+    return x

@@ -6,9 +6,11 @@ import pytest
 import torch
 from model_zoo import tiny_model
 from paged_harness import paged_logits
-from quantized_zoo import FORMATS, awq, float8, gptq, pack_quantized, quantized_twins
+from quantized_zoo import FORMATS, awq, compressed, float8, gptq, pack_quantized, quantized_twins
 from safetensors.torch import load_file, save_file
 
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.cpu import CpuAttention
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.models.loading import load_model
@@ -152,3 +154,62 @@ def test_dummy_weights_of_every_format_are_noise_of_the_usual_size(name, plain_m
     model = load(packed, ReferenceAttention(), load_format="dummy")
     weight = model._layers[0].mlp.body.mlp.down(torch.eye(128))
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def cpu_backend(library):
+    return CpuAttention(AttentionSpec(CPU, torch.float32, 4, 4, 2, 32), library)
+
+
+def test_the_native_decoder_differs_from_the_reference_by_the_rounding_of_activations(twins, cpu_backend):
+    packed, plain = twins
+    exact, ours = logits_of(packed, ReferenceAttention()), logits_of(packed, cpu_backend)
+    error = (ours - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
+    is_rounded = any(name in packed.parent.name for name in ("int", "gptq", "awq")) and "bias" not in packed.parent.name
+    assert error < (0.05 if is_rounded else 1e-5)
+    model = load(packed, cpu_backend)
+    [note] = model.notes
+    assert ("activations are rounded to 8 bits per token" in note) == is_rounded
+    assert ("widened to float32" in note) == (not is_rounded)
+    assert (model.weight_bytes < load(plain, cpu_backend).weight_bytes / 2) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments"),
+    [
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}),
+        ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+        ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+        ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+        ("float-quantized", {"num_bits": 8, "strategy": "channel", "type": "float"}),
+        ("float-quantized", {"num_bits": 8, "strategy": "block", "type": "float", "block_structure": [32, 32]}),
+    ],
+    ids=str,
+)
+def test_bytes_made_by_compressed_tensors_are_the_weights_that_it_reads_from_them(
+    form, arguments, plain_model, tmp_path
+):
+    library = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    assert library is not None
+    args = QuantizationArgs(**arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def quantize(weight, _generator):
+        if args.strategy == "block":
+            parts = weight.view(weight.shape[0] // 32, 32, weight.shape[1] // 32, 32).transpose(1, 2).flatten(2)
+        else:
+            parts = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+        scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+        stored = compressor.compress(state, scheme)
+        return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
+
+    config = compressed(form, args.model_dump(mode="json"))
+    packed, plain = quantized_twins(plain_model, tmp_path, quantize, config)
+    torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))

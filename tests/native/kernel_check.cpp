@@ -15,7 +15,8 @@ extern "C" {
 int64_t linear_padded_rows(const Linear*);
 void linear_pack(const Linear*, const void* weight, void* packed, int threads);
 void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
-int64_t linear_int4_bytes(const Linear*);
+int64_t linear_groups_bytes(const Linear*);
+void linear_pack_codes(const Linear*, const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t group_columns, uint8_t* packed, int threads);
 void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, float* mins, int threads);
 }
 
@@ -89,6 +90,37 @@ template <class T> void check_linear(int64_t dtype, int64_t kind, double toleran
     }
 }
 
+// Weights of a quantized checkpoint, and activations that are whole steps: only the order of sums may differ.
+void check_codes(int64_t kind, int64_t group) {
+    const int64_t rows = 97, columns = 352, tokens = 23, groups = (columns + group - 1) / group, values = kind == CODES4 ? 16 : 256;
+    std::vector<uint8_t> codes(rows * columns), zeros(rows * groups);
+    std::vector<float> scales(rows * groups), x(tokens * columns), out(tokens * rows), alone(rows);
+    for (auto& code : codes) code = generator() % values;
+    for (auto& zero : zeros) zero = generator() % values;
+    for (auto& scale : scales) scale = 0.5f + generator() % 1000 / 1000.f;
+    for (auto& each : x) each = (float)(generator() % 253) - 126;
+    for (int64_t t = 0; t < tokens; t++) x[t * columns] = 127;
+    Linear l = {};
+    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = FLOAT32;
+    std::vector<uint8_t> packed(linear_groups_bytes(&l));
+    linear_pack_codes(&l, codes.data(), scales.data(), zeros.data(), group, packed.data(), 1);
+    l.weight = packed.data();
+    linear_forward(l, FLOAT32, x.data(), tokens, out.data(), STORE, 2);
+    std::vector<double> ours(out.begin(), out.end()), exact(tokens * rows);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < columns; k++) {
+                const int64_t at = r * groups + k / group;
+                exact[t * rows + r] += x[t * columns + k] * (codes[r * columns + k] - zeros[at]) * (double)scales[at];
+            }
+    const double error = relative_error(ours, exact);
+    expect(error < 1e-6, kind == CODES4 ? "4-bit codes" : "8-bit codes", error);
+    for (int64_t t = 0; t < tokens; t++) {
+        linear_forward(l, FLOAT32, x.data() + t * columns, 1, alone.data(), STORE, 1);
+        expect(alone == part(out, t * rows, rows), "a row of codes depends on the others", t);
+    }
+}
+
 // One sequence of `total` tokens, of which the last `num_new` attend, each to `window` tokens (0: all before it).
 template <class T>
 void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_t total, int32_t num_new, int64_t window, bool int8_cache, double tolerance) {
@@ -147,6 +179,7 @@ template <class T> void check(int64_t dtype, double tolerance, const char* name)
 }  // namespace
 
 int main() {
+    for (const int64_t kind : {CODES4, CODES8}) check_codes(kind, 32), check_codes(kind, 128);
     printf("bf16 path %lld, int8 path %lld\n", (long long)bf16_path(), (long long)int8_path());
     check<F32>(0, 1e-5, "float32");
     check<BF16>(1, 0.01, "bfloat16");

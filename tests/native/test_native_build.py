@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from attention_cases import INT8_TOLERANCE, TOLERANCE, Case, run, whole_steps, worst_error
+from quantized_zoo import exact_activations, random_weight
 
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
@@ -258,3 +259,13 @@ def test_every_processor_computes_the_same_linear_layers(library, dtype, quantiz
     assert difference < (1e-6 if dtype == torch.float32 and quantization is None else 0.01)
     alone = NativeLinear(library, weight, quantization=quantization)(x[5:6].contiguous())
     assert torch.equal(alone, NativeLinear(library, weight, quantization=quantization)(x)[5:6])
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_processor_computes_with_the_numbers_of_quantized_checkpoints(library, bits):
+    weight, x = random_weight(97, 352, bits=bits, group_size=64, ordered=False), exact_activations(23, 352)
+    exact = x.double() @ weight.dequantized(torch.float32).double().T
+    linear = NativeLinear(library, weight, dtype=torch.float32)
+    assert (linear(x) - exact).norm() < 1e-6 * exact.norm()
+    assert torch.equal(linear(x[5:6].contiguous()), linear(x)[5:6])

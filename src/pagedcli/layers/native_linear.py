@@ -5,15 +5,17 @@ not depend, in any bit, on the other tokens of the batch.
 """
 
 import ctypes
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
+from pagedcli.layers.quantized import QuantizedWeight
 from pagedcli.native import NativeLibrary
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import ADD, DTYPE_CODES, GATE, INT4, INT8, STORE, LinearStruct, bind
+from pagedcli.native.structs import ADD, CODES4, CODES8, DTYPE_CODES, GATE, INT4, INT8, STORE, LinearStruct, bind
 
 
 class NativeLinear:
@@ -24,29 +26,30 @@ class NativeLinear:
     def __init__(
         self,
         library: NativeLibrary,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None = None,
         *,
         gated: bool = False,
         quantization: Literal["int8", "int4"] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Pack `weight` [out, in]; quantized, to int8 with a scale per output feature, or to 4 bits with a scale and a
-        minimum per 32 inputs, chosen for least squared error. Neither tensor is kept.
+        """Pack `weight` [out, in]. Floating-point weights may be quantized: to int8 with a scale per output feature, or
+        to 4 bits with a scale and a minimum per 32 inputs, chosen for least squared error. Weights that are quantized
+        already keep their numbers; `dtype` is that of the activations. Neither tensor is kept.
 
-        Raises: BackendError for a dtype or shape that the kernels do not know.
+        Raises: BackendError for a dtype or shape that the kernels do not support.
         """
-        rows, columns = weight.shape
-        if weight.dtype not in DTYPE_CODES or columns % 2 or (gated and rows % 2):
-            raise BackendError(f"no native kernel for a {weight.dtype} weight of shape {rows} x {columns}")
+        codes = weight if isinstance(weight, QuantizedWeight) else None
+        numbers = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        (rows, columns), dtype = numbers.shape, dtype or numbers.dtype
+        if dtype not in DTYPE_CODES or columns % 2 or (gated and rows % 2):
+            raise BackendError(f"no native kernel for a {dtype} weight of shape {rows} x {columns}")
         self._functions = bind(library.functions)
-        self.dtype = weight.dtype
+        self.dtype = dtype
         self.out_features = rows // 2 if gated else rows
-        kind = DTYPE_CODES[weight.dtype] if quantization is None else {"int8": INT8, "int4": INT4}[quantization]
-        self.struct = LinearStruct(kind=kind, rows=rows, columns=columns, gated=gated)
-        padded_rows = self._functions.linear_padded_rows(ctypes.byref(self.struct))
+        self.struct = LinearStruct(rows=rows, columns=columns, gated=gated)
+        tensors = self._pack_codes(codes) if codes is not None else self._pack(numbers.contiguous(), quantization)
         wide_bias = bias.float().contiguous() if bias is not None else None
-        pack = {INT8: self._packed_int8, INT4: self._packed_int4}.get(kind, self._packed)
-        tensors = pack(weight.contiguous(), padded_rows)
         self._tensors = (*tensors, wide_bias)  # the struct points into them
         self.struct.weight = tensors[0].data_ptr()
         self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
@@ -65,7 +68,7 @@ class NativeLinear:
 
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not when quantized."""
-        assert self.struct.kind not in (INT8, INT4), "a quantized weight has no rows as they were"
+        assert self.struct.kind < INT8, "a quantized weight has no rows as they were"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
         rows, threads = rows.contiguous(), torch.get_num_threads()
         if self._functions.linear_unpack_rows(
@@ -90,30 +93,70 @@ class NativeLinear:
             torch.get_num_threads(),
         )
 
-    def _packed(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, ...]:
-        packed = empty_in_huge_pages(padded_rows * weight.shape[1], weight.dtype)
-        self._functions.linear_pack(
-            ctypes.byref(self.struct), weight.data_ptr(), packed.data_ptr(), torch.get_num_threads()
-        )
+    def _pack(self, weight: Tensor, quantization: Literal["int8", "int4"] | None) -> tuple[Tensor, ...]:
+        """The packed weight, and what the struct needs with it."""
+        if quantization is not None:
+            self.struct.kind = {"int8": INT8, "int4": INT4}[quantization]
+            return self._packed_int8(weight) if quantization == "int8" else self._packed_int4(weight)
+        self.struct.kind = DTYPE_CODES[weight.dtype]
+        packed = empty_in_huge_pages(self._padded_rows() * weight.shape[1], weight.dtype)
+        self._call("linear_pack", weight, packed)
         return (packed,)
 
-    def _packed_int8(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, ...]:
-        packed = empty_in_huge_pages(padded_rows * (-(-weight.shape[1] // 4) * 4), torch.int8)
+    def _packed_int8(self, weight: Tensor) -> tuple[Tensor, ...]:
+        tensors = packed, scales, sums = self._empty_int8()
+        self._call("linear_pack_int8", DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
+        return tensors
+
+    def _packed_int4(self, weight: Tensor) -> tuple[Tensor, ...]:
+        scales, mins = (torch.empty(self._padded_rows(), dtype=torch.float32) for _ in range(2))
+        packed = self._empty_groups()
+        self._call("linear_pack_int4", DTYPE_CODES[weight.dtype], weight, packed, scales, mins)
+        self.struct.scales, self.struct.mins = scales.data_ptr(), mins.data_ptr()
+        return packed, scales, mins
+
+    def _pack_codes(self, weight: QuantizedWeight) -> tuple[Tensor, ...]:
+        """A quantized weight: 8 bits symmetric per output feature as int8, everything else in chunks of its groups."""
+        columns, num_groups = weight.codes.shape[1], weight.scales.shape[1]
+        if weight.bits == 8 and num_groups == 1 and bool((weight.zeros == 128).all()):
+            self.struct.kind = INT8
+            signed = (weight.codes ^ 128).contiguous().view(torch.int8)
+            tensors = packed, scales, sums = self._empty_int8()
+            self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), packed, scales, sums)
+            return tensors
+        weight, order = weight.in_order
+        self.struct.kind = CODES4 if weight.bits == 4 else CODES8
+        kept_dtype = weight.scales.dtype if weight.bits == 4 and weight.scales.dtype in DTYPE_CODES else torch.float32
+        self.struct.scale_type = DTYPE_CODES[kept_dtype]
+        if num_groups > 1 and weight.group_size % 32:
+            raise BackendError(f"no native kernel for groups of {weight.group_size}")
+        blocks = -(-columns // 32) if num_groups == 1 else weight.group_size // 32
+        self.struct.chunk = 32 * (min(8, 1 << (blocks - 1).bit_length()) if num_groups == 1 else math.gcd(blocks, 8))
+        packed = self._empty_groups()
+        scales, zeros = weight.scales.to(kept_dtype).contiguous(), weight.zeros.contiguous()
+        self._call("linear_pack_codes", weight.codes.contiguous(), scales, zeros, weight.group_size, packed)
+        if order is None:
+            return (packed,)
+        order = order.to(torch.int32)
+        self.struct.order = order.data_ptr()
+        return packed, order
+
+    def _empty_int8(self) -> tuple[Tensor, Tensor, Tensor]:
+        padded_rows = self._padded_rows()
+        packed = empty_in_huge_pages(padded_rows * (-(-self.struct.columns // 4) * 4), torch.int8)
         scales = torch.empty(padded_rows, dtype=torch.float32)
         sums = torch.empty(padded_rows, dtype=torch.int32)
-        addresses = (tensor.data_ptr() for tensor in (weight, packed, scales, sums))
-        self._functions.linear_pack_int8(
-            ctypes.byref(self.struct), DTYPE_CODES[weight.dtype], *addresses, torch.get_num_threads()
-        )
         self.struct.scales, self.struct.sums = scales.data_ptr(), sums.data_ptr()
         return packed, scales, sums
 
-    def _packed_int4(self, weight: Tensor, padded_rows: int) -> tuple[Tensor, ...]:
-        packed = empty_in_huge_pages(self._functions.linear_int4_bytes(ctypes.byref(self.struct)), torch.uint8)
-        scales, mins = (torch.empty(padded_rows, dtype=torch.float32) for _ in range(2))
-        addresses = (tensor.data_ptr() for tensor in (weight, packed, scales, mins))
-        self._functions.linear_pack_int4(
-            ctypes.byref(self.struct), DTYPE_CODES[weight.dtype], *addresses, torch.get_num_threads()
-        )
-        self.struct.scales, self.struct.mins = scales.data_ptr(), mins.data_ptr()
-        return packed, scales, mins
+    def _empty_groups(self) -> Tensor:
+        return empty_in_huge_pages(self._functions.linear_groups_bytes(ctypes.byref(self.struct)), torch.uint8)
+
+    def _padded_rows(self) -> int:
+        padded_rows: int = self._functions.linear_padded_rows(ctypes.byref(self.struct))
+        return padded_rows
+
+    def _call(self, name: str, *arguments: Tensor | int) -> None:
+        """A packing function, with the addresses of tensors."""
+        values = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
+        getattr(self._functions, name)(ctypes.byref(self.struct), *values, torch.get_num_threads())

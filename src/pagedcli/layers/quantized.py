@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pagedcli.errors import ModelError
+
+_HINT = "use the unquantized version of the model"
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
@@ -14,7 +18,7 @@ class QuantizedWeight:
     codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
     bits: int  # 4 or 8
     scales: Tensor  # floating point [out, groups]
-    zeros: Tensor  # int16 [out, groups], 0 ... 2**bits
+    zeros: Tensor  # uint8 [out, groups]
     group_size: int  # inputs of a group; the last may have fewer
     groups: Tensor | None = None  # int64 [in]: the group of each input; None: neighbours
 
@@ -22,14 +26,14 @@ class QuantizedWeight:
     def in_order(self) -> tuple["QuantizedWeight", Tensor | None]:
         """The weight with the inputs of each group as neighbours, and that order of inputs [in]; None: as they are.
 
-        Raises: ValueError if a group has not group_size inputs.
+        Raises: ModelError if a group does not have group_size inputs.
         """
         neighbours = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
         if self.groups is None or torch.equal(self.groups, neighbours):
             return replace(self, groups=None), None
         order = self.groups.argsort(stable=True)
         if not torch.equal(self.groups[order], neighbours):
-            raise ValueError("its groups are not of one size")
+            raise ModelError("the inputs of quantized weights are in groups of different sizes", hint=_HINT)
         return replace(self, codes=self.codes[:, order], groups=None), order
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -48,13 +52,13 @@ class QuantizedWeight:
     def stacked(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
         """The output features of weights with the same inputs below each other.
 
-        Raises: ValueError if the inputs are grouped differently.
+        Raises: ModelError if the inputs are grouped differently.
         """
         first = weights[0]
         for other in weights[1:]:
             a, b = first.groups, other.groups
             if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
-                raise ValueError("its modules group their inputs differently")
+                raise ModelError("q, k and v, or gate and up, group their inputs differently", hint=_HINT)
         if len(weights) == 1:
             return first
         return replace(

@@ -92,7 +92,7 @@ class Packed(_Stored):
         size = self.quantization.group_size
         if size is not None and size % 32:
             return f"groups of {size} have no kernel, only multiples of 32"
-        return "there is no kernel for them"
+        return None
 
     def kept_bytes(self, out_features: int, in_features: int, itemsize: int, *, native: bool) -> int:
         """Bytes of a layer's weight in memory; itemsize is that of the model's dtype."""
@@ -108,17 +108,12 @@ class Packed(_Stored):
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
     ) -> NativeLinear:
         weight, bias = self._weight(modules), _with_biases(modules, bias, dtype)
-        return NativeLinear(load_library(), weight.dequantized(dtype), bias, gated=gated)
+        numbers = weight if self.kernel_refusal() is None else weight.dequantized(dtype)
+        return NativeLinear(load_library(), numbers, bias, gated=gated, dtype=dtype)
 
     def _weight(self, modules: Modules) -> QuantizedWeight:
         read = _READERS[self.quantization.layout]
-        try:
-            return QuantizedWeight.stacked([read(tensors, self.quantization) for tensors in modules])
-        except ValueError as error:
-            raise ModelError(
-                f"the checkpoint's {self.name} weights are not supported: {error}",
-                hint="use the unquantized version of the model",
-            ) from error
+        return QuantizedWeight.stacked([read(tensors, self.quantization) for tensors in modules])
 
 
 def _with_biases(modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -236,7 +231,7 @@ def _read_pack_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -
 def _read_int_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
     codes = tensors["weight"].view(torch.uint8) ^ 128  # -128 ... 127 to 0 ... 255
     scales = tensors["weight_scale"].expand(len(codes), 1)
-    zeros = None if q.symmetric else tensors["weight_zero_point"].expand(len(codes), 1).to(torch.int16) + 128
+    zeros = None if q.symmetric else tensors["weight_zero_point"].expand(len(codes), 1).view(torch.uint8) ^ 128
     return _weight(codes, scales, zeros, q)
 
 
@@ -246,8 +241,8 @@ def _weight(
     if zeros is None:
         zeros = torch.full(scales.shape, 1 << q.bits - 1)
     if groups is not None and not (int(groups.min()) >= 0 and int(groups.max()) < scales.shape[1]):
-        raise ValueError(f"an input is of a group that is not one of {scales.shape[1]}")
-    return QuantizedWeight(codes, q.bits, scales, zeros.to(torch.int16), q.group_size or codes.shape[1], groups)
+        raise ModelError(f"an input of quantized weights is in a group that is not one of the {scales.shape[1]}")
+    return QuantizedWeight(codes, q.bits, scales, zeros.to(torch.uint8), q.group_size or codes.shape[1], groups)
 
 
 _READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], QuantizedWeight]] = {

@@ -79,9 +79,12 @@ static inline void madd_int8(vi& acc, const uint8_t* x, vi w) {
 #endif
 }
 
-// The sum of up to eight fours of k: weights 0 to 15, activations -127 to 127.
+// A sum of 4-bit weights times activations, -127 to 127: eight fours of k make a block.
 struct NibbleSum {
     vi acc = {};
+#if !defined(HAS_UNSIGNED_DOT) && defined(HAS_PAIR_SUMS)
+    vi whole = {};
+#endif
     inline void add(const int8_t* x, vi w) {
         const vi four = bytes_of(load_any<int32_t>(x));
 #if defined(HAS_UNSIGNED_DOT)
@@ -95,13 +98,30 @@ struct NibbleSum {
         for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((w >> (8 * j)) & 15);
 #endif
     }
-    inline vi get() const {
 #if !defined(HAS_UNSIGNED_DOT) && defined(HAS_PAIR_SUMS)
-        return lane_sums(acc);
+    inline void end_block() { whole += lane_sums(acc), acc = vi{}; }
+    inline vi get() const { return whole; }
 #else
-        return acc;
+    inline void end_block() {}
+    inline vi get() const { return acc; }
 #endif
+};
+
+// The same of 8-bit weights, 0 to 255.
+struct ByteSum {
+#if defined(HAS_UNSIGNED_DOT)
+    vi acc = {};
+    inline void add(const int8_t* x, vi w) { acc = dot_unsigned(acc, w, bytes_of(load_any<int32_t>(x))); }
+    inline void end_block() {}
+    inline vi get() const { return acc; }
+#else
+    NibbleSum low, high;
+    inline void add(const int8_t* x, vi w) {
+        low.add(x, w & (vi{} + 0x0f0f0f0f)), high.add(x, (vi)((vu)w >> 4) & (vi{} + 0x0f0f0f0f));
     }
+    inline void end_block() { low.end_block(), high.end_block(); }
+    inline vi get() const { return low.get() + 16 * high.get(); }
+#endif
 };
 
 // One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step.

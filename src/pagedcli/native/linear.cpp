@@ -106,7 +106,7 @@ template <class T> void pack(const Linear& l, const typename T::Elem* weight, ty
 void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads) {
     if (l.kind == INT8) return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads);
-    if (l.kind == INT4) return linear_forward_int4(l, dtype, x, num_tokens, out, epilogue, threads);
+    if (l.kind > INT8) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
     with_activations(dtype, [&](auto type) {
         using A = decltype(type);
         using E = typename A::Elem;

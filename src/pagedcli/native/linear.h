@@ -17,7 +17,8 @@ enum Epilogue : int {
     GATE,   // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
 };
 
-enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 };  // the first three are also the types of activations
+// The first three are also the types of activations. INT4 is rounded here; CODES4 and CODES8 are those of checkpoints.
+enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, CODES4, CODES8 };
 
 // Mirrored by pagedcli.native.structs.
 struct Linear {
@@ -27,6 +28,8 @@ struct Linear {
     const float* scales;                 // int8, int4: [padded rows] what a step of the weight, of a scale is worth, in packed order
     const int32_t* sums;                 // int8: [padded rows] sum of the weights of a feature, in packed order
     const float* mins;                   // int4: [padded rows] a step of the mins in steps of the scales, in packed order
+    const int32_t* order;                // codes: [columns] which column of x comes first, second, ...; null: as they are
+    int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
 };
 
 // x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.
@@ -34,8 +37,8 @@ void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t 
                     int threads);
 void linear_forward_int8(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                          int threads);
-void linear_forward_int4(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
-                         int threads);
+void linear_forward_groups(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
+                           int threads);
 
 // Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
 template <int MAX, class F> inline void with_rows(int64_t r, const F& f) {

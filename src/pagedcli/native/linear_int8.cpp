@@ -99,9 +99,11 @@ void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t 
     });
 }
 
+extern "C" {
+
 // weight [rows][columns] of dtype -> packed bytes, scales and sums of the padded rows, symmetric around zero.
-extern "C" void linear_pack_int8(const Linear* linear, int64_t dtype, const void* weight, int8_t* packed, float* scales,
-                                 int32_t* sums, int threads) {
+void linear_pack_int8(const Linear* linear, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums,
+                      int threads) {
     const Linear& l = *linear;
     const int64_t stride = (l.columns + GROUP - 1) / GROUP * GROUP;
     with_activations(dtype, [&](auto type) {
@@ -127,4 +129,27 @@ extern "C" void linear_pack_int8(const Linear* linear, int64_t dtype, const void
             }
         });
     });
+}
+
+// The same from codes [rows][columns] and the scales of the rows.
+void linear_pack_int8_codes(const Linear* linear, const int8_t* codes, const float* row_scales, int8_t* packed, float* scales,
+                            int32_t* sums, int threads) {
+    const Linear& l = *linear;
+    const int64_t stride = (l.columns + GROUP - 1) / GROUP * GROUP;
+    for_panels(threads, padded_rows(l) / PANEL, PANEL * stride, [&](int64_t p) {
+        int8_t* to = packed + p * PANEL * stride;
+        memset(to, 0, PANEL * stride);
+        for (int64_t i = 0; i < PANEL; i++) {
+            const int64_t row = source_row(l, p * PANEL + i);
+            int32_t sum = 0;
+            for (int64_t k = 0; row >= 0 && k < l.columns; k++) {
+                const int8_t code = codes[row * l.columns + k];
+                to[(k / GROUP * PANEL + i) * GROUP + k % GROUP] = code;
+                sum += code;
+            }
+            scales[p * PANEL + i] = row < 0 ? 0 : row_scales[row];
+            sums[p * PANEL + i] = sum;
+        }
+    });
+}
 }

@@ -9,7 +9,7 @@ _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 STORE, ADD, GATE = 0, 1, 2  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
-INT8, INT4 = 3, 4  # WeightKind
+INT8, INT4, CODES4, CODES8 = 3, 4, 5, 6  # WeightKind
 
 
 class LinearStruct(ctypes.Structure):
@@ -17,7 +17,9 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("kind", "rows", "columns", "gated")),
-        *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "mins")),
+        *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "mins", "order")),
+        ("chunk", _int64),
+        ("scale_type", _int64),
     ]
 
 
@@ -59,7 +61,9 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_padded_rows": ([_pointer], _int64),
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
         "linear_pack_int8": ([_pointer, _int64, *[_pointer] * 4, _int], None),
-        "linear_int4_bytes": ([_pointer], _int64),
+        "linear_pack_int8_codes": ([_pointer] * 6 + [_int], None),
+        "linear_groups_bytes": ([_pointer], _int64),
+        "linear_pack_codes": ([*[_pointer] * 4, _int64, _pointer, _int], None),
         "linear_pack_int4": ([_pointer, _int64, *[_pointer] * 4, _int], None),
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),

@@ -1,0 +1,175 @@
+// Linear layers on weights of 4 or 8 bits in groups (packed_groups.h). Activations are rounded to 8 bits with a scale per
+// token. The sum of a chunk is exact; chunks are added in ascending order, so a row never depends on the others.
+
+#include "packed_groups.h"
+
+namespace {
+
+#if defined(USE_AVX512)
+constexpr int ROWS_AT_ONCE = 5;
+#elif defined(USE_AVX2)
+constexpr int ROWS_AT_ONCE = 2;
+#else
+constexpr int ROWS_AT_ONCE = 4;
+#endif
+
+// Activations of all tokens: bytes, the sums of their chunks, and what a step of a token is worth.
+struct Activations {
+    const int8_t* bytes;
+    const float *sums, *steps;
+    int64_t chunks, stride;
+};
+
+// sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`.
+template <int R, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
+__attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t blocks,
+                                        const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+    vf acc[R][PANEL_VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = loadf(sums + r * PANEL + v * VL);
+    const int8_t* from = x.bytes + row * x.stride + first * blocks * BLOCK_COLUMNS;
+    for (int64_t c = first; c < end; c++) {
+        typename Codes::Sum whole[R][PANEL_VECTORS];
+        const uint8_t* block = chunk + Header::BYTES;
+        for (int64_t b = 0; b < blocks; b++, block += Codes::BYTES, from += BLOCK_COLUMNS) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++)
+                for (int v = 0; v < PANEL_VECTORS; v++) {
+                    const vi w = Codes::four(block, i, v);
+                    for (int r = 0; r < R; r++) whole[r][v].add(from + r * x.stride + 4 * i, w);
+                }
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].end_block();
+        }
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const vf scale = header.scale(chunk, v), min = header.min(chunk, v);
+            for (int r = 0; r < R; r++) {
+                acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * scale;
+                acc[r][v] -= x.sums[(row + r) * x.chunks + c] * min;
+            }
+        }
+        chunk = block;
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
+}
+
+// `rows` rows from `row` on times chunks [first, end) of panel p, which begin at `chunk`, as they are packed.
+void multiply_packed(const Linear& l, int64_t p, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
+                     const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+    with_packing(l, p, [&](auto header, auto codes) {
+        with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
+            multiply<R(), decltype(header), decltype(codes)>(x, row, header, blocks, chunk, first, end, sums);
+        });
+    });
+}
+
+// Chunks with a byte per weight and floats for scales and minima, which more rows than registers hold read many times.
+using Unpacked = Bytes<NibbleSum>;
+constexpr int64_t unpacked_bytes(int64_t blocks) { return FloatHeader::BYTES + blocks * Unpacked::BYTES; }
+
+void unpack(const Linear& l, int64_t p, int64_t blocks, const uint8_t* from, uint8_t* to) {
+    with_packing(l, p, [&](auto header, auto codes) {
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            store_any(to + v * VL * 4, header.scale(from, v));
+            store_any(to + (PANEL + v * VL) * 4, header.min(from, v));
+        }
+        const uint8_t* block = from + header.BYTES;
+        to += FloatHeader::BYTES;
+        for (int64_t b = 0; b < blocks; b++, block += codes.BYTES, to += Unpacked::BYTES)
+            for (int i = 0; i < 8; i++)
+                for (int v = 0; v < PANEL_VECTORS; v++)
+                    store_any(to + (i * PANEL_VECTORS + v) * VL * GROUP, codes.four(block, i, v));
+    });
+}
+
+template <class T>
+void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int64_t begin, int64_t end, int64_t first,
+               int64_t last, typename T::Elem* out, Epilogue epilogue) {
+    const int64_t tokens = end - begin, passes = (tokens + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, blocks = chunks.blocks;
+    const bool unpacks = passes > 1 && l.kind != CODES8;
+    const int64_t part = unpacks ? MOST_BLOCKS / blocks : chunks.count;  // chunks, whose bytes stay in the L1 cache
+    const Output<T> output(l, out, epilogue);
+    alignas(64) uint8_t unpacked[MOST_BLOCKS * unpacked_bytes(1)];
+    static thread_local std::vector<float> room;
+    room.resize(tokens * PANEL);
+    float* sums = room.data();
+    for (int64_t p = first; p < last; p++) {
+        const uint8_t* panel = (const uint8_t*)l.weight + p * chunks.panel_bytes();
+        memset(sums, 0, tokens * PANEL * sizeof(float));
+        for (int64_t c = 0; c < chunks.count; c += part) {
+            const int64_t stop = std::min(chunks.count, c + part);
+            for (int64_t i = c; unpacks && i < stop; i++) {
+                const uint8_t* from = panel + i * chunks.bytes;
+                unpack(l, p, blocks, from, unpacked + (i - c) * unpacked_bytes(blocks));
+                for (int64_t j = 0; j < chunks.bytes; j += 64) __builtin_prefetch(from + chunks.panel_bytes() + j, 0, 2);
+            }
+            for (int64_t pass = 0; pass < passes; pass++) {
+                const int64_t row = tokens * pass / passes, rows = tokens * (pass + 1) / passes - row;
+                float* to = sums + row * PANEL;
+                if (!unpacks)
+                    multiply_packed(l, p, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
+                else
+                    with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
+                        multiply<R(), FloatHeader, Unpacked>(x, begin + row, {}, blocks, unpacked, c, stop, to);
+                    });
+            }
+        }
+        for (int64_t r = 0; r < tokens; r++) {
+            float* y = sums + r * PANEL;
+            for (int64_t v = 0; v < PANEL; v += VL) {
+                const vf unit = l.scales ? loadf(l.scales + p * PANEL + v) : splat(1.f);
+                storef(y + v, loadf(y + v) * unit * x.steps[begin + r]);
+            }
+            output.put(begin + r, p, y);
+        }
+    }
+}
+
+// A token's activations as bytes, padded and in the order of the weight's columns; the sums of their chunks. Returns the
+// value of a step.
+template <class T>
+float round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* x, int8_t* to, float* sums) {
+    static thread_local std::vector<typename T::Elem> ordered;
+    if (l.order) {
+        ordered.resize(l.columns);
+        for (int64_t k = 0; k < l.columns; k++) ordered[k] = x[l.order[k]];
+        x = ordered.data();
+    }
+    memset(to + l.columns, 0, chunks.padded_columns() - l.columns);
+    const float step = quantize_row<T>(x, l.columns, 0, (uint8_t*)to);
+    for (int64_t c = 0; c < chunks.count; c++, to += chunks.columns) {
+        int32_t sum = 0;
+        for (int64_t k = 0; k < chunks.columns; k++) sum += to[k];
+        sums[c] = (float)sum;
+    }
+    return step;
+}
+
+}  // namespace
+
+void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
+                           int threads) {
+    const Chunks chunks(l);
+    const int64_t stride = chunks.padded_columns(), panels = padded_rows(l) / PANEL;
+    static thread_local std::vector<int8_t> bytes;
+    static thread_local std::vector<float> floats;
+    bytes.resize(num_tokens * stride);
+    floats.resize(num_tokens * (chunks.count + 1));
+    int8_t* quantized = bytes.data();
+    float *steps = floats.data(), *sums = steps + num_tokens;
+    const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP * 1.5;
+    Cut cut(num_tokens, panels, chunks.panel_bytes(), stride, ns_per_row, threads);
+    with_activations(dtype, [&](auto type) {
+        using T = decltype(type);
+        using E = typename T::Elem;
+        parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
+            const E* row = (const E*)x + t * l.columns;
+            steps[t] = round_row<T>(l, chunks, row, quantized + t * stride, sums + t * chunks.count);
+        });
+        const Activations activations{quantized, sums, steps, chunks.count, stride};
+        cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
+            run_piece<T>(l, chunks, activations, begin, end, first, last, (E*)out, epilogue);
+        });
+    });
+}

@@ -1,0 +1,78 @@
+"""CPU kernels on the numbers of quantized checkpoints: exactly the product with the dequantized weights."""
+
+import pytest
+import torch
+from quantized_zoo import exact_activations, random_weight
+
+from pagedcli.errors import BackendError, ModelError
+from pagedcli.layers.native_linear import NativeLinear
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"out": 32, "columns": 64},
+        {"out": 97, "columns": 352, "scales": torch.bfloat16},
+        {"out": 64, "columns": 1152, "group_size": 64, "scales": torch.float32},
+        {"out": 40, "columns": 1024, "group_size": 128, "ordered": False},
+        {"out": 40, "columns": 480, "group_size": 160},  # a group of five blocks
+        {"out": 40, "columns": 700, "group_size": 96},  # the last group and its last block are short
+        {"out": 40, "columns": 700, "group_size": 700},
+        {"out": 40, "columns": 62, "group_size": 62, "scales": torch.bfloat16},
+        {"out": 97, "columns": 352, "bits": 8},
+        {"out": 33, "columns": 1024, "bits": 8, "group_size": 128, "ordered": False, "scales": torch.bfloat16},
+        {"out": 33, "columns": 500, "bits": 8, "group_size": 500},
+        {"out": 33, "columns": 500, "bits": 8, "group_size": 500, "symmetric": True},  # int8, as in int8 checkpoints
+    ],
+    ids=str,
+)
+def test_the_product_is_that_of_the_dequantized_weight(library, case, tokens):
+    weight = random_weight(**case)
+    x = exact_activations(tokens, case["columns"])
+    expected = x.double() @ weight.dequantized(torch.float32).T.double()
+    actual = NativeLinear(library, weight, dtype=torch.float32)(x)
+    assert (actual - expected).abs().max() < 1e-6 * (x.abs() @ weight.dequantized(torch.float32).abs().T).max()
+
+
+def test_a_gated_layer_and_a_bias_are_those_of_the_dequantized_weight(library):
+    weight, bias = random_weight(48, 96), torch.linspace(-900, 900, 48)
+    gate, up = (exact_activations(9, 96) @ weight.dequantized(torch.float32).T + bias).chunk(2, -1)
+    actual = NativeLinear(library, weight, bias, gated=True, dtype=torch.float32)(exact_activations(9, 96))
+    torch.testing.assert_close(actual, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activations_of_two_bytes_are_rounded_once_more(library, dtype):
+    weight, x = random_weight(40, 256, group_size=64), exact_activations(6, 256).to(dtype)
+    expected = x.double() @ weight.dequantized(torch.float32).double().T / 2**14  # within the range of float16
+    actual = NativeLinear(library, weight, dtype=dtype)(x / 2**14)
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_does_not_depend_on_the_other_rows(library, threads, bits):
+    linear = NativeLinear(library, random_weight(97, 352, bits=bits, group_size=64), dtype=torch.float32)
+    x = torch.randn(90, 352)
+    whole = linear(x)
+    torch.set_num_threads(threads)
+    try:
+        for tokens in (1, 5, 6, 40):
+            assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_weights_take_their_bits_and_three_bytes_per_group_and_row(library):
+    linear = NativeLinear(library, random_weight(64, 1024, group_size=128), dtype=torch.float32)
+    assert linear.nbytes == 64 * (1024 // 2 + 1024 // 128 * 3)
+
+
+def test_groups_of_another_size_and_scattered_groups_have_no_kernel(library):
+    with pytest.raises(BackendError, match="groups of 48"):
+        NativeLinear(library, random_weight(32, 96, group_size=48), dtype=torch.float32)
+    weight = random_weight(32, 64, ordered=False)
+    weight.groups[weight.groups == 1] = 0
+    with pytest.raises(ModelError, match="groups of different sizes"):
+        NativeLinear(library, weight, dtype=torch.float32)
