@@ -56,11 +56,11 @@ def test_the_compiler_of_a_package_is_not_taken_from_the_current_folder(monkeypa
 
 
 @pytest.mark.parametrize(("is_kept", "words"), [(True, "once on this machine"), (False, "again in each process")])
-def test_a_build_is_reported_before_and_after(monkeypatch, tmp_path, caplog, is_kept, words):
+def test_a_build_is_reported_before_and_after(tmp_path, caplog, is_kept, words):
     compiler = tmp_path / "quick++"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; : > "$2"\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(logging.getLogger("pagedcli"), "level", logging.INFO)
+    caplog.set_level(logging.INFO, "pagedcli")
     build.build(build.Compiler((str(compiler),), "1"), tmp_path / "made.so", is_kept=is_kept)
     before, after = caplog.messages
     assert words in before
