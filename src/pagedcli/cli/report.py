@@ -11,6 +11,7 @@ from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
+from pagedcli.inspection.names import find_request
 from pagedcli.inspection.report import render_report
 from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.kvevents.capture import is_capture
@@ -25,6 +26,14 @@ def report(
             "-o", "--output-file", help="Output file. Default: the trace's name with .html.", show_default=False
         ),
     ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Open the page at this request, by its id or its row's index, or at one sequence (seq:31).",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -37,21 +46,30 @@ def report(
 ) -> None:
     """Write a self-contained HTML report of a recorded run; it needs no network.
 
-    It shows occupancy over time, a block map with a step slider, a timeline per request, hit rate and waste, and the
-    reason for each prefix miss. For recordings of `pagedcli attach`: residency over time, churn, and what a larger
-    cache would have kept. If tokens were recorded (--record-tokens), it contains parts of the prompts: share with care.
+    It begins with what happened and what to change. A slider shows the block map and the block tables at any step;
+    charts show occupancy, hit rate, waste and speed over steps and seconds; tables of requests and prefix lookups sort
+    and search; the slowest requests are explained. For recordings of `pagedcli attach`: residency over time, churn,
+    and what a larger cache would have kept. If tokens were recorded (--record-tokens), it contains parts of the
+    prompts: share with care.
 
     \b
     Examples:
       pagedcli report run.jsonl.zst -o report.html
+      pagedcli report run.jsonl.zst --request code-Mirano
     """  # fmt: skip
+    is_kv_recording = is_capture(trace)
+    if request is not None and is_kv_recording:
+        raise UsageError(f"{trace} is a recording of KV events, which contain no requests")
     path = output_file or Path(trace.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
     check_files({"the trace": trace}, {"the page": path}, overwrite=overwrite)
-    if is_capture(trace):
+    if is_kv_recording:
         page = capture_page(trace, tokenizer)
     else:
         reader = TraceReader(trace)
-        page = render_report(reader, recorded_decoder(trace, tokenizer))
+        named = None if request is None else find_request(TraceReader(trace), request, str(trace))
+        page = render_report(
+            reader, lambda: recorded_decoder(trace, tokenizer), selected=() if named is None else named.seq_ids
+        )
         for note in reader.notes:
             say(f"note: {note}")
     try:

@@ -1,4 +1,5 @@
-"""One self-contained HTML page of a recorded run: report.html with the folded trace inside. No network, no libraries.
+"""One self-contained HTML page of a recorded run: the files of report_page/ with the folded trace inside. No
+network, no libraries.
 
 Used by `pagedcli report`. The page only draws; all counting is done here, by the same folds as elsewhere.
 """
@@ -6,74 +7,88 @@ Used by `pagedcli report`. The page only draws; all counting is done here, by th
 import dataclasses
 import html
 import re
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 
-from pagedcli.events import (
-    BlockEvicted,
-    BlocksAllocated,
-    BlocksFilled,
-    BlocksReleased,
-    BlocksReused,
-    EngineStarted,
-    SequenceForked,
-    StepFailed,
-    StepScheduled,
-)
-from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.explain import Explainer
+from pagedcli.inspection.findings import story
 from pagedcli.inspection.fold import fold
 from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
 from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.report_frames import BlockFrames, TableFrames
 from pagedcli.inspection.stats import StepSeries
-from pagedcli.inspection.timeline import Timelines
+from pagedcli.inspection.timeline import SeqTimeline
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.whole_run import RequestRow, WholeRun
 
 MAX_FRAMES = 20_000  # steps drawn individually; longer runs are summarised in groups, as the page notes
 MAX_LOOKUPS = 20_000  # rows of the table of lookups
 _GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "saved")
+_NUM_SLOWEST = 10
+_SCRIPTS = ("basics.js", "map.js", "charts.js", "requests.js", "main.js")  # in this order
 _STATUSES = ("waiting", "prefill", "decode", "preempted")
-_MOST_SHARED = 11  # largest number of owners distinguished on the map
-
-_Blocks = BlocksReused | BlocksAllocated | BlocksFilled | BlocksReleased | SequenceForked
+_REQUEST_COLUMNS = (
+    "seq", "label", "first_step", "last_step", "prompt", "cached", "output", "preemptions", "recomputed",
+    "total", *_STATUSES, "ttft", "tpot", "reason", "phases",
+)  # fmt: skip
 Decode = Callable[[tuple[int, ...]], str]
 
 
-def render_report(reader: TraceReader, decode: Decode | None = None) -> bytes:
-    """The page, in UTF-8. `decode` turns recorded token ids into text; without it they stay numbers.
+def render_report(
+    reader: TraceReader, make_decoder: Callable[[], Decode | None] = lambda: None, *, selected: Collection[int] = ()
+) -> bytes:
+    """The page, in UTF-8. `make_decoder`, called once the trace is known to be valid, returns what turns recorded
+    token ids into text; without it they stay numbers. The page opens at the `selected` sequences, if there are any.
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
-    moment, series, timelines, explainer, frames = Moment(), StepSeries(), Timelines(), Explainer(), BlockFrames()
-    state = fold(reader, moment, series, timelines, explainer, frames)
-    explainer.finish()
-    timelines.finish(state)
+    moment, run, frames, tables = Moment(), WholeRun(), BlockFrames(), TableFrames()
+    state = fold(reader, moment, run, frames, tables)
+    run.finish(state)
     frames.add(state)
-    group = max(1, -(-len(series) // MAX_FRAMES))
+    tables.add(state)
+    group = max(1, -(-len(run.series) // MAX_FRAMES))
     document = {
         "file": reader.path.name,
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
+        "story": story(run.facts(state)),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],
         "firstStep": frames.first_step,
-        "numSteps": len(series),
+        "numSteps": len(run.series),
         "group": group,
-        "columns": _grouped_columns(series, group),
+        "columns": _grouped_columns(run.series, group),
         "frames": frames.grouped(group),
+        "tables": tables.grouped(group),
         "statuses": _STATUSES,
-        "timelines": _timeline_rows(timelines),
-        "explain": _explain_document(explainer, decode),
+        "requestColumns": _REQUEST_COLUMNS,
+        "requests": [_request_row(row, run.timelines.seqs[row.seq_id]) for row in run.requests],
+        "slowest": _slowest(run.requests),
+        "selected": sorted(selected),
+        "explain": _explain_document(run.explainer, make_decoder()),
     }
-    template = files("pagedcli.inspection").joinpath("report.html").read_text(encoding="utf-8")
-    parts = {"{{title}}": html.escape(f"pagedcli report: {reader.path.name}"), "{{data}}": embedded_json(document)}
-    return re.sub("{{title}}|{{data}}", lambda place: parts[place[0]], template).encode()
+    return _page(f"pagedcli report: {reader.path.name}", document)
+
+
+def _page(title: str, document: dict[str, Any]) -> bytes:
+    """The template with its style, scripts and data inside."""
+    folder = files("pagedcli.inspection").joinpath("report_page")
+
+    def part(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    parts = {
+        "{{title}}": html.escape(title),
+        "{{style}}": part("page.css"),
+        "{{data}}": embedded_json(document),
+        "{{script}}": "".join(part(name) for name in _SCRIPTS),
+    }
+    return re.sub("|".join(parts), lambda place: parts[place[0]], part("page.html")).encode()
 
 
 def embedded_json(document: Any) -> str:
@@ -82,67 +97,6 @@ def embedded_json(document: Any) -> str:
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-class BlockFrames(View[PoolState]):
-    """The pool at every step as changes since the previous step: block_id * 16 + code.
-
-    0 empty, 1 cached and reusable, 2 being filled, 3 in use and full, 4 ... 13 shared by 2 ... 11 and more.
-    """
-
-    def __init__(self) -> None:
-        self.deltas: list[array[int]] = []
-        self.first_step = 0
-        self._codes = bytearray()
-        self._touched: set[int] = set()
-
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
-        self._touched.update(range(len(self._codes)))  # another part begins with an empty pool
-
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
-        self._add_step(event.step, state)
-
-    def _add_step(self, step: int, state: PoolState) -> None:
-        if not self.deltas:
-            self.first_step = step
-        self.add(state)
-
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
-        self._touched.update(range(state.num_blocks))
-        if state.step is not None and not state.step.scheduled:
-            self._add_step(event.step, state)
-
-    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
-        self._touched.add(event.block_id)
-
-    def _touch(self, event: _Blocks, state: PoolState) -> None:
-        self._touched.update(event.block_ids)
-
-    on_blocks_reused = on_blocks_allocated = on_blocks_filled = on_blocks_released = on_sequence_forked = _touch
-
-    def add(self, state: PoolState) -> None:
-        """Append a frame of the current pool."""
-        codes = self._codes
-        if not codes:
-            codes.extend(bytes(state.num_blocks))
-        delta = array("q")
-        for block_id in sorted(self._touched):
-            ref_count, full = state.ref_counts[block_id], state.hashes[block_id] is not None
-            code = 2 + min(ref_count, _MOST_SHARED) if ref_count > 1 else 2 * ref_count + full
-            if code != codes[block_id]:
-                codes[block_id] = code
-                delta.append(block_id * 16 + code)
-        self._touched.clear()
-        self.deltas.append(delta)
-
-    def grouped(self, group: int) -> list[list[int]]:
-        """One frame per group of steps, with all their changes, and one for the end of the run."""
-        if group == 1:
-            return [delta.tolist() for delta in self.deltas]
-        *steps, end = self.deltas
-        groups = [steps[start : start + group] for start in range(0, len(steps), group)]
-        frames = [{packed >> 4: packed for delta in deltas for packed in delta} for deltas in groups]
-        return [*(list(last.values()) for last in frames), end.tolist()]
 
 
 def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
@@ -162,14 +116,20 @@ def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
     return columns
 
 
-def _timeline_rows(timelines: Timelines) -> list[list[Any]]:
+def _request_row(row: RequestRow, timeline: SeqTimeline) -> list[Any]:
+    """The values of _REQUEST_COLUMNS; times are in seconds, rounded to microseconds."""
+    times = [row.total_s, *(row.seconds[status] for status in _STATUSES), row.ttft_s, row.tpot_s]
     return [
-        [
-            seq.seq_id, seq.label, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason,
-            [[_STATUSES.index(phase.status), phase.first_step, phase.last_step] for phase in seq.phases],
-        ]
-        for seq in timelines.seqs.values()
+        row.seq_id, row.label, row.first_step, row.last_step, row.num_prompt, row.num_cached, row.num_output,
+        row.num_preemptions, row.num_recomputed, *(None if time is None else round(time, 6) for time in times),
+        row.finish_reason or "unfinished",
+        [[_STATUSES.index(phase.status), phase.first_step, phase.last_step] for phase in timeline.phases],
     ]  # fmt: skip
+
+
+def _slowest(rows: list[RequestRow]) -> list[list[Any]]:
+    slowest = sorted(rows, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
+    return [[row.seq_id, row.label, row.why()] for row in slowest]
 
 
 def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, Any]:

@@ -201,6 +201,9 @@ def num_recomputed_tokens(state: PoolState) -> int:
     return live + sum(seq.num_recomputed_tokens for seq in state.finished.values())
 
 
+WAITING_REASONS = (None, "max_num_seqs", "token_budget", "free_blocks", "preemption")
+
+
 class StepSeries(View[PoolState]):
     """One number per step and column, for charts. The pool is as the step's forward pass sees it."""
 
@@ -211,6 +214,8 @@ class StepSeries(View[PoolState]):
 
     def __init__(self) -> None:
         self.columns = {name: array("q") for name in self.COLUMNS}
+        self.first_step = 0
+        self.blocked = array("b")  # per step why the first in the queue was not scheduled, in WAITING_REASONS
         self._at_schedule: tuple[int, ...] = ()
         self._hits = Hits()  # of the current step
 
@@ -253,5 +258,8 @@ class StepSeries(View[PoolState]):
             self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
         )  # fmt: skip
         self._at_schedule = ()
+        if not len(self):
+            self.first_step = step.step
+        self.blocked.append(WAITING_REASONS.index(None if step.waiting is None else step.waiting.reason))
         for column, value in zip(self.columns.values(), row, strict=True):
             column.append(value)

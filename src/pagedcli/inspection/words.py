@@ -34,6 +34,20 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def percent_text(share: float) -> str:
+    """0.213 -> `21.3 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def seconds_text(seconds: float) -> str:
+    """`1,234 s`, `1.23 s`, `12.3 ms` or `120 µs`."""
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.0f} µs"
+    if seconds < 1:
+        return f"{1000 * seconds:.1f} ms"
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
 def waiting_reason(event: RequestWaiting, engine: EngineStarted) -> str:
     """Why a sequence waits, with the numbers."""
     return _WAITING[event.reason].format(

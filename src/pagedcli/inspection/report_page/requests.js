@@ -1,0 +1,74 @@
+/* The tables of requests and of prefix lookups. */
+function jumpTo(seq) {
+  selectedSeq = seq;
+  const row = requestOf.get(seq);
+  if (!inRange(row)) setRange(0, numPoints - 1);
+  setFrame(pointOf(row[R.first_step]), true);
+  scrollToRow(timelineRows.indexOf(row));
+  requestTable.draw();
+  $("h-timeline").scrollIntoView({ block: "center" });
+}
+let onlySelected = data.selected.length > 0;  // until something is searched
+const tokens = (words, place) => ({ words, number: true, value: row => row[place] });
+const time = (words, place) => ({ words, number: true, value: row => row[place], cell: row => seconds(row[place]) });
+const requestTable = pagedTable("requests", requests, [
+  { words: "request", number: false, value: row => row[R.label], cell: row => linkTo(row[R.label], () => jumpTo(row[R.seq])) },
+  tokens("seq", R.seq), tokens("prompt tokens", R.prompt), tokens("cached", R.cached), tokens("generated", R.output),
+  time("total", R.total), time("waiting", R.waiting), time("prefill", R.prefill), time("decode", R.decode),
+  time("preempted", R.preempted), tokens("preemptions", R.preemptions), tokens("recomputed tokens", R.recomputed),
+  time("TTFT", R.ttft), time("TPOT", R.tpot), { words: "end", number: false, value: row => row[R.reason] },
+], {
+  what: "sequences",
+  textOf: row => `${row[R.label]} seq ${row[R.seq]} ${row[R.reason]}`,
+  keep: row => inRange(row) && (!onlySelected || data.selected.includes(row[R.seq])),
+  note: () => (isZoomed() ? `; active in ${stepName(Math.floor(from))} to ${stepName(Math.ceil(to))}` : "") + (onlySelected ? "; only the one asked for" : ""),
+  classOf: row => row[R.seq] === selectedSeq ? "selected" : "",
+});
+function drawSlowest() {
+  $("slowest").replaceChildren(...data.slowest.map(([seq, label, why]) => {
+    const item = element("li");
+    item.append(linkTo(label, () => jumpTo(seq)), ` took ${why}`);
+    return item;
+  }));
+}
+
+/* ---- prefix lookups */
+function shareCell(part, whole) {
+  const cell = element("span");
+  if (!whole) { cell.textContent = "-"; return cell; }
+  const bar = element("span", undefined, "share");
+  bar.style.width = Math.round(90 * part / whole) + "px";
+  cell.append(bar, percent(100 * part / whole));
+  return cell;
+}
+function drawTotals() {
+  const { first, own } = data.explain.totals;
+  const parts = [["hit", "hit"], ["late_hit", "hit later: meanwhile computed by another sequence"], ["evicted", "lost: evicted before the lookup"],
+    ["in_flight", "lost: in flight in another sequence"], ["first_seen", "seen for the first time"], ["last_block", "after the last full block"],
+    ["last_token", "last token of a prompt cached in full"], ["caching_off", "prefix caching is off"], ["not_known", "unknown: the sequence ended first"]];
+  const cells = (words, key) => [words, first[key], shareCell(first[key], first.num_tokens), own[key], shareCell(own[key], own.num_tokens)];
+  const rows = parts.filter(([key]) => key === "hit" || first[key] || own[key]).map(([key, words]) => cells(words, key));
+  rows.push({ className: "strong", cells: cells("all tokens looked up", "num_tokens") });
+  rows.push({ className: "strong", cells: cells("ceiling: unlimited cache, every block computed once", "ideal") });
+  table("totals", [["tokens that were", false], ["first lookups", true], ["share", false], ["own (preempted, n > 1)", true], ["share", false]], rows);
+  const longest = data.explain.longestSharedPrefix;
+  const sizes = [...new Set([engine.block_size, 16, 256])].sort((a, b) => a - b);
+  $("explain-words").textContent = `Minimum cacheable prefix: ${plural(engine.block_size, "token")} (one block). Longest shared prefix seen: ${plural(longest, "token")} = ${sizes.map(size => plural(Math.floor(longest / size), "block") + " at block size " + size).join(", ")}.`;
+  const reasons = Object.entries(data.explain.reasonWords).filter(([key]) => first.reasons[key] || own.reasons[key]);
+  table("reasons", [["outcome", false], ["first lookups", true], ["own (preempted, n > 1)", true], ["meaning", false]],
+    reasons.map(([key, words]) => [key.replaceAll("_", " "), first.reasons[key] || 0, own.reasons[key] || 0, words]));
+}
+const lookupText = lookup => [lookup[10], lookup[11]].filter(Boolean).join(". ");
+const lookupColumn = (words, place, number = true) => ({ words, number, value: lookup => lookup[place] });
+pagedTable("lookups", data.explain.lookups, [
+  lookupColumn("step", 0), lookupColumn("seq", 1), lookupColumn("request", 2, false), lookupColumn("kind", 3, false), lookupColumn("tokens", 4),
+  lookupColumn("full blocks", 5), lookupColumn("blocks hit", 6), lookupColumn("tokens hit", 7), lookupColumn("ideal tokens", 8),
+  { words: "why it ended there", number: false, value: lookupText },
+], {
+  what: "lookups",
+  textOf: lookup => `${lookup[2]} seq ${lookup[1]} step ${lookup[0]} ${lookup[3]} ${lookup[9].replaceAll("_", " ")} ${lookupText(lookup)}`,
+  note() {
+    const left = data.explain.numLookups - data.explain.lookups.length;
+    return left ? ` (${show(left)} that lost least are left out)` : "";
+  },
+});
