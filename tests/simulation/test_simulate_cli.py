@@ -1,5 +1,6 @@
 """`pagedcli simulate` as a person meets it: tables, JSON, flags that do not go together."""
 
+import html
 import json
 
 import pytest
@@ -35,7 +36,10 @@ def test_the_table_says_what_the_json_says(trace):
     assert document["num_requests"] == 60
     assert document["num_unique_blocks"] == 61
     assert 0 < document["pools"][0]["hit_rate_tokens"] <= document["unlimited_hit_rate_tokens"] < 1
-    for row in document["pools"]:
+    assert all(answer in text for answer in document["answers"])
+    for row, shares in zip(document["pools"], document["misses"], strict=True):
+        assert shares["policy"] == row["policy"]
+        assert sum(share for name, share in shares.items() if name.endswith("_share")) == pytest.approx(1)
         assert f"{100 * row['hit_rate_tokens']:.1f} %" in text
         assert sum(row["tokens"].values()) == document["num_prompt_tokens"]
     assert all(line in text for line in ("Hit rates of real runs", "Where the prompts' tokens went", "Answers"))
@@ -116,3 +120,19 @@ def test_a_recording_of_a_simulation_is_a_trace_that_holds_every_law(trace, tmp_
     assert "ok" in pagedcli("replay", tmp_path / "run.jsonl", "--check").stdout.lower()
     again = json.loads(pagedcli("simulate", tmp_path / "run.jsonl", "--format", "json").stdout)
     assert again["pools"][0]["hit_rate_tokens"] == as_json(trace, "--pool", "40")["pools"][0]["hit_rate_tokens"]
+
+
+def test_the_page_is_one_file_that_shows_every_point(trace, tmp_path):
+    page = tmp_path / "page.html"
+    simulate(trace, "--pool", "20,40", "--policy", "lru,next-use", "-m", "builtin", "-o", page)
+    text = page.read_text()
+    document = as_json(trace, "--pool", "20,40", "--policy", "lru,next-use", "-m", "builtin")
+    assert "http" not in text.replace("http-equiv", "")
+    for row in document["pools"]:
+        rate = f"{100 * row['hit_rate_tokens']:.1f} %"
+        assert f"<title>{row['policy']}, {row['pool_blocks']} blocks: {rate}</title>" in text
+    assert text.count('<rect class="hit"') == 4 + 1  # the bars and the legend
+    assert all(html.escape(answer) in text for answer in document["answers"])
+    again = simulate(trace, "-o", page, expect=2)
+    assert "already exists" in again.stderr
+    assert page.read_text() == text

@@ -7,7 +7,7 @@ from string import Template
 
 from pagedcli.cli.kv_recording import fold_with_curve, kv_decoder, open_capture
 from pagedcli.cli.kv_tables import curve_table, summary_tables
-from pagedcli.cli.tables import Table
+from pagedcli.cli.tables import as_html
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import curve
@@ -55,7 +55,7 @@ def capture_page(path: Path, model: str | None) -> bytes:
         if (history := residency(CaptureReader(path)))
         else ""
     ]
-    body = "\n".join([*charts, *(_table(table) for table in tables if table.rows)])
+    body = "\n".join([*charts, *(as_html(table) for table in tables if table.rows)])
     return _PAGE.substitute(title=escape(f"KV events of {one_line(path.name)}"), body=body).encode()
 
 
@@ -85,20 +85,3 @@ def _chart(title: str, values: Sequence[int], history: Sequence[tuple[float, int
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" height="{_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}"><polyline points="{points}"/></svg>'
     )
-
-
-def _table(table: Table) -> str:
-    def cell(tag: str, text: str, is_number: bool) -> str:
-        return f"<{tag}{' class=n' if is_number else ''}>{escape(one_line(text))}</{tag}>"
-
-    head = "".join(cell("th", column.header, column.is_number) for column in table.columns)
-    rows = [
-        "".join(
-            cell("td", "-" if (value := row.get(column.key)) is None else column.show(value), column.is_number)
-            for column in table.columns
-        )
-        for row in table.rows
-    ]
-    lines = "".join(f"<tr>{row}</tr>" for row in rows)
-    notes = "".join(f"<p>{escape(one_line(note))}</p>" for note in table.notes)
-    return f"<h2>{escape(table.title)}</h2><div><table><tr>{head}</tr>{lines}</table></div>{notes}"

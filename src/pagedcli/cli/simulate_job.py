@@ -12,6 +12,7 @@ from pagedcli.batch.job import batch_options
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.cli import simulate_tables as tables
 from pagedcli.cli.prompt_scan import prompt_model
+from pagedcli.cli.simulate_page import render_page
 from pagedcli.cli.tables import Format, print_tables
 from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig
@@ -21,6 +22,7 @@ from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.forecast import model_sizes
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, EngineStarted, Eviction
+from pagedcli.files import whole_file
 from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.kvcache.budget import ModelSizes
 from pagedcli.kvcache.cards import find_card
@@ -82,10 +84,24 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
         tables.trace_table(workload, sweep),
         tables.pool_table(found, sweep, schedule, block_bytes),
         tables.miss_table(found),
-        tables.answer_table(sentences),
+        tables.answer_table(sentences, options.format),
     ]
-    print_tables(shown, options.format, facts=tables.facts(sweep, block_size, block_bytes))
+    if options.page is not None:
+        _write_page(options.page, render_page(options.traces, sweep, found, sentences, shown[:3], block_bytes))
+    facts = tables.facts(sweep, block_size, block_bytes)
+    if options.format is Format.JSON:
+        shown, facts = shown[:3], {**facts, "answers": sentences}
+    print_tables(shown, options.format, facts=facts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
+
+
+def _write_page(path: Path, page: bytes) -> None:
+    try:
+        with whole_file(path, overwrite=True) as file:  # checked before
+            file.write(page)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    say(f"{path}: open it in a browser")
 
 
 # ---------------------------------------------------------------------- input
@@ -180,11 +196,12 @@ def _schedule(
             raise UsageError("--speed: this trace has no times", hint="without --speed all requests arrive at once")
         if options.gpu is None and options.step_ms is None:
             raise UsageError("--speed needs the time of a step", hint="--step-ms 20, or --gpu h200 -m MODEL")
+    read_ahead = loaded.config.run.read_ahead
     if options.step_ms is not None:
         step_ns = round(options.step_ms * 1e6)
-        return Schedule(options.speed, lambda work, scheduler: step_ns)
+        return Schedule(options.speed, lambda work, scheduler: step_ns, read_ahead)
     if options.gpu is None:
-        return Schedule(options.speed)
+        return Schedule(options.speed, None, read_ahead)
     if sizes is None:
         raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
     _, spec = prompt_model(loaded, None)
@@ -193,7 +210,7 @@ def _schedule(
     floor = StepFloor.of(
         sizes, find_card(options.gpu), dtype=_weight_dtype(loaded), kv_dtype=kv_dtype, num_windowed=num_windowed
     )
-    return Schedule(options.speed, floor)
+    return Schedule(options.speed, floor, read_ahead)
 
 
 def _weight_dtype(loaded: LoadedConfig) -> str:

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from pagedcli.cli.tables import Column, Table, count, percent, size
+from pagedcli.cli.tables import Column, Format, Table, count, percent, size
 from pagedcli.simulation.misses import PARTS
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule
 from pagedcli.simulation.stack_distance import LruCurve
 from pagedcli.simulation.sweep import Sweep, SweepPoint
+
+PART_NAMES = {name: name.replace("_", " ") for name in PARTS} | {"policy": "eviction"}
 
 
 def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
         "hit_rate_tokens": _rate(*point.hit_tokens),
         "lru_unscheduled_hit_rate_blocks": _rate(blocks, sweep.curve.num_blocks),
         "lru_unscheduled_hit_rate_tokens": _rate(tokens, sweep.curve.num_tokens),
+        "clairvoyant_hit_rate_tokens": _rate(*sweep.best(point.num_blocks)),
         "tokens": point.parts,
     }
     run = point.run
@@ -96,10 +99,12 @@ def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
     return row
 
 
-def answer_table(sentences: Sequence[str]) -> Table:
-    """What it means."""
-    rows = [{"answer": sentence} for sentence in sentences]
-    return Table("answers", "Answers", [Column("answer", "in words", str, words=True)], rows)
+def answer_table(sentences: Sequence[str], format: Format) -> Table:
+    """What it means: lines of text, in CSV rows."""
+    columns = [Column("answer", "answer", str, words=True)]
+    if format is Format.CSV:
+        return Table("answers", "Answers", columns, [{"answer": sentence} for sentence in sentences])
+    return Table("answers", "Answers", columns, [], sentences)
 
 
 def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | None, block_bytes: int | None) -> Table:
@@ -107,17 +112,20 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
     rows = [point_row(point, sweep) for point in points]
     columns = [
         Column("pool_blocks", "pool", count),
-        Column("pool_share", "of unique", percent),
+        Column("pool_share", "share", percent),
         Column("policy", "policy"),
-        Column("hit_rate_tokens", "hit tokens", percent),
-        Column("hit_rate_blocks", "hit blocks", percent),
+        Column("hit_rate_tokens", "tokens", percent),
+        Column("hit_rate_blocks", "blocks", percent),
     ]
     notes = [
-        "pool: in blocks; of unique: as a share of the distinct blocks of all prompts",
-        "hit tokens, hit blocks: of the prompts' tokens and full blocks, at their first computation; "
+        "pool: in blocks; share: of the distinct blocks of all prompts",
+        "tokens, blocks: hits of the prompts' tokens and full blocks, when they are first computed; "
         + _warmup_text(sweep.warmup),
     ]
     title = "Hit rates without running requests"
+    if schedule is None:
+        columns.append(Column("clairvoyant_hit_rate_tokens", "best", percent))
+        notes.append("best: tokens that hit with the clairvoyant, which evicts what is needed last")
     if block_bytes is not None:
         for row in rows:
             row["pool_bytes"] = row["pool_blocks"] * block_bytes
@@ -127,7 +135,8 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
         title = "Hit rates of real runs"
         timed = schedule.step_time is not None
         columns += [
-            Column("lru_unscheduled_hit_rate_tokens", "LRU alone", percent),
+            Column("lru_unscheduled_hit_rate_tokens", "LRU", percent),
+            Column("clairvoyant_hit_rate_tokens", "best", percent),
             Column("mean_waiting_s", "waiting", seconds) if timed else Column("mean_waiting_steps", "waiting", count),
             Column("num_preemptions", "preempted", count),
         ]
@@ -135,7 +144,8 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             columns.append(Column("num_refused", "refused", count))
             notes.append("refused: requests that never fit into the pool; they count nowhere else")
         notes += [
-            "LRU alone: hit tokens of the same pool under LRU without running requests",
+            "LRU, best: tokens that hit in the same pool without running requests: under LRU, and with the clairvoyant,"
+            " which evicts what is needed last",
             f"waiting: mean {'time' if timed else 'steps'} from arrival to the first step that computes a request;"
             " preempted: in the whole run",
         ]
@@ -152,12 +162,12 @@ def miss_table(points: Sequence[SweepPoint]) -> Table:
     rows = []
     for point in points:
         total = sum(point.parts.values())
-        shares = {name: _rate(tokens, total) for name, tokens in point.parts.items()}
+        shares = {f"{name}_share": _rate(tokens, total) for name, tokens in point.parts.items()}
         rows.append({"pool_blocks": point.num_blocks, "policy": point.policy, **shares})
     columns = [Column("pool_blocks", "pool", count), Column("policy", "policy")]
-    columns += [Column(name, name.replace("_", " "), percent) for name in used]
+    columns += [Column(f"{name}_share", PART_NAMES[name], percent) for name in used]
     notes = ["shares of the prompts' tokens, adding up to 100 %; each token counts where it first fits, left to right"]
-    notes += [f"{name.replace('_', ' ')}: {PARTS[name]}" for name in used]
+    notes += [f"{PART_NAMES[name]}: {PARTS[name]}" for name in used]
     return Table("misses", "Where the prompts' tokens went", columns, rows, notes)
 
 

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from html import escape
 from shutil import get_terminal_size
 from typing import Annotated, Any
 
@@ -151,6 +152,22 @@ def as_markdown(table: Table) -> str:
     lines = ["| " + " | ".join(_markdown(cell) for cell in row) + " |" for row in rows]
     notes = [f"\n{_markdown(one_line(note))}" for note in table.notes]
     return "\n".join([f"### {_markdown(one_line(table.title))}", "", *lines, *notes]) + "\n"
+
+
+def as_html(table: Table) -> str:
+    """A heading, a table and its notes, for a page."""
+
+    def cell(tag: str, text: str, is_number: bool) -> str:
+        return f"<{tag}{' class=n' if is_number else ''}>{escape(text)}</{tag}>"
+
+    head = "".join(cell("th", column.header, column.is_number) for column in table.columns)
+    rows = [
+        "".join(cell("td", text, column.is_number) for text, column in zip(row, table.columns, strict=True))
+        for row in _shown(table)
+    ]
+    lines = "".join(f"<tr>{row}</tr>" for row in rows)
+    notes = "".join(f"<p>{escape(one_line(note))}</p>" for note in table.notes)
+    return f"<h2>{escape(table.title)}</h2><div><table><tr>{head}</tr>{lines}</table></div>{notes}"
 
 
 def _markdown(text: str) -> str:

@@ -34,10 +34,10 @@ def _ceiling(curve: LruCurve, block_bytes: int | None) -> str:
     texts = [
         f"{size:,}" if block_bytes is None else f"{size:,} ({size * block_bytes / 2**30:,.1f} GiB)" for size in sizes
     ]
-    shares = " / ".join(f"{share:.0%}" for share in SHARES)
+    shares = " / ".join(f"{100 * share:.0f}" for share in SHARES)
     return (
         f"Without a limit {_percent(curve.ceiling[1], curve)} of the prompts' tokens hit. LRU without running requests "
-        f"gets {shares} of that with {' / '.join(texts)} blocks."
+        f"gets {shares} % of that with {' / '.join(texts)} blocks."
     )
 
 
@@ -73,7 +73,9 @@ def _policies(points: Sequence[SweepPoint]) -> list[str]:
                  if point.num_blocks == size}  # fmt: skip
         best = max(rates, key=lambda policy: rates[policy])
         if "lru" in rates and rates[best] - rates["lru"] >= _NOTABLE:
-            sentences.append(f"{best} gets {rates[best]:.1%} instead of {rates['lru']:.1%} (lru) at {size:,} blocks.")
+            sentences.append(
+                f"{best} gets {_share(rates[best])} instead of {_share(rates['lru'])} (lru) at {size:,} blocks."
+            )
     return sentences
 
 
@@ -84,10 +86,9 @@ def _reordering(sweep: Sweep, pools: Sequence[int]) -> list[str]:
     before = sweep.curve.hits_at(size)[1] / sweep.curve.num_tokens
     after = sorted_curve.hits_at(size)[1] / sorted_curve.num_tokens
     if after - before < _NOTABLE:
-        return [f"Sorting by prefix (--reorder prefix) gains nothing at {size:,} blocks: {after:.1%}."]
-    return [
-        f"Sorting by prefix (--reorder prefix) raises the hit rate from {before:.1%} to {after:.1%} at {size:,} blocks."
-    ]
+        return [f"Sorting by prefix (--reorder prefix) gains nothing at {size:,} blocks: {_share(after)}."]
+    rise = f"from {_share(before)} to {_share(after)}"
+    return [f"Sorting by prefix (--reorder prefix) raises the hit rate {rise} at {size:,} blocks."]
 
 
 def prefix_order(accesses: Accesses) -> Ints:
@@ -127,9 +128,7 @@ def _block_sizes(sweep: Sweep, pool: int) -> list[str]:
     texts = [f"{other:,}: {_rates(sweep.workload, other, pool * size // other, sweep.warmup)}" for other in others]
     if not texts:
         return []
-    own = (
-        f"{sweep.curve.hits_at(pool)[1] / sweep.curve.num_tokens:.1%}, {_percent(sweep.curve.ceiling[1], sweep.curve)}"
-    )
+    own = f"{_percent(sweep.curve.hits_at(pool)[1], sweep.curve)}, {_percent(sweep.curve.ceiling[1], sweep.curve)}"
     return [
         f"Hit rates by block size, with the memory of {pool:,} blocks of {size:,} and without a limit: "
         f"{size:,}: {own}; {'; '.join(texts)}."
@@ -143,4 +142,8 @@ def _rates(workload: Workload, block_size: int, pool: int, warmup: float) -> str
 
 
 def _percent(tokens: int, curve: LruCurve) -> str:
-    return f"{tokens / max(1, curve.num_tokens):.1%}"
+    return _share(tokens / max(1, curve.num_tokens))
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -11,7 +11,7 @@ PARTS = {
     "hit": "found in the cache when the prompt was first computed",
     "in_flight": "the same policy without running requests would have hit: the block was still being computed, or"
     " running requests held the pool",
-    "policy": "the clairvoyant would have hit at this pool size",
+    "policy": "evicting what is needed last (the clairvoyant) would have hit at this pool size",
     "capacity": "a cache without limit would have hit",
     "cold": "in no earlier prompt",
     "short": "after the last full block, and the last token, which is always computed",
@@ -23,7 +23,7 @@ class CacheBounds:
     """[R] tokens that hit without running requests at one pool size: what the misses are compared with."""
 
     policy: Ints  # with the policy of the run
-    clairvoyant: Ints | None  # with the clairvoyant; None: not computed
+    clairvoyant: Ints  # with the clairvoyant
     unlimited: Ints  # in a cache without limit
 
 
@@ -36,8 +36,6 @@ def split(accesses: Accesses, hits: Ints, bounds: CacheBounds, counted: Bools) -
     parts = {"hit": hits}
     causes = [("in_flight", bounds.policy), ("policy", bounds.clairvoyant), ("capacity", bounds.unlimited)]
     for name, bound in [*causes, ("cold", accesses.full_tokens), ("short", accesses.prompt_tokens)]:
-        if bound is None:
-            continue
         parts[name] = np.maximum(bound - reached, 0)
         reached = np.maximum(reached, bound)
     return {name: int(tokens[counted].sum()) for name, tokens in parts.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pagedcli.batch.run import LEAST_TOKENS, read_ahead
 from pagedcli.engine.engine_plan import Plan, PreemptionPolicy
 from pagedcli.engine.outputs import RequestOutput
 from pagedcli.errors import RequestError
@@ -25,6 +26,11 @@ class Schedule:
 
     speed: float | None = None  # requests arrive by their times, this many times as fast; None: all at once
     step_time: StepTime | None = None  # None: time is counted in steps
+    read_ahead: int | None = None  # prompt tokens in work, as in batch.run; None: by the eviction policy
+
+    def tokens_ahead(self, plan: Plan) -> int:
+        """Prompt tokens in work, unless twice max_num_seqs requests are more."""
+        return read_ahead(plan) if self.read_ahead is None else self.read_ahead
 
 
 @dataclass(slots=True)
@@ -117,9 +123,18 @@ def simulate(
     return driver.result()
 
 
+def known_ahead(prompt_tokens: Ints, plan: Plan, schedule: Schedule) -> Ints:
+    """[R] when a request starts, the end of those that are in the queue: what next-use knows in a real run."""
+    counted = np.maximum(prompt_tokens, LEAST_TOKENS)
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counted)])
+    by_tokens = np.searchsorted(total, total[:-1] + schedule.tokens_ahead(plan))
+    ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.max_num_seqs)
+    return np.minimum(ends, len(counted))
+
+
 class _Driver:
-    """Feeds the core as a batch run does: at most twice max_num_seqs requests are unfinished at a time. As the queue is
-    first come, first served, a request that is added later than it arrives starts no later."""
+    """Feeds the core as a batch run does: twice max_num_seqs requests are unfinished at a time, or more for read_ahead.
+    As the queue is first come, first served, a request that is added later than it arrives starts no later."""
 
     def __init__(self, core: SimulatedCore, workload: Workload, schedule: Schedule) -> None:
         num = len(workload.requests)
@@ -128,6 +143,8 @@ class _Driver:
         self._requests = workload.requests
         self._speed = schedule.speed
         self._max_unfinished = 2 * core.plan.max_num_seqs
+        self._tokens_ahead = schedule.tokens_ahead(core.plan)
+        self._num_tokens = 0  # of unfinished prompts
         self._next = 0
         self._step_starts = array("q")  # virtual time at which each step began
         prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
@@ -141,7 +158,7 @@ class _Driver:
     def feed(self) -> bool:
         """Add the requests that have arrived. False at the end of the run."""
         core = self._core
-        while self._next < len(self._requests) and core.num_unfinished_requests < self._max_unfinished:
+        while self._next < len(self._requests) and self._has_room():
             request = self._requests[self._next]
             arrival_ns = self._arrival_ns(request)
             if arrival_ns > core.clock.now_ns:
@@ -151,6 +168,9 @@ class _Driver:
             self._add(request)
         self._step_starts.append(core.clock.now_ns)
         return core.has_unfinished_requests()
+
+    def _has_room(self) -> bool:
+        return self._core.num_unfinished_requests < self._max_unfinished or self._num_tokens < self._tokens_ahead
 
     def _arrival_ns(self, request: TraceRequest) -> int:
         if self._speed is None or request.arrival_s is None:
@@ -167,10 +187,12 @@ class _Driver:
         else:
             self._index[request.request_id] = self._next
             self._added_ns[request.request_id] = self._core.clock.now_ns
+            self._num_tokens += max(LEAST_TOKENS, request.num_prompt_tokens)
         self._next += 1
 
     def finish(self, output: RequestOutput) -> None:
         index = self._index.pop(output.request_id)
+        self._num_tokens -= max(LEAST_TOKENS, self._requests[index].num_prompt_tokens)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
         arrival_ns = self._arrival_ns(self._requests[index])
         self._result.cached_tokens[index] = output.num_cached_tokens

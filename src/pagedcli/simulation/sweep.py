@@ -12,9 +12,10 @@ from pagedcli.engine.engine_plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.simulation.accesses import Accesses, Ints, num_warmup
+from pagedcli.simulation.bounds import clairvoyant_hits
 from pagedcli.simulation.misses import CacheBounds, split
 from pagedcli.simulation.requests import Workload
-from pagedcli.simulation.run import RunResult, Schedule, simulate
+from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
 from pagedcli.simulation.stack_distance import NEVER, LruCurve, hits_per_request, lru_curve, stack_distances
 from pagedcli.simulation.unscheduled import tokens_of_hits, unscheduled_hits
 
@@ -82,9 +83,22 @@ class Sweep:
         self.curve: LruCurve = lru_curve(accesses, self.distances, warmup)
         self._counted = np.arange(accesses.num_requests) >= num_warmup(accesses.num_requests, warmup)
         self._unlimited = hits_per_request(accesses, self.distances != NEVER)
+        self._clairvoyant: dict[int, Ints] = {}  # pool size -> [R] tokens
+
+    def clairvoyant(self, num_blocks: int) -> Ints:
+        """[R] tokens that hit if the block that is needed last is evicted, without running requests."""
+        if num_blocks not in self._clairvoyant:
+            hits = clairvoyant_hits(self.accesses.blocks.tolist(), self.accesses.starts.tolist(), num_blocks)
+            self._clairvoyant[num_blocks] = tokens_of_hits(self.accesses, np.array(hits, dtype=np.int64))
+        return self._clairvoyant[num_blocks]
+
+    def best(self, num_blocks: int) -> tuple[int, int]:
+        """(tokens that hit in all with the clairvoyant, tokens of the prompts)."""
+        tokens = self.accesses.prompt_tokens[self._counted]
+        return int(self.clairvoyant(num_blocks)[self._counted].sum()), int(tokens.sum())
 
     def unscheduled(self, num_blocks: int, policy: Eviction) -> SweepPoint:
-        """A pool without running requests."""
+        """A pool without running requests. next-use knows all of them."""
         hits = self._hits(num_blocks, policy)
         parts = split(self.accesses, tokens_of_hits(self.accesses, hits), self._bounds(num_blocks, hits), self._counted)
         blocks = (int(hits[self._counted].sum()), int(np.diff(self.accesses.starts)[self._counted].sum()))
@@ -95,22 +109,23 @@ class Sweep:
     ) -> SweepPoint:
         """A real run."""
         run = simulate(self.workload, plan, schedule, emit=emit, observe=observe)
-        bounds = self._bounds(plan.num_blocks, self._hits(plan.num_blocks, plan.eviction))
+        known = known_ahead(self.accesses.prompt_tokens, plan, schedule)
+        bounds = self._bounds(plan.num_blocks, self._hits(plan.num_blocks, plan.eviction, known))
         hits = np.maximum(np.asarray(run.cached_tokens), 0)
         parts = split(self.accesses, hits, bounds, run.served(self.warmup))
         tokens = run.hit_tokens(self.warmup)
         return SweepPoint(plan.num_blocks, plan.eviction, run, run.hit_blocks(self.warmup), tokens, parts)
 
-    def _hits(self, num_blocks: int, policy: Eviction) -> Ints:
+    def _hits(self, num_blocks: int, policy: Eviction, known: Ints | None = None) -> Ints:
         """[R] blocks that hit without running requests."""
         if policy != "lru":
-            return unscheduled_hits(self.accesses, num_blocks, policy)
+            return unscheduled_hits(self.accesses, num_blocks, policy, known)
         total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.distances <= num_blocks)])
         hits: Ints = total[self.accesses.starts[1:]] - total[self.accesses.starts[:-1]]
         return hits
 
     def _bounds(self, num_blocks: int, policy_hits: Ints) -> CacheBounds:
-        return CacheBounds(tokens_of_hits(self.accesses, policy_hits), None, self._unlimited)
+        return CacheBounds(tokens_of_hits(self.accesses, policy_hits), self.clairvoyant(num_blocks), self._unlimited)
 
 
 def points(

@@ -3,9 +3,10 @@
 What scripts compute, with our own eviction policies. For LRU, stack_distance.py gives the same for all sizes at once.
 """
 
+import itertools
 import struct
-from collections.abc import Iterable
-from itertools import pairwise
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -36,19 +37,20 @@ class Prompt:
         return prefixes
 
 
-def unscheduled_hits(accesses: Accesses, num_blocks: int, policy: Eviction = "lru") -> Ints:
+def unscheduled_hits(accesses: Accesses, num_blocks: int, policy: Eviction = "lru", known: Ints | None = None) -> Ints:
     """[R] blocks that hit. Of a prompt larger than the pool only as many blocks are kept as the pool has.
 
-    next-use knows all prompts from the start.
+    `known` [R]: when request r runs, next-use knows the requests before known[r]; None: all of them.
     """
     manager = BlockManager(num_blocks, 1, eviction=policy)
     hits = np.zeros(accesses.num_requests, dtype=np.int64)
-    prompts = _prompts(accesses, num_blocks)
-    if policy == "next-use":
-        prompts = list(prompts)
-        for prompt in prompts:
+    ends = itertools.repeat(accesses.num_requests) if known is None else known.tolist()
+    to_come, queue = _prompts(accesses, num_blocks), deque[Prompt]()
+    for request, end in zip(range(accesses.num_requests), ends, strict=False):
+        for prompt in itertools.islice(to_come, max(1 - len(queue), end - request - len(queue))):
             manager.expect(prompt)
-    for request, prompt in enumerate(prompts):
+            queue.append(prompt)
+        prompt = queue.popleft()
         if not prompt.token_ids:
             continue
         hit = manager.lookup(prompt)
@@ -60,9 +62,9 @@ def unscheduled_hits(accesses: Accesses, num_blocks: int, policy: Eviction = "lr
     return hits
 
 
-def _prompts(accesses: Accesses, num_blocks: int) -> Iterable[Prompt]:
+def _prompts(accesses: Accesses, num_blocks: int) -> Iterator[Prompt]:
     blocks, starts = accesses.blocks.tolist(), accesses.starts.tolist()
-    for request, (first, end) in enumerate(pairwise(starts)):
+    for request, (first, end) in enumerate(itertools.pairwise(starts)):
         yield Prompt(request, blocks[first : min(end, first + num_blocks)])
 
 
