@@ -159,5 +159,5 @@ def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_
     )  # fmt: skip
     engine = LLMEngine(config)
     expected = EngineFacts.of_decisions(decide(config, engine.spec, this_machine()))
-    assert expected.notes == ("linear layers are slow here: oneDNN packs no float16 weights",)
+    assert expected.notes == ("linear layers are slow here: oneDNN cannot pack float16 weights",)
     assert expected == EngineFacts.of_plan(engine.plan, engine.model.notes)

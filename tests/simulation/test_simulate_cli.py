@@ -5,7 +5,7 @@ import json
 
 import pytest
 from cli_harness import pagedcli
-from test_formats import write
+from test_trace_formats import write
 
 
 def rows(num_rows=60):

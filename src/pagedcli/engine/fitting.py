@@ -97,13 +97,13 @@ def forecast(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine:
 
 
 def weights_refusal(config: EngineConfig, spec: ModelSpec, terms: MemoryTerms, machine: Machine) -> ConfigError | None:
-    """The error for weights that exceed the memory that is left for them; None if they fit."""
-    left = terms.kv_cache + terms.activations + terms.weights
+    """The error for weights that alone exceed the free memory; None if they fit."""
+    left = terms.total - terms.reserve - terms.others  # terms.runtime may be part of the others by now
     if terms.weights <= left:
         return None
     return ConfigError(
         f"the weights of {config.model} take {terms.weights / _GIB:,.2f} GiB, but only {max(0, left) / _GIB:,.2f} GiB"
-        " of memory are left for them",
+        " of memory are free",
         hint=fitting_hint(fits(config, spec, machine)),
     )
 
