@@ -10,8 +10,9 @@ PROMPTS = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Once upo
 FAST = ("--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4")
 
 
-def pagedcli(*arguments, stdin=None, expect=0):
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(argument) for argument in arguments], input=stdin)
+def pagedcli(*arguments, stdin=None, expect=0, columns=80):
+    runner = CliRunner(env={"COLUMNS": str(columns)})
+    result = runner.invoke(app, [str(argument) for argument in arguments], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == expect, f"exit code {result.exit_code}\n{result.stderr}\n{result.stdout}"

@@ -17,6 +17,7 @@ from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import check_distinct
+from pagedcli.inspection.words import plural
 
 if TYPE_CHECKING:
     from pagedcli.distributed.coordinator import Snapshot
@@ -69,7 +70,7 @@ def run_cluster_job(job: ClusterJob) -> int:
     assert folder.manifest is not None, "prepared"
     costs = [folder.manifest.costs[part] for part in missing]
     num_rows = sum(folder.manifest.num_rows)
-    say(f"{num_rows:,} rows in {folder.manifest.num_parts:,} parts, {len(missing):,} to do")
+    say(f"{plural(num_rows, 'row')} in {plural(folder.manifest.num_parts, 'part')}, {len(missing):,} to do")
     progress = _Progress(num_rows, num_resumed=_num_resumed(folder, missing), max_errors=_max_errors(job))
     outcome: Outcome = "complete"
     if missing:

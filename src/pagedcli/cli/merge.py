@@ -8,6 +8,7 @@ import typer
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK
 from pagedcli.cli.terminal import say
 from pagedcli.files import check_files
+from pagedcli.inspection.words import plural
 
 
 def merge(
@@ -48,6 +49,6 @@ def merge(
         merged = merge_shards(shards, output_file, overwrite=overwrite, allow_duplicate_ids=allow_duplicate_ids)
         what = f"{len(shards):,} shards"
     order = "input order" if merged.in_input_order else "shard after shard, in order of completion"
-    say(f"{merged.num_rows:,} rows of {what}, {order}; {merged.num_failed:,} failed")
+    say(f"{plural(merged.num_rows, 'row')} of {what}, {order}; {merged.num_failed:,} failed")
     say(f"rows: {output_file}")
     raise typer.Exit(EXIT_ERROR_ROWS if merged.num_failed else EXIT_OK)

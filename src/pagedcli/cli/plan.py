@@ -17,6 +17,7 @@ from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.inspection.prompt_survey import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptSurvey
+from pagedcli.inspection.words import plural
 from pagedcli.kvcache.budget import blocks_for
 
 if TYPE_CHECKING:
@@ -167,7 +168,9 @@ def _rows_table(scan: PromptScan) -> Table:
     rows = [{"what": "rows", "rows": scan.num_rows}, {"what": "valid", "rows": scan.num_valid}]
     rows += [{"what": f"bad: {code}", "rows": n} for code, n in scan.bad_codes.most_common()]
     rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
-    notes = [f"ignored field {name!r} in {lines:,} rows" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]]
+    notes = [
+        f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
+    ]
     if scan.max_model_len is None:
         notes.append("no config.json in the tokenizer's folder: length limits and memory are not checked")
     return Table("rows", "Rows", [Column("what", "what"), Column("rows", "rows", count)], rows, notes)
@@ -267,7 +270,7 @@ def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) ->
     longest = max(plan.total_lengths)
     at_once = pool.num_blocks / blocks_for(longest, block_size)
     notes = [
-        f"this machine ({pool.device}): {pool.num_blocks:,} blocks,"
+        f"this machine ({pool.device}): {plural(pool.num_blocks, 'block')},"
         f" {size(pool.num_blocks * pool.block_bytes)} ({pool.reason})",
         f"that holds {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
     ]

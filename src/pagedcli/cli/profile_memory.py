@@ -21,6 +21,7 @@ from pagedcli.inspection.memory_report import (
     waterfall_rows,
 )
 from pagedcli.inspection.prompt_survey import percentile
+from pagedcli.inspection.words import plural
 from pagedcli.kvcache.budget import MemoryTerms
 from pagedcli.kvcache.cards import CARDS
 
@@ -184,7 +185,7 @@ def _waterfall_table(profile: "Profile") -> Table:
     num_slots = profile.num_blocks * profile.config.block_size
     notes = [
         "bytes/block = " + block_formula(profile.sizes, profile.config.block_size, _name(profile.decided.kv_dtype)),
-        f"{profile.num_blocks:,} blocks of {size(profile.decided.block_bytes)} = {num_slots:,} tokens",
+        f"{plural(profile.num_blocks, 'block')} of {size(profile.decided.block_bytes)} = {plural(num_slots, 'token')}",
     ]
     num_ranks = profile.config.tensor_parallel_size
     title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")

@@ -24,6 +24,7 @@ from pagedcli.inspection.printers import StepPrinter
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stats import pool_counts
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.words import plural
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import one_line, printable_json
 
@@ -128,10 +129,9 @@ def _check(trace: Path, format_: StepFormat) -> None:
         return
     for note in result.notes:
         say(f"note: {note}")
-    print(
-        f"{one_line(str(trace))}: ok, {result.num_events:,} events in {result.num_steps:,} steps; at the end in use "
-        f"{counts['in_use']:,} + cached {counts['cached']:,} + empty {counts['empty']:,} = {counts['total']:,} blocks"
-    )
+    length = f"{plural(result.num_events, 'event')} in {plural(result.num_steps, 'step')}"
+    pool = f"in use {counts['in_use']:,} + cached {counts['cached']:,} + empty {counts['empty']:,}"
+    print(f"{one_line(str(trace))}: ok, {length}; at the end {pool} = {plural(counts['total'], 'block')}")
 
 
 def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:

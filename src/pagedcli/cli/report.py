@@ -8,6 +8,7 @@ import typer
 from pagedcli.cli.explain import recorded_decoder
 from pagedcli.cli.kv_report import capture_page
 from pagedcli.cli.replay import TraceFile
+from pagedcli.cli.tables import size
 from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
@@ -77,4 +78,4 @@ def report(
             file.write(page)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    say(f"{path}: {len(page) / 1e6:.1f} MB, open it in a browser")
+    say(f"{path}: {size(len(page))}, open it in a browser")

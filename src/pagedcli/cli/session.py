@@ -17,6 +17,7 @@ from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summar
 from pagedcli.cli.terminal import TerminalJson, say
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
+from pagedcli.inspection.words import plural
 
 if TYPE_CHECKING:
     from pagedcli.engine.llm_engine import LLMEngine
@@ -44,11 +45,11 @@ def run_job(
     record = work.finished()
     if record is not None:
         failed = f", {record.num_failed_rows:,} failed" if record.num_failed_rows else ""
-        say(f"{job.output} is complete ({record.num_rows:,} rows{failed}): nothing to resume")
+        say(f"{job.output} is complete ({plural(record.num_rows, 'row')}{failed}): nothing to resume")
         return EXIT_ERROR_ROWS if record.num_failed_rows else EXIT_OK
     sink = work.open_sink(_stdout())
     if sink.resumed_rows:
-        say(f"resuming: {sink.resumed_rows:,} rows are done")
+        say(f"resuming: {plural(sink.resumed_rows, 'row')} done")
     try:
         engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens)
     except BaseException:
@@ -108,8 +109,7 @@ def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:
         say(f"verify: {len(differences):,} of {num_rows:,} rows differ when generated alone")
         say("hint: docs/reproducibility.md says where equal bits are promised")
         return True
-    rows = "1 row" if num_rows == 1 else f"{num_rows:,} rows"
-    say(f"verify: {rows} generated again, each alone and without cached blocks: the same bits")
+    say(f"verify: {plural(num_rows, 'row')} generated again, each alone and without cached blocks: the same bits")
     return False
 
 

@@ -37,13 +37,13 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say(f"no CUDA graphs: {plan.no_graphs}")
     pool_bytes = plan.num_blocks * plan.block_bytes
     say(
-        f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens, {byte_text(pool_bytes)}"
+        f"KV cache: {_count(plan.num_blocks, 'block')} of {_count(plan.block_size, 'token')}, {byte_text(pool_bytes)}"
         f" ({plan.num_blocks_reason})"
     )
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:
-        say(f"minimum cacheable prefix: {plan.block_size} tokens (one block)")
+        say(f"minimum cacheable prefix: {_count(plan.block_size, 'token')} (one block)")
     else:
         say("prefix caching is off")
 

@@ -11,6 +11,7 @@ import msgspec
 from pagedcli.errors import TraceError
 from pagedcli.events import SCHEMA_VERSION, AnyEvent, EngineStarted, Event, StepFinished, StepScheduled, StepStarted
 from pagedcli.inspection.trace_parts import parts
+from pagedcli.inspection.words import plural
 from pagedcli.line_files import LineReader, has_compressed_name
 
 
@@ -54,7 +55,7 @@ class TraceReader:
             try:
                 for event in self._events(path):
                     if isinstance(event, EngineStarted) and not shift.fits(event):
-                        pool = f"{event.num_blocks:,} blocks of {event.block_size}"
+                        pool = f"{plural(event.num_blocks, 'block')} of {event.block_size}"
                         self.notes.append(
                             f"{path.name} was skipped, it has another pool ({pool}): read it by its own name"
                         )

@@ -24,7 +24,7 @@ from pagedcli.printable import one_line
 _WAITING = {
     "max_num_seqs": "sequence limit ({limit} run)",
     "token_budget": "token budget of the step is used up ({budget})",
-    "free_blocks": "needs {needed} blocks, {free} free",
+    "free_blocks": "needs {needed}, {free} free",
     "preemption": "room was made for a running sequence",
 }
 
@@ -53,7 +53,7 @@ def waiting_reason(event: RequestWaiting, engine: EngineStarted) -> str:
     return _WAITING[event.reason].format(
         limit=engine.max_num_seqs,
         budget=engine.max_num_batched_tokens,
-        needed=event.num_blocks_needed,
+        needed=plural(event.num_blocks_needed, "block"),
         free=event.num_free_blocks,
     )
 
@@ -135,7 +135,8 @@ def event_words(event: Event, state: PoolState) -> str | None:
             again, kept = plural(len(event.seq_ids), "sequence"), plural(len(event.cached_block_ids), "block")
             return f"fail step {event.step}: {again} back in the queue, {kept} still cached"
         case EngineStarted():
-            return f"start {one_line(event.model)}: {event.num_blocks:,} blocks of {plural(event.block_size, 'token')}"
+            pool = f"{plural(event.num_blocks, 'block')} of {plural(event.block_size, 'token')}"
+            return f"start {one_line(event.model)}: {pool}"
         case _:
             return None
 
