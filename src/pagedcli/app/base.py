@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Print
 from textual.widgets import Static
 
-from pagedcli.app.deck import Deck
+from pagedcli.app.deck import Deck, RunningDeck
 from pagedcli.app.dialogs import Ask, HelpPage
 from pagedcli.printable import one_line
 
@@ -83,11 +83,14 @@ class DeckApp(App[None]):
         self.printed: list[str] = []  # by others while the screen was open
         self._num_signals = 0
         self._said = ""
+        self._is_leaving = False
 
     def on_mount(self) -> None:
         self.begin_capture_print(self)
         self.set_interval(_TICK_S, self.tick)
         self.tick()
+        if isinstance(self.deck, RunningDeck):
+            self.deck.screen_is_open.set()
 
     def on_print(self, event: Print) -> None:
         self.printed.append(event.text)
@@ -96,10 +99,12 @@ class DeckApp(App[None]):
         self.call_after_refresh(self.refresh_all)
 
     def tick(self) -> None:
-        """Show the deck's moment if it is another one, and take note of signals."""
+        """Show the deck's moment if it is another one, take note of signals, and close the screen if it is time."""
         if self._num_signals:
             self._num_signals -= 1
             self.action_interrupt()
+        if self.has_ended and (self._is_leaving or self.deck.closes_at_end):
+            self.exit()
         if self.deck.poll():
             self.refresh_all()
         else:
@@ -145,12 +150,21 @@ class DeckApp(App[None]):
 
     # ------------------------------------------------------------------ keys
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing runs any more."""
+        return isinstance(self.deck, RunningDeck) and self.deck.has_ended
+
     def action_leave(self) -> None:
-        self.exit()
+        if isinstance(self.deck, RunningDeck) and not self.deck.has_ended:
+            self._is_leaving = True
+            self.deck.request_stop()
+        else:
+            self.exit()
 
     def action_interrupt(self) -> None:
-        self.was_interrupted = True
-        self.exit()
+        self.was_interrupted = not isinstance(self.deck, RunningDeck)  # else its work tells
+        self.action_leave()
 
     def action_help(self) -> None:
         self.push_screen(HelpPage(KEYS.format(unit=self.deck.unit, more=self.MORE_KEYS) + "\n" + self.legend()))

@@ -3,6 +3,7 @@
 Nothing here draws.
 """
 
+import threading
 import time
 from typing import Generic, TypeVar
 
@@ -15,6 +16,7 @@ class Deck(Generic[M]):
     """A source of moments with play, pause and speed. A method that cannot do what its key asks for returns why."""
 
     unit = "step"  # what one press of `.` advances by
+    closes_at_end = False  # the screen, without a key
 
     def __init__(self, *, paused: bool, speed: float | None) -> None:
         self.paused = paused
@@ -62,6 +64,32 @@ class Deck(Generic[M]):
     def jump(self, name: str, *, backward: bool) -> str:
         """Move to the next or previous preemption, eviction or miss."""
         raise NotImplementedError
+
+
+class RunningDeck(Deck[M]):
+    """A deck of something that runs in another thread."""
+
+    no_way_back = "what runs cannot go back: record it with --record, then use pagedcli replay"
+
+    def __init__(self, *, paused: bool, speed: float | None) -> None:
+        super().__init__(paused=paused, speed=speed)
+        self.has_started = threading.Event()
+        self.screen_is_open = threading.Event()
+        self.has_ended = False
+        self.stop_requested = False
+
+    def request_stop(self) -> None:
+        """End it soon; the second time, at once."""
+        self.stop_requested = True
+
+    def release(self) -> None:
+        """Nobody watches any more: it must not wait for keys."""
+        self.screen_is_open.set()
+
+    def finish(self) -> None:
+        """It has ended. Called by its thread."""
+        self.has_ended = True
+        self.has_started.set()
 
 
 class Recording(Deck[M]):

@@ -1,7 +1,6 @@
 """The application of `pagedcli trace` and `pagedcli replay`: block pool, sequences, figures, events."""
 
 from collections.abc import Iterable
-from textwrap import wrap
 from typing import ClassVar
 
 from rich.console import Group, RenderableType
@@ -91,8 +90,7 @@ class PoolApp(DeckApp):
         self._figures = Static(id="figures")
         self._events = Rows(id="events", empty="nothing yet")
         self._has_followed = False
-        self._is_leaving = False
-        self._has_ended = False
+        self._has_shown_end = False
 
     def compose(self) -> ComposeResult:
         yield self.head_line
@@ -112,9 +110,6 @@ class PoolApp(DeckApp):
         self._figures.border_title = "figures"
         self._events.border_title = "last events, newest first"
         self._sequences.focus()
-        super().on_mount()
-        if isinstance(self.deck, LiveDeck):
-            self.deck.screen_is_open.set()
 
     # ------------------------------------------------------------------ drawing
 
@@ -187,13 +182,7 @@ class PoolApp(DeckApp):
         self._figures.update(Group(*lines))
 
     def _show_events(self, moment: Moment) -> None:
-        width = max(20, self._events.size.width - 1)
-        lines = [
-            line
-            for words in reversed(moment.last_words(100))
-            for line in (wrap(words, width, subsequent_indent="    ") if len(words) > width else (words,))
-        ]
-        self._events.show(None, range(len(lines)), lambda key, width: Text(lines[key]))
+        self._events.show_lines(reversed(moment.last_words(100)))
 
     # ------------------------------------------------------------------ keys
 
@@ -226,26 +215,10 @@ class PoolApp(DeckApp):
     def action_zoom(self) -> None:
         self._map.zoom()
 
-    def action_leave(self) -> None:
-        if isinstance(self.deck, LiveDeck) and not self.deck.has_ended:
-            self._is_leaving = True
-            self.deck.request_stop()
-        else:
-            self.exit()
-
-    def action_interrupt(self) -> None:
-        if isinstance(self.deck, LiveDeck):
-            self.action_leave()
-        else:
-            super().action_interrupt()
-
     def tick(self) -> None:
-        has_ended = isinstance(self.deck, LiveDeck) and self.deck.has_ended
-        if has_ended and not self._has_ended:  # nothing is left of what was shown until now
-            self._has_ended = self._list.with_finished = True
+        if self.has_ended and not self._has_shown_end:  # nothing is left of what was listed until now
+            self._has_shown_end = self._list.with_finished = True
         super().tick()
-        if has_ended and self._is_leaving:
-            self.exit()
 
     # ------------------------------------------------------------------ stories
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from typing import cast
 
-from pagedcli.app.deck import SPEEDS, Deck, Recording
+from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
 from pagedcli.errors import TraceError
 from pagedcli.events import EngineStarted, Event, StepScheduled
 from pagedcli.inspection.fold import pool_fold
@@ -17,7 +17,6 @@ from pagedcli.inspection.stories import Story, block_story, sequence_story
 _KEPT_EVENTS = 100_000  # of a running engine, for stories
 _INTERVAL_S = 0.1  # least time between two moments
 _DRAW_SHARE = 0.02  # largest share of the time that the screen's thread may take
-_NO_WAY_BACK = "a running engine cannot go back: record it with --record, then use pagedcli replay"
 
 
 class PoolDeck(Deck[Moment]):
@@ -77,7 +76,7 @@ class ReplayDeck(Recording[Moment], PoolDeck):
         return block_story(block_id, self.replay.events())
 
 
-class LiveDeck(PoolDeck):
+class LiveDeck(RunningDeck[Moment], PoolDeck):
     """A running engine. `on_event` and `finish` belong to the engine's thread, all else to the screen's.
 
     The engine's thread leaves a copy of the moment when the screen asks for one, and waits here while paused or above
@@ -88,10 +87,6 @@ class LiveDeck(PoolDeck):
         super().__init__(paused=paused, speed=None)
         self.live = Moment(follow=follow)  # of the engine's thread
         self.damage: str | None = None
-        self.has_started = threading.Event()
-        self.screen_is_open = threading.Event()
-        self.has_ended = False
-        self.stop_requested = False
         self._abort = False
         self._fold = pool_fold(self.live)
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
@@ -148,8 +143,8 @@ class LiveDeck(PoolDeck):
 
     def finish(self) -> None:
         """The run has ended or failed."""
-        self._moment, self.has_ended = self.live, True
-        self.has_started.set()
+        self._moment = self.live
+        super().finish()
 
     # ------------------------------------------------------------------ the screen's thread
 
@@ -184,18 +179,18 @@ class LiveDeck(PoolDeck):
 
     def step(self, count: int) -> str:
         if count < 0:
-            return _NO_WAY_BACK
+            return self.no_way_back
         return self._change(True, num_steps=count)
 
     def go_to(self, number: int) -> str:
         step = self.live.state.step_number
-        return _NO_WAY_BACK if step is not None and number <= step else self._change(False, goal=number)
+        return self.no_way_back if step is not None and number <= step else self._change(False, goal=number)
 
     def go_to_end(self, *, last: bool) -> str:
-        return self._change(False) if last else _NO_WAY_BACK
+        return self._change(False) if last else self.no_way_back
 
     def jump(self, name: str, *, backward: bool) -> str:
-        return _NO_WAY_BACK if backward else self._change(False, goal=cast(Landmark, name))
+        return self.no_way_back if backward else self._change(False, goal=cast(Landmark, name))
 
     def faster(self, by: int) -> None:
         super().faster(by)
@@ -220,7 +215,7 @@ class LiveDeck(PoolDeck):
         """Nobody watches any more: the run continues at full speed."""
         self._speed_index = len(SPEEDS) - 1
         self._change(False)
-        self.screen_is_open.set()
+        super().release()
 
     def sequence_story(self, seq_id: int) -> Story:
         assert self._shown is not None, "a sequence is selected in a moment"

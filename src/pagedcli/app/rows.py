@@ -3,8 +3,9 @@
 Used by every screen of the application.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from textwrap import wrap
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -82,6 +83,12 @@ class Rows(ScrollView):
         if at is not None:
             self._follow_cursor()
         self.refresh()
+
+    def show_lines(self, lines: Iterable[str], style: str = "") -> None:
+        """Show lines of text, the long ones wrapped."""
+        width = max(20, self.scrollable_content_region.width)
+        rows = [row for line in lines for row in (wrap(line, width, subsequent_indent="    ") or [""])]
+        self.show(None, range(len(rows)), lambda key, width: Text(rows[key], style))
 
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width

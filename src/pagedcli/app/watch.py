@@ -1,21 +1,20 @@
-"""Runs an engine in a thread under the application of `pagedcli trace`."""
+"""Runs an engine, or the fold of a server's events, in a thread under its application."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pagedcli.app.base import on_signals
-from pagedcli.app.pool_app import PoolApp
-from pagedcli.app.pool_decks import LiveDeck
+from pagedcli.app.base import DeckApp, on_signals
+from pagedcli.app.deck import RunningDeck
 
 T = TypeVar("T")
 _WAIT_S = 0.1
 
 
-def watch(app: PoolApp, deck: LiveDeck, work: Callable[[], T]) -> T:
-    """Do `work`, whose engine emits to the deck of the application, and return its result. The screen opens when the
-    engine has started, and stays after the end of the work until the user closes it.
+def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
+    """Do `work`, which the deck of the application shows, and return its result. The screen opens when it has started,
+    and stays after its end until the user closes it, or closes by itself if that is what the deck says.
 
     Raises: what `work` raises.
     """
@@ -28,7 +27,7 @@ def watch(app: PoolApp, deck: LiveDeck, work: Callable[[], T]) -> T:
             outcome.set_exception(error)
         deck.finish()
 
-    thread = threading.Thread(target=run, name="engine", daemon=True)
+    thread = threading.Thread(target=run, name="work", daemon=True)
     thread.start()
     while not deck.has_started.wait(_WAIT_S):
         pass

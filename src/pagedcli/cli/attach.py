@@ -1,6 +1,5 @@
 """`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -8,21 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from pagedcli.cli.kv_recording import fold_capture, kv_decoder, open_capture
-from pagedcli.cli.kv_screen import KVScreen
 from pagedcli.cli.kv_tables import metrics_table, summary_tables
 from pagedcli.cli.tables import Format, FormatOption, Table, print_tables
-from pagedcli.cli.terminal import say
+from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 from pagedcli.interrupt import as_exceptions
+from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.summary import facts, limits
 
 if TYPE_CHECKING:
+    from pagedcli.app.kv_decks import AttachDeck
     from pagedcli.kvevents.scrape import Scraper
     from pagedcli.kvevents.sockets import Subscriber
 
@@ -74,8 +73,9 @@ def attach(
     """Watch the KV cache of a running vLLM, SGLang or TensorRT-LLM server.
 
     Reads the KV events that the server publishes (docs/attach.md: how to enable them) and rebuilds its prefix tree:
-    what is resident, how long blocks live, and which are evicted and recomputed. Shows a live view on a terminal (q
-    quits) and prints a summary to stdout. KV events contain no hits or requests: --metrics adds the server's counts.
+    what is resident, how long blocks live, and which are evicted and recomputed. On a terminal it opens an application
+    (q quits, ? shows all keys); at the end it prints a summary to stdout. KV events contain no hits or requests:
+    --metrics adds the server's counts.
 
     \b
     Examples:
@@ -96,19 +96,18 @@ def attach(
         _print(summary_tables(state, decode), state, format_)
         return
     check_files({}, {"--record": record}, overwrite=overwrite)
-    live = sys.stdin.isatty() and sys.stderr.isatty() and not no_live
     with as_exceptions(), ExitStack() as stack:
         subscriber = _subscriber(stack, endpoints, replay or [], topic)
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
         session = _Session(subscriber, writer, keep_tokens=decode is not None)
-        if live:
-            screen = KVScreen(Console(stderr=True), session.state, decode, scraper, endpoints)
-            session.screen = stack.enter_context(screen)
-        try:
-            session.follow(duration, idle)
-        except KeyboardInterrupt:
-            say()
+        if is_interactive(with_stdout=False) and not no_live:
+            _watch(session, duration, idle, f"pagedcli attach {' '.join(endpoints)}", decode, scraper)
+        else:
+            try:
+                session.follow(duration, idle)
+            except KeyboardInterrupt:
+                say()
     tables = summary_tables(session.state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))
@@ -117,6 +116,24 @@ def attach(
         say("note: no messages received; does the server publish KV events there? See docs/attach.md")
     if record is not None:
         say(f"recording: {record}; view it with: pagedcli replay {record}")
+
+
+def _watch(
+    session: "_Session",
+    duration: float | None,
+    idle: float | None,
+    title: str,
+    decode: Decode | None,
+    scraper: "Scraper | None",
+) -> None:
+    """Follow the session under the application."""
+    from pagedcli.app.kv_app import KVApp
+    from pagedcli.app.kv_decks import AttachDeck
+    from pagedcli.app.watch import watch
+
+    session.deck = AttachDeck()
+    app = KVApp(session.deck, title, decode=decode, scraper=scraper)
+    watch(app, session.deck, lambda: session.follow(duration, idle))
 
 
 def _print(tables: list[Table], state: KVState, format_: Format) -> None:
@@ -139,12 +156,12 @@ def _scraper(stack: ExitStack, url: str) -> "Scraper":
 
 
 class _Session:
-    """State, screen and recording of one call of the command."""
+    """State, application and recording of one call of the command."""
 
     def __init__(self, subscriber: "Subscriber", writer: CaptureWriter | None, *, keep_tokens: bool) -> None:
         fetch = self._fetch if subscriber.can_replay else None
         self.state = KVState(subscriber.endpoints, keep_tokens=keep_tokens, fetch=fetch)
-        self.screen: KVScreen | None = None
+        self.deck: AttachDeck | None = None
         self._start = time.monotonic()
         self._next_line = self._start + _LINE_S
         self._subscriber = subscriber
@@ -163,10 +180,12 @@ class _Session:
                 self._keep(frames, last_message, source)
             if idle is not None and self._now() - last_message >= idle:
                 return
-            if self.screen is None:
+            if self.deck is None:
                 self._say_line()
-            elif not self.screen.update(self._now()):
+            elif self.deck.stop_requested:
                 return
+            else:
+                self.deck.offer(self.state, self._now())
 
     def _fetch(self, source: int, first: int, before: int | None) -> Iterator[list[bytes]]:
         for frames in self._subscriber.replay(source, first, before):

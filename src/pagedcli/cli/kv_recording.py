@@ -1,18 +1,16 @@
 """Recordings of KV events for `attach`, `replay` and `explain`: the tree through time, churn, and what would help."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from pagedcli.cli.kv_screen import KVPlayer
-from pagedcli.cli.kv_tables import Decode, curve_table, summary_tables
+from pagedcli.cli.kv_tables import curve_table, summary_tables
 from pagedcli.cli.tables import Format, print_tables
-from pagedcli.cli.terminal import say
+from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.errors import UsageError
+from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import LargerCache, curve
@@ -83,20 +81,27 @@ def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
 
 
 def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: bool) -> None:
-    """The tree through time: one message, all of them, or on a terminal a player."""
+    """The tree through time: one message, all of them, or on a terminal the application."""
     reader = CaptureReader(path)
     if step is not None:
         _print_step(reader, step, as_json=as_json)
     elif as_json:
         for row in _rows(reader):
             print(msgspec.json.encode(row).decode())
-    elif sys.stdin.isatty() and sys.stdout.isatty() and not every_step:
-        KVPlayer(reader, Console(), title=f"pagedcli replay {path.name}").run()
+    elif is_interactive() and not every_step:
+        _play(reader)
     else:
         for row in _rows(reader):
             print(_line(row))
     for note in reader.notes:
         say(f"note: {note}")
+
+
+def _play(reader: CaptureReader) -> None:
+    from pagedcli.app.kv_app import KVApp
+    from pagedcli.app.kv_decks import CaptureDeck
+
+    KVApp(CaptureDeck(reader, reader.sources), f"pagedcli replay {reader.path.name}").show()
 
 
 def _rows(reader: CaptureReader) -> Iterator[dict[str, Any]]:

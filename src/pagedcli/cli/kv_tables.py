@@ -1,10 +1,10 @@
 """Tables of a KV event state: the summary of `attach`, and those of `explain` for a recording."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.cli.tables import Column, Table, count, decimal, percent, text
-from pagedcli.kvevents.branches import Branch, Shape, largest_branches, near_twins, token_ids
+from pagedcli.kvevents.branches import Decode, Shape, branch_label, largest_branches, near_twins, token_ids
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import CurvePoint
 from pagedcli.kvevents.summary import cache_rows, churn_rows, facts, limits, lora_rows
@@ -13,12 +13,10 @@ from pagedcli.kvevents.tree import Node, PrefixTree
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
 
-Decode = Callable[[tuple[int, ...]], str]
 _MOST_BRANCHES = 12
 _MOST_TWINS = 8
 _MOST_TREES = 8
 _MOST_CACHES = 50
-_SHOWN_TOKENS = 24  # of a branch, decoded
 
 _FIGURES = {
     "duration_s": "seconds watched",
@@ -124,23 +122,6 @@ def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[dict[str, Any]
             "num_blocks": branch.num_blocks, "num_tokens": branch.num_tokens, "lora": branch.nodes[0].lora,
             "share": branch.num_tokens / total if total else None,
         }  # fmt: skip
-
-
-def branch_label(branch: Branch, decode: Decode | None) -> str:
-    """The text at the beginning of a branch, or the hash of its first block."""
-    if decode is not None:
-        ids = token_ids(branch.nodes[:2])[:_SHOWN_TOKENS]
-        if ids:
-            return repr(decode(tuple(ids)))
-    value = branch.nodes[0].hash
-    shown = (
-        f"{value & (1 << 64) - 1:016x}"
-        if isinstance(value, int)
-        else value.hex()
-        if isinstance(value, bytes)
-        else value
-    )
-    return shown[:16]
 
 
 def twins_table(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> Table:

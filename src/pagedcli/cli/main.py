@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "Generate from a JSONL file of prompts.",
     "merge": "Merge the outputs of all shards of a run.",
     "verify": "Compare two outputs row by row.",
-    "trace": "Generate with a live view of the KV cache.",
+    "trace": "Generate and watch the KV cache.",
     "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
     "replay": "Step through a recorded run.",
     "explain": "Explain why each prefix lookup of a run hit or missed.",

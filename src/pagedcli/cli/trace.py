@@ -1,4 +1,4 @@
-"""`pagedcli trace`: generation with a live view of the KV cache."""
+"""`pagedcli trace`: generation under the application, or with printed steps."""
 
 import os
 import sys
@@ -61,7 +61,7 @@ def trace(
     ] = StepFormat.TABLE,
     flags: Flags,
 ) -> None:
-    """Generate with a live view of the KV cache: block pool, sequences, hit rates, events.
+    """Generate and watch the KV cache: block pool, sequences, hit rates, events.
 
     On a terminal it opens an application: space pauses, . runs one step, + and - change the speed, Enter tells the
     story of a sequence or a block, q stops after the step, ? shows all keys. Without a terminal, and with NO_COLOR or

@@ -1,6 +1,6 @@
 """Everything a screen shows of one moment of a run: the pool, the statistics and the last events.
 
-Shared by the live view and replay, so they cannot disagree.
+Shared by the application and the printed tables, so they cannot disagree.
 """
 
 import dataclasses

@@ -2,12 +2,15 @@
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pagedcli.kvevents.tree import Node, PrefixTree
 from pagedcli.kvevents.wire import BlockHash
+
+Decode = Callable[[tuple[int, ...]], str]
+_SHOWN_TOKENS = 24  # of a branch, decoded
 
 
 class Shape:
@@ -95,6 +98,22 @@ def largest_branches(shape: Shape, most: int) -> list[Branch]:
         )
         offer(children, order)
     return sorted(chosen, key=lambda branch: branch.order)
+
+
+def branch_label(branch: Branch, decode: Decode | None) -> str:
+    """The text at the beginning of a branch, or the hash of its first block."""
+    if decode is not None:
+        ids = token_ids(branch.nodes[:2])[:_SHOWN_TOKENS]
+        if ids:
+            return repr(decode(tuple(ids)))
+    return hash_text(branch.nodes[0].hash)
+
+
+def hash_text(value: BlockHash) -> str:
+    """The first 16 characters of a block's hash."""
+    if isinstance(value, int):
+        return f"{value & (1 << 64) - 1:016x}"
+    return (value.hex() if isinstance(value, bytes) else value)[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""The application on KV events: a recording forwards and backwards, and a running server."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("textual")
+
+from app_harness import drive, press, screen_text, settle, shown
+from kv_event_harness import message, removed, stored
+
+from pagedcli.app.kv_app import KVApp
+from pagedcli.app.kv_decks import AttachDeck, CaptureDeck
+from pagedcli.app.watch import watch
+from pagedcli.kvevents.fold import KVState
+
+MESSAGES = [
+    message(0, stored(1, 2, 3)),
+    message(1, stored(4, 5, parent=2)),
+    message(2, removed(3)),
+    message(3, stored(7)),
+    message(4, stored(3, parent=2)),  # again
+    message(5, removed(7)),
+]
+
+
+def recording(**options):
+    return KVApp(CaptureDeck([(frames, float(i), 0) for i, frames in enumerate(MESSAGES)], ["server"]), "t", **options)
+
+
+def state_after(num_messages):
+    state = KVState(["server"])
+    for place, frames in enumerate(MESSAGES[:num_messages]):
+        state.take(frames, float(place))
+    return state
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_every_panel_is_on_the_screen(size):
+    text = shown(recording(), "]", size=size)
+    assert len(text.split("\n")) == size[1]
+    for part in ("prefix tree", "churn 1 of 7", "group", "resident 5 blocks", "no block ids", "message 6 of 6"):
+        assert part in text
+    assert "…" not in text
+
+
+def test_a_recording_moves_both_ways_and_jumps():
+    app = recording()
+
+    async def script(pilot):
+        seen = []
+        for keys in ([".", "."], ["e"], ["m"], ["e"], ["E"], ["[", "4", "enter"], [","]):
+            await press(pilot, *keys)
+            seen.append(app.deck.position)
+            assert app.deck.moment.facts["num_resident_blocks"] == state_after(app.deck.position).num_resident
+        assert "no earlier miss" in await press(pilot, "M")
+        return seen
+
+    assert drive(app, script) == [2, 3, 5, 6, 3, 4, 3]
+
+
+def test_enter_shows_the_blocks_of_a_subtree():
+    def decode(ids):
+        return "-".join(map(str, ids))
+
+    app = recording(decode=decode)
+
+    async def script(pilot):
+        text = await press(pilot, "2", "enter")
+        assert "'1-1-2-2'" in text  # blocks 1 and 2, then a fork to 3 and to 4, 5
+        text = await press(pilot, "enter")
+        assert "2 blocks without a fork" in text
+        assert "begins a prompt" in text
+        assert "text       1-1-2-2" in text
+        assert "0000000000000002" in text
+        text = await press(pilot, "escape", "/", *"4-4", "enter")
+        assert "with '4-4'" in text
+        assert len(app._tree._keys) == 1
+
+    drive(app, script)
+
+
+def test_a_running_server_is_shown_until_it_ends(monkeypatch):
+    deck = AttachDeck()
+    app = KVApp(deck, "pagedcli attach")
+    state = KVState(["server"])
+    next_message = threading.Event()
+
+    def follow():
+        for place, frames in enumerate(MESSAGES):
+            next_message.wait()
+            next_message.clear()
+            state.take(frames, float(place))
+            while deck._picture is None or deck._picture.facts["num_batches"] <= place:
+                deck.offer(state, float(place))
+                if deck.stop_requested:
+                    return "stopped"
+        return "ended"
+
+    async def script(pilot):
+        next_message.set()
+        while deck.moment is None:
+            await pilot.pause(0.02)
+        await settle(pilot)
+        assert "3 blocks resident" in screen_text(app)
+        await press(pilot, "space")
+        next_message.set()
+        while deck._picture is deck._shown:
+            await pilot.pause(0.02)
+        assert "3 blocks resident" in await press(pilot, "z")  # paused: the picture is another one
+        assert "5 blocks resident" in await press(pilot, ".")
+        assert "cannot go back" in await press(pilot, ",")
+        await press(pilot, "q")
+        next_message.set()
+        while app.is_running:
+            await pilot.pause(0.02)
+
+    monkeypatch.setattr(app, "run", lambda: drive(app, script))
+    assert watch(app, deck, follow) == "stopped"
+
+
+def test_a_screen_that_fails_does_not_end_the_work(monkeypatch):
+    deck = AttachDeck()
+    app = KVApp(deck, "pagedcli attach")
+    monkeypatch.setattr(app, "run", lambda: None)
+    assert watch(app, deck, lambda: deck.screen_is_open.wait(5)) is True
+
+
+def test_what_the_work_raises_is_raised(monkeypatch):
+    deck = AttachDeck()
+    app = KVApp(deck, "pagedcli attach")
+    monkeypatch.setattr(app, "run", lambda: None)
+
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(app, deck, fail)
