@@ -14,6 +14,14 @@ def rule(context, draw):
     return (sum(context) + len(context) + int(draw * 97)) % 5
 
 
+def likeliest(context):
+    """Candidates of a beam: tokens 0 to 9 with log-probabilities that depend on all tokens before."""
+    start = sum((place + 1) * token for place, token in enumerate(context)) + len(context)
+    # all different, so that no order depends on ties
+    found = [(token, -((start * 31 + token * 17) % 101 + token / 16) / 40) for token in range(10)]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
 class ScriptedExecutor:
     """Keeps a cache of token ids in place of K and V: a token depends on what the block table says comes before it: a
     block that was never written, or is another's, gives other tokens."""
@@ -47,15 +55,17 @@ class ScriptedExecutor:
             if slot >= 0:
                 self.cache[slot] = token_id
         self.steps.append((step.cu_q[1:] - step.cu_q[:-1]).tolist())
-        self.last_tokens = [
-            None if token is None else self._changed(token, row, sampling)
-            for row, token in enumerate(self._sampled(step, sampling))
-        ]
+        self.last_tokens, candidates = [], {}
+        for row, (context, draw) in enumerate(self._contexts(step, sampling)):
+            token = self.choose(context, draw)
+            self.last_tokens.append(None if token is None else self._changed(token, row, sampling))
+            if row in sampling.beams:
+                candidates[row] = likeliest(context)[: sampling.num_candidates[sampling.beams.index(row)]]
         failing, self.fail_read = self.fail_read, False
-        return ScriptedStep(None if failing else self.last_tokens)
+        return ScriptedStep(None if failing else self.last_tokens, candidates)
 
-    def _sampled(self, step, sampling):
-        """A token for each row of logits, before a grammar has its say."""
+    def _contexts(self, step, sampling):
+        """The tokens before each row of logits, and its random number."""
         ends = step.cu_q[1:].tolist()
         rows = range(ends[-1]) if step.logits_rows is None else step.logits_rows.tolist()
         rows = rows if sampling.logits_rows is None else [rows[row] for row in sampling.logits_rows]
@@ -66,7 +76,7 @@ class ScriptedExecutor:
             blocks = self.tables[first : first - (-length // size)]
             context = [token for block in blocks for token in self.cache[block * size : block * size + size]][:length]
             assert None not in context, "a slot that was never written was read"
-            yield self.choose(context, draw)
+            yield context, draw
 
     def _changed(self, token, row, sampling):
         """The first token from `token` on that the grammar of the row allows."""
@@ -80,13 +90,13 @@ class ScriptedExecutor:
 class ScriptedStep:
     """A LaunchedStep whose tokens are None if reading them fails."""
 
-    def __init__(self, tokens):
-        self.tokens = tokens
+    def __init__(self, tokens, candidates):
+        self.tokens, self.candidates = tokens, candidates
 
     def read(self):
         if self.tokens is None:
             raise RuntimeError("read failed")
-        return StepTokens(self.tokens)
+        return StepTokens(self.tokens, candidates=self.candidates)
 
 
 def scripted_plan(num_blocks, block_size=2, **changes):

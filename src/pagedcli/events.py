@@ -56,6 +56,7 @@ class RequestAdded(Event, frozen=True, gc=False):
     salted: bool  # has a cache_salt: shares blocks only with requests of the same salt
     token_ids: tuple[int, ...] | None = None  # the prompt, only if the user asked for tokens
     row_id: str | None = None  # the id that the user gave the row; None: there is none, or ids are private
+    beam_width: int | None = None  # of a beam search, whose first sequence needs room for so many
 
 
 class RequestRefused(Event, frozen=True, gc=False):
@@ -130,7 +131,8 @@ class BlockCopied(Event, frozen=True, gc=False):
 
 
 class SequenceForked(Event, frozen=True, gc=False):
-    """A new sequence shares all blocks of its parent: ref_count + 1 each."""
+    """A sequence without blocks shares all blocks of its parent: ref_count + 1 each. It is new, or a beam that was
+    dropped: then it has released its blocks, and now has the parent's tokens."""
 
     parent_seq_id: int
     seq_id: int

@@ -48,6 +48,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None  # token id -> logprob, per output token
     finish_reason: str  # 'stop', 'length', or 'error': see RequestOutput.error
     stop_reason: int | str | None  # the stop token or string
+    score: float | None = None  # of a beam: total log-probability / length ** length_penalty
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -288,6 +289,7 @@ class LLM:
             logprobs=None if positions is None else [self._logprobs(position) for position in positions],
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            score=sample.score,
         )
 
     def _text(self, sample: engine_outputs.SampleOutput, request: _Request) -> str:

@@ -4,7 +4,7 @@ Used everywhere from the configuration to the sampler; needs no torch.
 """
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -17,6 +17,8 @@ GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would ov
 LARGEST = 1e6
 MAX_TOP_K = 2**31 - 1
 MAX_SAMPLES = 1024  # of one request: a typo in n must not queue a million sequences
+MAX_BEAMS = 256
+LARGEST_PENALTY = 16.0  # the exponent of a length
 _key = partial(key, "Sampling")
 
 
@@ -81,7 +83,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     stop_token_ids: Annotated[list[int] | None, _key("Stop at this token id (repeatable)", metavar="ID")] = None
     include_stop_str_in_output: Annotated[bool, _key("Keep the stop string in the output")] = False
-    n: Annotated[int, _key("Samples per prompt", at_least=1, at_most=MAX_SAMPLES)] = 1
+    n: Annotated[
+        int, _key("Samples per prompt; with a beam search, beams to return", at_least=1, at_most=MAX_SAMPLES)
+    ] = 1
+    beam_width: Annotated[
+        int | None, _key("Beam search with this many beams", default="no beam search", at_least=1, at_most=MAX_BEAMS)
+    ] = None
+    length_penalty: Annotated[
+        float,
+        _key(
+            "Beams are ranked by total log-probability / length ** this",
+            at_least=-LARGEST_PENALTY,
+            at_most=LARGEST_PENALTY,
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        _key("End a beam search once beam_width beams are finished; never: no heuristic either", has_flag=False),
+    ] = False
     logprobs: Annotated[
         int | None, _key("Return log-probabilities of this many most likely tokens", at_least=0, at_most=100)
     ] = None
@@ -126,6 +145,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         require(self.regex is None or not self._wants_json, "regex", "none together with a response_format")
         alone = self.structured_outputs is None or (self.regex is None and not self._wants_json)
         require(alone, "structured_outputs", "none together with a regex or response_format")
+        if self.beam_width is not None:
+            self._check_beams(self.beam_width)
+
+    def _check_beams(self, width: int) -> None:
+        """Beam search takes the likeliest continuations: what draws at random or ends in the middle of a token is
+        refused."""
+        if self.n > width:
+            raise ParameterError(f"n is {self.n}, but beam_width is {width}: a beam search returns at most its beams")
+        allowed: dict[str, tuple[Any, ...]]
+        allowed = {"temperature": (0, 1), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "stop": (None, [])}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                hint = "; use stop_token_ids" if name == "stop" else ""
+                raise ParameterError(f"{name} is {getattr(self, name)!r}, which beam search does not support{hint}")
+        if self.guided:
+            raise ParameterError("a grammar (regex, response_format, structured_outputs) does not work with beam_width")
 
     @property
     def greedy(self) -> bool:

@@ -6,8 +6,9 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Simulation
+from scripted import Simulation, likeliest
 
+from pagedcli.errors import RequestError
 from pagedcli.inspection.check import TraceChecker
 from pagedcli.sampling_params import SamplingParams
 
@@ -48,6 +49,7 @@ request = st.fixed_dictionaries(
         "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=9),
         "max_tokens": st.integers(1, 6),
         "n": st.sampled_from([1, 1, 2, 3]),
+        "beams": st.sampled_from([None, None, 1, 2, 3]),
         "temperature": st.sampled_from([0.0, 1.0]),
         "guide": st.sampled_from([None, None, 2, 4]),
         "stop": st.sampled_from([None, None, 3]),
@@ -72,6 +74,14 @@ happenings = st.lists(st.sampled_from(["add", "add", "add", "", "", "abort", "la
 
 
 def add(sim, number, asked):
+    if asked["beams"] is not None:
+        params = SamplingParams(
+            beam_width=asked["beams"], n=min(asked["n"], asked["beams"]), max_tokens=asked["max_tokens"],
+            stop_token_ids=[asked["stop"] or 0], early_stopping=asked["temperature"] == 1,
+            length_penalty=asked["penalty"],
+        )  # fmt: skip
+        sim.add(asked["prompt"], params=params, request_id=str(number), cache_salt=asked["salt"])
+        return
     params = SamplingParams(
         n=asked["n"], max_tokens=asked["max_tokens"], temperature=asked["temperature"], seed=number,
         repetition_penalty=asked["penalty"],
@@ -107,15 +117,19 @@ def alone(number, asked):
 def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings):
     checker = TraceChecker()
     sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
-    outputs, aborted, number = [], set(), 0
+    outputs, gone, number = [], set(), 0
     happenings = iter(happenings)
     while number < len(requests) or sim.has_unfinished_requests():
         what = next(happenings, "add")
         if what == "add" and number < len(requests):
-            add(sim, number, requests[number])
+            try:
+                add(sim, number, requests[number])
+            except RequestError:  # more beams than the pool or the limits allow
+                assert requests[number]["beams"] is not None
+                gone.add(str(number))
             number += 1
         elif what == "abort" and number:
-            aborted.add(str(number - 1))
+            gone.add(str(number - 1))
             sim.abort(str(number - 1))
         sim.executor.fail_launch, sim.executor.fail_read = what == "launch", what == "read"
         with suppress(RuntimeError):
@@ -128,7 +142,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happ
     for number, asked in enumerate(requests):
         if str(number) in got:
             assert {str(number): got[str(number)]} == alone(number, asked)
-    assert got.keys() | aborted == {str(number) for number in range(len(requests))}
+    assert got.keys() | gone == {str(number) for number in range(len(requests))}
     finished = checker.result(()).state.finished.values()
     assert sim.stats.num_recomputed_tokens >= sum(seq.num_recomputed_tokens for seq in finished)
 
@@ -249,3 +263,37 @@ def test_tokens_computed_again_are_counted_once_by_engine_and_trace():
     assert sim.stats.num_preemptions > 0
     of_trace = sum(seq.num_recomputed_tokens for seq in checker.state.finished.values())
     assert sim.stats.num_recomputed_tokens == of_trace > 0
+
+
+def beam_search(prompt, width, max_tokens, end, *, length_penalty):
+    """The best outputs by the textbook, with early stopping: no blocks, no steps."""
+    running, finished = [(0.0, [])], []
+    for length in range(1, max_tokens + 1):
+        best = sorted(
+            ((total + logprob, [*output, token]) for total, output in running for token, logprob in
+             likeliest([*prompt, *output])),
+            reverse=True,
+        )  # fmt: skip
+        ended = [each for each in best[:width] if each[1][-1] == end or length == max_tokens]
+        finished += [(total / length**length_penalty, output) for total, output in ended]
+        finished = sorted(finished, reverse=True)[:width]
+        running = [each for each in best if each[1][-1] != end][:width]
+        if len(finished) == width:
+            break
+    return [output for _, output in finished]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_beams_are_those_of_the_textbook(width):
+    for seed in range(20):
+        prompt = [seed, seed % 3, 7]
+        sim = Simulation(60, max_num_batched_tokens=64)
+        params = SamplingParams(
+            beam_width=width, n=width, max_tokens=6, stop_token_ids=[seed % 10], early_stopping=True, length_penalty=0.5
+        )
+        sim.add(prompt, params=params)
+        outputs = []
+        while sim.has_unfinished_requests():
+            outputs += sim.step()
+        wanted = beam_search(prompt, width, 6, seed % 10, length_penalty=0.5)
+        assert [sample.token_ids for sample in outputs[0].samples] == wanted

@@ -24,6 +24,7 @@ NOT_CHECKABLE = {
     "RequestAdded": {
         **dict.fromkeys(("request_id", "row_id"), "said nowhere else"),
         "max_new_tokens": "only a sequence that ends by length shows it",
+        "beam_width": "the beams of a search are forked like samples",
         "salted": "the salt is not recorded; the first block shows it if the tokens are",
         "sample_index": "a sample that waits its turn looks like a request",
         "token_ids": "no hash covers the tokens of a last partial block, or of a salted first one",

@@ -18,9 +18,15 @@ Shape = Literal["plain", "chat.completion", "text_completion"]
 
 _SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
-_ALIASES = {"max_completion_tokens": "max_tokens", "guided_regex": "regex"}
+_ALIASES = {
+    "max_completion_tokens": "max_tokens",
+    "guided_regex": "regex",
+    "num_beams": "beam_width",  # transformers
+    "num_return_sequences": "n",  # transformers
+}
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
-_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs"))
+_BEAM_FIELDS = ("use_beam_search", "best_of")  # of older vLLM, where best_of, or else n, is the number of beams
+_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS))
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
@@ -34,7 +40,6 @@ _HARMLESS_FIELDS = frozenset(
 # would change the answer: ignoring them would give something other than requested
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without effect
     "audio": (),
-    "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none",),
@@ -46,7 +51,6 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "use_beam_search": (False,),
     "web_search_options": (),
 }
 _SETTINGS = (_SAMPLING_FIELDS | _REQUEST_FIELDS | _ALIASES.keys() | _GUIDED_FIELDS.keys()) - {"prompt", "messages"}
@@ -150,6 +154,8 @@ class RequestParser:
         given = {name: value for name, value in body.items() if name in _SAMPLING_FIELDS}
         if "logprobs" in given or "top_logprobs" in body:
             given["logprobs"] = _num_logprobs(given.get("logprobs"), body.get("top_logprobs"), shape)
+        if any(name in body for name in _BEAM_FIELDS):
+            given |= _beams(body)
         guided = {_GUIDED_FIELDS[name]: value for name, value in body.items() if name in _GUIDED_FIELDS}
         if guided:
             given["structured_outputs"] = guided
@@ -261,6 +267,21 @@ def _num_logprobs(logprobs: Any, top_logprobs: Any, shape: Shape) -> Any:
         wanted = "true or false" if shape == "chat.completion" else "a number"
         raise RequestError("invalid_parameter", f"'logprobs' must be {wanted}")
     return logprobs
+
+
+def _beams(body: dict[str, Any]) -> dict[str, Any]:
+    """beam_width by the fields of older vLLM. Raises: RequestError if they contradict each other."""
+    wanted, best_of = _typed(body, "use_beam_search", bool, False), body.get("best_of")
+    if not wanted and best_of not in (None, 1, body.get("n", 1)):
+        raise RequestError(
+            "unsupported_parameter", f"best_of is {_shown(best_of)}, which is only supported with use_beam_search"
+        )
+    if not wanted:
+        return {"beam_width": None} if "use_beam_search" in body else {}
+    width = body.get("beam_width", body.get("n") if best_of is None else best_of)
+    if width is None:
+        raise RequestError("invalid_parameter", "use_beam_search needs 'beam_width' (or best_of, n)")
+    return {"beam_width": width}
 
 
 def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:

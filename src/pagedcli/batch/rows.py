@@ -38,8 +38,10 @@ class _Sample:
 
     @property
     def ending(self) -> dict[str, Any]:
-        """How the sample ended; with stop strings or tokens also the one that ended it."""
+        """How the sample ended; with stop strings or tokens also the one that ended it. Of a beam also its score."""
         ending: dict[str, Any] = {"finish_reason": self.output.finish_reason}
+        if self.output.score is not None:
+            ending["score"] = self.output.score
         return ending | {"stop_reason": self.output.stop_reason} if self.stops else ending
 
 

@@ -17,10 +17,37 @@ class AdmissionLimits:
     block_size: int  # tokens
     num_blocks: int | None  # of the pool; None: unknown
     vocab_size: int | None  # None: unknown
+    max_num_seqs: int | None = None  # that run at once; None: unknown
+    max_num_batched_tokens: int | None = None  # of a step; None: unknown
+    enable_prefix_caching: bool = True
 
     @classmethod
     def of(cls, plan: Plan) -> "AdmissionLimits":
-        return cls(plan.max_model_len, plan.block_size, plan.num_blocks, plan.vocab_size)
+        return cls(
+            plan.max_model_len,
+            plan.block_size,
+            plan.num_blocks,
+            plan.vocab_size,
+            plan.max_num_seqs,
+            plan.max_num_batched_tokens,
+            plan.enable_prefix_caching,
+        )
+
+    def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
+        """Blocks that sequences of num_tokens with a common prompt take at most."""
+        most = blocks_for(num_tokens, self.block_size)
+        shared = num_prompt // self.block_size if self.enable_prefix_caching else 0
+        return shared + width * (most - shared) if width > 1 else most
+
+    def room_for(self, num_prompt: int, width: int) -> int:
+        """Tokens that each of `width` sequences with a common prompt may generate."""
+        room = self.max_model_len - num_prompt
+        if self.num_blocks is not None:
+            shared = num_prompt // self.block_size if self.enable_prefix_caching and width > 1 else 0
+            own = (self.num_blocks - shared) // width
+            # the last generated token is never written to the cache
+            room = min(room, (shared + own) * self.block_size - num_prompt + 1)
+        return max(room, 1)
 
 
 def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionLimits) -> int:
@@ -32,10 +59,9 @@ def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionL
     if num_prompt == 0:
         raise RequestError("empty_prompt", "the prompt has no tokens")
     _check_ids(prompt_token_ids, params, limits.vocab_size)
-    room = limits.max_model_len - num_prompt
-    if limits.num_blocks is not None:  # the last generated token is never written to the cache
-        room = min(room, limits.num_blocks * limits.block_size - num_prompt + 1)
-    max_new_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
+    width = params.beam_width or 1
+    _check_beams(width, params, limits)
+    max_new_tokens = params.max_tokens if params.max_tokens is not None else limits.room_for(num_prompt, width)
     if num_prompt + max_new_tokens > limits.max_model_len:
         raise RequestError(
             "context_length_exceeded",
@@ -43,14 +69,31 @@ def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionL
             f"{limits.max_model_len}",
             hint="shorten the prompt, lower max_tokens or raise --max-model-len",
         )
-    needed = blocks_for(num_prompt + max_new_tokens - 1, limits.block_size)
+    needed = limits.num_blocks_for(num_prompt, num_prompt + max_new_tokens - 1, width)
     if limits.num_blocks is not None and needed > limits.num_blocks:
         raise RequestError(
             "kv_cache_exceeded",
             f"needs {needed:,} blocks of {limits.block_size} tokens, the pool has {limits.num_blocks:,}",
-            hint="lower max_tokens, or enlarge the pool with --kv-cache-memory or --num-gpu-blocks-override",
+            hint=f"lower {'beam_width or ' if width > 1 else ''}max_tokens, or enlarge the pool with --kv-cache-memory "
+            "or --num-gpu-blocks-override",
         )
     return max_new_tokens
+
+
+def _check_beams(width: int, params: SamplingParams, limits: AdmissionLimits) -> None:
+    """All beams of a request are computed in the same step."""
+    budget = limits.max_num_batched_tokens
+    for name, limit in (("max_num_seqs", limits.max_num_seqs), ("max_num_batched_tokens", budget)):
+        if limit is not None and 1 < width > limit:
+            flag = f"--{name.replace('_', '-')}"
+            raise RequestError(
+                "invalid_parameter", f"beam_width is {width}, but {name} is {limit}", hint=f"raise {flag}"
+            )
+    num_ends = 1 + len(params.stop_token_ids or ())
+    if params.beam_width is not None and limits.vocab_size is not None and (1 + num_ends) * width > limits.vocab_size:
+        raise RequestError(
+            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size} tokens"
+        )
 
 
 def _check_ids(prompt_token_ids: Ids[int], params: SamplingParams, vocab_size: int | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from pagedcli.engine.admission import AdmissionLimits, admit
 from pagedcli.engine.engine_plan import Plan, started
 from pagedcli.engine.executor import Executor, StepTokens
+from pagedcli.engine.forks import Forks
 from pagedcli.engine.in_flight import StepClock, StepInFlight, TimedEmit
 from pagedcli.engine.outputs import EngineStats, Request, RequestOutput
 from pagedcli.engine.sampling_input import SamplingInput
@@ -65,6 +66,7 @@ class EngineCore:
             trace_tokens=trace_tokens,
             emit=self._emit,
         )
+        self._forks = Forks(self.scheduler, self._new_sequence)
         self.runs_ahead = plan.runs_ahead
         self.stats = EngineStats()
         self._builder = StepBuilder(
@@ -123,7 +125,8 @@ class EngineCore:
             arrived_s=self._now_s(),
             row_id=row_id,
         )
-        self._requests[request_id] = Request([seq], params.n, make_stop_checker, make_guide)
+        num_seqs = 1 if params.beam_width is not None else params.n  # beams are counted as they start
+        self._requests[request_id] = Request([seq], num_seqs, make_stop_checker, make_guide)
         self.scheduler.add(seq)
 
     def has_unfinished_requests(self) -> bool:
@@ -152,7 +155,7 @@ class EngineCore:
 
         Normally both are the same step. When running one step ahead (`runs_ahead`), the previous step is read after
         the next is launched, and the device never waits for the host. If scheduling needs the values of the pending
-        tokens, not just their number, the previous step is read first.
+        tokens, not just their number, as for beams, the previous step is read first.
 
         Raises: whatever the executor, an observer, a stop checker or a guide raises. The engine stays usable: all
         running sequences are preempted, blocks that may be unwritten are dropped from the prefix cache, and the
@@ -173,9 +176,13 @@ class EngineCore:
         if self._emit is not None:
             self._emit(StepStarted(step, self._clock_ns()))
         self.block_manager.begin_step()
+        earlier, self._in_flight = self._in_flight, None
+        if earlier is not None and earlier.has_beams:
+            self._commit(earlier, this_step=False)
+            earlier = None
+            clock.add_to("sample_ns")
         work = self.scheduler.schedule(step, report=False)
         clock.add_to("schedule_ns")
-        earlier, self._in_flight = self._in_flight, None
         launched: StepInFlight | None = None
         if earlier is not None:
             if work.seqs and self._may_run_ahead(work):
@@ -205,7 +212,7 @@ class EngineCore:
         for seq in work.seqs:
             if seq.num_pending_tokens and seq.depends_on_tokens:
                 return False
-            if seq.params.n > 1 and self._will_fork(seq):
+            if seq.params.n > 1 and self._forks.will_fork(self._requests[seq.request_id], seq):
                 return False  # observers must see the step before its forks
         return True
 
@@ -256,6 +263,7 @@ class EngineCore:
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
         now_s, logprobs = self._now_s(), tokens.logprobs
+        searches: dict[str, Request] = {}  # whose beams got their candidates
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
                 self.stats.num_discarded_tokens += 1
@@ -270,6 +278,10 @@ class EngineCore:
                 seq.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
+            if seq.params.beam_width is not None:
+                seq.candidates = tokens.candidates[row]
+                searches[seq.request_id] = self._requests[seq.request_id]
+                continue
             if logprobs and row in logprobs:
                 seq.logprobs.append(logprobs[row])
             sampled.append(seq)
@@ -282,6 +294,12 @@ class EngineCore:
             if seq.finish_reason is not None:
                 seq.finished_s = now_s
                 ended.append(seq)
+        for request in searches.values():
+            if request.error is None:
+                beams = self._forks.advance_beams(request, now_s)
+                sampled += beams
+                if beams[0].finish_reason is not None:
+                    ended += beams
 
     def _fail(self, seq: Sequence, error: RequestError) -> list[Sequence]:
         """End all samples of a sequence's request with an error. Returns those that had not ended."""
@@ -305,46 +323,10 @@ class EngineCore:
         self._finished.append(self._requests.pop(request_id).output())
         self.stats.num_requests_finished += 1
 
-    # ------------------------------------------------------------------ samples
-
-    def _will_fork(self, seq: Sequence) -> bool:
-        """Whether more samples of the sequence's request start once its prompt is computed."""
-        return seq.params.n > 1 and seq.sample_index == 0 and len(self._requests[seq.request_id].seqs) < seq.params.n
+    # ------------------------------------------------------------------ parts
 
     def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
-        """Fork the other samples of requests whose prompt this step computes; they share its logits.
-
-        Returns all sequences that get a token, and the logits row of each (None: one row per sequence).
-        """
-        parents = [(row, seq) for row, seq in enumerate(sampled) if self._will_fork(seq)]
-        if not parents:
-            return sampled, None
-        rows, sampled = list(range(len(sampled))), list(sampled)
-        for row, parent in parents:
-            request = self._requests[parent.request_id]
-            for sample_index in range(len(request.seqs), parent.params.n):
-                child = self._new_sequence(
-                    parent.request_id,
-                    parent.token_ids[: parent.num_prompt_tokens],
-                    parent.params,
-                    max_new_tokens=parent.max_new_tokens,
-                    seed=parent.seed,
-                    sample_index=sample_index,
-                    eos_token_ids=parent.eos_token_ids,
-                    cache_salt=parent.cache_salt,
-                    stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
-                    guide=request.make_guide() if request.make_guide is not None else None,
-                    arrived_s=parent.arrived_s,
-                    row_id=parent.row_id,
-                )
-                child.admitted_s = parent.admitted_s
-                request.seqs.append(child)
-                if self.scheduler.fork(parent, child):
-                    sampled.append(child)
-                    rows.append(row)
-        return sampled, rows
-
-    # ------------------------------------------------------------------ parts
+        return self._forks.fork_samples(self._requests, sampled)
 
     def _recover(self, step: int) -> None:
         """Rebuild a consistent state after a step that raised, perhaps in the middle of a change."""

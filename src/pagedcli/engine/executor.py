@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagedcli.engine.beams import Candidates
 from pagedcli.engine.prompt_rows import PromptLogprobs
 from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.sequence import TokenLogprobs
@@ -21,6 +22,7 @@ class StepTokens:
     token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities, where requested
     prompt_logprobs: Items[PromptLogprobs] = ()
+    candidates: Mapping[int, Candidates] = field(default_factory=dict)  # row -> next tokens of a beam
 
 
 class LaunchedStep(Protocol):

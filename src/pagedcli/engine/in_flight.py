@@ -20,6 +20,11 @@ class StepInFlight:
     scored: dict[int, Sequence] = field(default_factory=dict)  # by seq_id: those whose prompt it scores
 
     @property
+    def has_beams(self) -> bool:
+        """Whether the next step depends on which beams are kept."""
+        return any(seq.params.beam_width is not None for seq in self.seqs)
+
+    @property
     def rows(self) -> dict[int, int]:
         """seq_id -> row of the tokens."""
         return {seq.seq_id: row for row, seq in enumerate(self.seqs)}

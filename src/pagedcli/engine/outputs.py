@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagedcli.engine.beams import BeamSearch
 from pagedcli.engine.sequence import FinishReason, Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
 
@@ -16,6 +17,7 @@ class SampleOutput:
     finish_reason: FinishReason
     stop_reason: int | str | None  # the stop token or string that ended it
     logprobs: list[TokenLogprobs] | None  # one per token, if requested
+    score: float | None = None  # of a beam: sum of its log-probabilities / length ** length_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,13 @@ class Request:
     make_stop_checker: Callable[[], StopChecker] | None = None  # a fresh one for each sample
     make_guide: Callable[[], Guide] | None = None  # a fresh one for each sample
     error: RequestError | None = None
+    search: BeamSearch | None = None  # once the prompt of a beam search is computed
 
     def count_unfinished(self) -> None:
         """Set num_unfinished from the samples, those not yet started included."""
         finished = sum(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
-        self.num_unfinished = self.seqs[0].params.n - finished
+        params = self.seqs[0].params
+        self.num_unfinished = (len(self.seqs) if params.beam_width is not None else params.n) - finished
 
     def output(self) -> RequestOutput:
         """The result once every sample has finished."""
@@ -84,11 +88,27 @@ class Request:
             request_id=first.request_id,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             num_cached_tokens=first.num_cached_prompt_tokens,
-            samples=[_sample_output(seq) for seq in self.seqs],
+            samples=self._samples(),
             metrics=self._metrics(),
             prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
             error=self.error,
         )
+
+    def _samples(self) -> list[SampleOutput]:
+        search, params = self.search, self.seqs[0].params
+        if search is None or self.error is not None:
+            return [_sample_output(seq) for seq in self.seqs[: params.n]]
+        return [
+            SampleOutput(
+                index=index,
+                token_ids=found.token_ids,
+                finish_reason=found.finish_reason,
+                stop_reason=found.stop_reason,
+                logprobs=found.logprobs if params.logprobs is not None else None,
+                score=found.score,
+            )
+            for index, found in enumerate(search.finished[: params.n])
+        ]
 
     def _metrics(self) -> RequestMetrics:
         first = self.seqs[0]

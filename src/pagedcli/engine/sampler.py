@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedcli.engine.beams import Candidates
 from pagedcli.engine.executor import StepTokens
 from pagedcli.engine.prompt_scores import PromptScores
 from pagedcli.engine.sampling_input import LogitChange, SamplingInput
@@ -20,10 +21,18 @@ from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept
 class SampledTokens:
     """Tokens of a launched step, on the device and being copied to the host. A LaunchedStep."""
 
-    def __init__(self, token_ids: Tensor, sampling: SamplingInput, logprobs: "list[Tensor] | None" = None) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        sampling: SamplingInput,
+        logprobs: tuple[Tensor, ...] = (),
+        candidates: tuple[Tensor, ...] = (),
+    ) -> None:
+        """`logprobs`, `candidates`: of the rows that request them, as _logprobs and _candidates return them."""
         self.token_ids = token_ids  # [R] int64, on the device; INVALID where logits are NaN
         self._sampling = sampling
-        self._download = Download([token_ids, *(logprobs or ())])
+        self._num_logprobs = len(logprobs)
+        self._download = Download([token_ids, *logprobs, *candidates])
         self.prompt_scores: PromptScores | None = None  # of prompts in the same step
 
     @property
@@ -37,7 +46,8 @@ class SampledTokens:
 
     def read(self) -> StepTokens:
         """Wait for the tokens."""
-        token_ids, *logprobs = self._download.wait()
+        token_ids, *more = self._download.wait()
+        logprobs, candidates = more[: self._num_logprobs], more[self._num_logprobs :]
         tokens: list[int | None] = token_ids.tolist()
         found: dict[int, TokenLogprobs] = {}
         if logprobs:
@@ -50,7 +60,15 @@ class SampledTokens:
                     tokens[row] = None
         if INVALID in tokens:
             tokens = [None if token_id == INVALID else token_id for token_id in tokens]
-        return StepTokens(tokens, found, () if self.prompt_scores is None else self.prompt_scores.read())
+        prompt_logprobs = () if self.prompt_scores is None else self.prompt_scores.read()
+        return StepTokens(tokens, found, prompt_logprobs, self._read_candidates(candidates))
+
+    def _read_candidates(self, tensors: list[Tensor]) -> dict[int, Candidates]:
+        if not tensors:
+            return {}
+        values, ids = (tensor.tolist() for tensor in tensors)
+        rows = zip(self._sampling.beams, self._sampling.num_candidates, values, ids, strict=True)
+        return {row: list(zip(ids[:count], values[:count], strict=True)) for row, count, values, ids in rows}
 
 
 def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> SampledTokens:
@@ -62,15 +80,18 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> Sa
         logits = logits.index_select(0, upload([sampling.logits_rows])[0])
     temperature, draws = upload([sampling.temperature, sampling.uniform])
     original = logits
-    if sampling.changes:
+    beams = set(sampling.beams)
+    changes = [change for change in sampling.changes if change.row not in beams]
+    if changes:
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        for change in sampling.changes:
+        for change in changes:
             change_logits(logits[change.row], change, upload)
     num_drawn = int(np.count_nonzero(sampling.temperature))
     floor = _floors(logits, sampling, upload) if sampling.limited else None
     tokens = choose_tokens(logits, temperature, draws, floor, num_drawn=num_drawn)
-    logprobs = _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else None
-    return SampledTokens(tokens, sampling, logprobs)
+    logprobs = _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else ()
+    candidates = _candidates(original, sampling, upload) if sampling.beams else ()
+    return SampledTokens(tokens, sampling, logprobs, candidates)
 
 
 def _floors(logits: Tensor, sampling: SamplingInput, upload: Upload) -> Tensor:
@@ -122,10 +143,23 @@ def _allowed_tokens(bits: bytes, end_token_ids: list[int], vocab_size: int) -> B
     return allowed
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload) -> list[Tensor]:
+def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
     """Log-probabilities for rows that request them: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
     [rows] = upload([np.array(sampling.with_logprobs, dtype=np.int64)])
     logprobs = logits.index_select(0, rows).float().log_softmax(-1)
     top = logprobs.topk(min(max(sampling.num_logprobs), logprobs.shape[1]))
     places = tokens.index_select(0, rows).clamp(min=0)[:, None]  # INVALID has none
-    return [logprobs.gather(1, places)[:, 0], top.values, top.indices]
+    return logprobs.gather(1, places)[:, 0], top.values, top.indices
+
+
+def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
+    """The next tokens of beams: log-probabilities [P, K], likeliest first, and ids [P, K]. Penalties, bias and minimum
+    length change log-probabilities, not logits, as in transformers' beam search."""
+    [rows] = upload([np.array(sampling.beams, dtype=np.int64)])
+    logprobs = logits.index_select(0, rows).float().log_softmax(-1)
+    places = {row: place for place, row in enumerate(sampling.beams)}
+    for change in sampling.changes:
+        if change.row in places:
+            change_logits(logprobs[places[change.row]], change, upload)
+    top = logprobs.topk(min(max(sampling.num_candidates), logprobs.shape[1]))
+    return top.values, top.indices

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from pagedcli.engine.beams import num_candidates
 from pagedcli.engine.sequence import Sequence
 from pagedcli.engine.step_input import Floats, Ints
 
@@ -63,25 +64,29 @@ class SamplingInput:
     changes: list[LogitChange]
     with_logprobs: list[int]  # rows
     num_logprobs: list[int]  # for each of these, how many of the likeliest tokens
+    beams: list[int]  # rows
+    num_candidates: list[int]  # for each of these, how many next tokens
     logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
 
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
         """For the next token of each sequence, after its pending ones."""
         temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
-        limited, changes, with_logprobs = [], [], []
+        limited, changes, with_logprobs, beams = [], [], [], []
         for row, seq in enumerate(seqs):
             if seq.is_greedy:
                 continue
             params = seq.params
-            if not params.greedy:
+            if params.beam_width is not None:
+                beams.append(row)
+            elif not params.greedy:
                 temperature[row] = params.temperature
                 draws[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
                 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
                     limited.append(row)
             if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
                 changes.append(LogitChange.of(row, seq))
-            if params.logprobs is not None:
+            if params.logprobs is not None and params.beam_width is None:
                 with_logprobs.append(row)
         return cls(
             temperature=np.array(temperature, dtype=np.float32),
@@ -93,6 +98,8 @@ class SamplingInput:
             changes=changes,
             with_logprobs=with_logprobs,
             num_logprobs=[seqs[row].params.logprobs or 0 for row in with_logprobs],
+            beams=beams,
+            num_candidates=[max(num_candidates(seqs[row]), seqs[row].params.logprobs or 0) for row in beams],
             logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
         )
 
@@ -104,7 +111,7 @@ class SamplingInput:
     @property
     def is_plain(self) -> bool:
         """Whether sampling needs only temperature and the uniform number."""
-        return not (self.limited or self.changes or self.with_logprobs) and self.logits_rows is None
+        return not (self.limited or self.changes or self.with_logprobs or self.beams) and self.logits_rows is None
 
 
 def _below_min_tokens(seq: Sequence) -> bool:

@@ -4,6 +4,7 @@ free blocks. There are no separate prefill and decode phases. Used by EngineCore
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from pagedcli.engine.engine_plan import PreemptionPolicy
@@ -32,6 +33,7 @@ class ScheduledStep:
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
     num_preempted: int = 0
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
+    groups: list[list[Sequence]] = field(default_factory=list)  # beams whose next step has been decided
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +79,10 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
+    def _num_rows(self) -> int:
+        return sum(seq.num_rows for seq in self.running)
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
@@ -96,7 +102,7 @@ class Scheduler:
         budget = self._schedule_running(work)
         blocked = self._admit_waiting(work, budget)
         if self._emit is not None and blocked is not None:
-            self._report_waiting(self.waiting[0], blocked)
+            self._report_waiting(self._next_waiting(), blocked)
         if report:
             self.report_scheduled(step, work)
         return work
@@ -121,6 +127,11 @@ class Scheduler:
             if num_pending and seq.ends_when_read:
                 continue
             num_new = len(seq.token_ids) + num_pending - seq.num_computed_tokens
+            if seq.beams is not None:
+                if num_new == 1:
+                    budget -= self._schedule_beams(seq.beams, index, budget, work)
+                    continue
+                num_new -= 1  # the last token of all beams is computed in one step
             if num_new == 1 and manager.can_append_in_place(seq):  # most decodes
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
@@ -132,9 +143,7 @@ class Scheduler:
                 num_fitting = self._num_fitting_tokens(seq)
                 if num_fitting > 0:
                     num_new = num_fitting
-                elif index < len(self.running):
-                    # only sequences not yet scheduled in this step: the others need their blocks for it
-                    victim = self._victim(index)
+                elif (victim := self._victim(seq, index, work)) is not None:
                     if victim.num_pending_tokens:
                         work.waits_for_tokens = True
                         return 0  # this one and the younger ones skip a step: none has a pending token then
@@ -144,14 +153,42 @@ class Scheduler:
                     break
             if num_new == 0:
                 continue
-            copies = manager.may_append(seq, num_new)
-            if copies:
-                seq.synced_blocks = min(seq.synced_blocks, seq.block_table.index(copies[0][1]))
-                work.copies += copies
-            work.seqs.append(seq)
-            work.num_new_tokens.append(num_new)
+            self._append(seq, num_new, work)
             budget -= num_new
         return budget
+
+    def _append(self, seq: Sequence, num_new: int, work: ScheduledStep) -> None:
+        """Schedule the next tokens of a running sequence; their blocks are free."""
+        copies = self.block_manager.may_append(seq, num_new)
+        if copies:
+            seq.synced_blocks = min(seq.synced_blocks, seq.block_table.index(copies[0][1]))
+            work.copies += copies
+        work.seqs.append(seq)
+        work.num_new_tokens.append(num_new)
+
+    def _schedule_beams(self, beams: list[Sequence], index: int, budget: int, work: ScheduledStep) -> int:
+        """Schedule the next token of all beams of a search, or of none. Called for each of them; the first call of a
+        step decides. Returns how much of the budget is used."""
+        manager = self.block_manager
+        if any(group is beams for group in work.groups):
+            return 0
+        work.groups.append(beams)
+        ready = all(
+            beam.status is SequenceStatus.RUNNING and beam.num_computed_tokens == beam.num_tokens - 1 for beam in beams
+        )
+        if not ready or len(beams) > budget:
+            return 0
+        while manager.num_fork_blocks(beams) > manager.num_free_blocks:
+            victim = self._victim(beams[0], index, work)
+            if victim is None:
+                return 0
+            if victim.num_pending_tokens:
+                work.waits_for_tokens = True
+                return budget
+            self._preempt(victim, next(beam for beam in beams if manager.num_append_blocks(beam, 1)), work)
+        for beam in beams:
+            self._append(beam, 1, work)
+        return len(beams)
 
     def _reuse_more(self, seq: Sequence) -> int:
         """Tokens of an unfinished prompt that other sequences have computed since its last chunk."""
@@ -171,14 +208,25 @@ class Scheduler:
         room = (len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)) * manager.block_size
         return min(room, seq.num_tokens) - seq.num_computed_tokens
 
-    def _victim(self, first: int) -> Sequence:
-        candidates = self.running[first:]
-        if self.preemption_policy == "last":
-            return candidates[-1]
+    def _victim(self, for_seq: Sequence, first: int, work: ScheduledStep) -> Sequence | None:
+        """The sequence to preempt, of those not yet scheduled in this step: the others need their blocks for it. Not a
+        beam of the same search."""
+        kept = [*work.groups, for_seq.beams]
+        candidates = [
+            seq for seq in self.running[first:] if seq.beams is None or all(seq.beams is not group for group in kept)
+        ]
+        if self.preemption_policy == "last" or not candidates:
+            return candidates[-1] if candidates else None
         return max(reversed(candidates), key=lambda seq: len(seq.block_table))
 
     def _preempt(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
-        """Preempt a running sequence: it returns to the front of the queue, and its tokens are recomputed later."""
+        """Preempt a running sequence, a beam with all others of its search: it returns to the front of the queue, and
+        its tokens are recomputed later."""
+        for seq in reversed(victim.beams or [victim]):
+            if seq.status is SequenceStatus.RUNNING:
+                self._preempt_one(seq, for_seq, work)
+
+    def _preempt_one(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
         manager = self.block_manager
         num_needed = manager.num_append_blocks(for_seq, 1)
         num_dropped = victim.num_computed_tokens
@@ -195,29 +243,43 @@ class Scheduler:
     def _admit_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
         """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
         manager = self.block_manager
+        num_rows = self._num_rows if self.waiting else 0
         while self.waiting:
             if work.num_preempted or work.waits_for_tokens:
                 return "preemption"  # it would take the blocks that were just freed
-            if len(self.running) >= self.max_num_seqs:
+            seq = self._next_waiting()
+            if num_rows + seq.num_rows > self.max_num_seqs:
                 return "max_num_seqs"
             if budget == 0:
                 return "token_budget"
-            seq = self.waiting[0]
             hit = manager.lookup(seq)
             num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
             if not manager.can_allocate(seq, hit, num_left):
                 return "free_blocks"
+            if seq.beams is not None:
+                num_left -= 1  # the last token of all beams is computed in one step
             num_new = min(num_left, budget, self.chunk_size)
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             manager.allocate(seq, hit, num_new)
             if not seq.num_preemptions:
                 seq.num_cached_prompt_tokens = seq.num_computed_tokens
             self._start(seq)
-            work.seqs.append(seq)
-            work.num_new_tokens.append(num_new)
-            budget -= num_new
+            num_rows += seq.num_rows
+            if num_new:
+                work.seqs.append(seq)
+                work.num_new_tokens.append(num_new)
+                budget -= num_new
         return None
+
+    def _next_waiting(self) -> Sequence:
+        """The first in the queue, but beams before all others where some of their search run and wait for them. So only
+        one search runs in part, at the end of `running`, and all others can preempt it: none waits for ever."""
+        if any(seq.beams is not None for seq in self.running):
+            for seq in self.waiting:
+                if seq.beams is not None and any(beam.status is SequenceStatus.RUNNING for beam in seq.beams):
+                    return seq
+        return self.waiting[0]
 
     def _start(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
@@ -229,7 +291,8 @@ class Scheduler:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
         waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
-        if len(self.running) >= self.max_num_seqs:
+        is_beam = child.params.beam_width is not None  # its search has room for all its beams
+        if not is_beam and self._num_rows >= self.max_num_seqs:
             self.waiting.appendleft(child)
             self.block_manager.expect(child, first=True)
             return False
@@ -237,6 +300,14 @@ class Scheduler:
         child.num_cached_prompt_tokens = parent.num_prompt_tokens
         self._start(child)
         return True
+
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        """Drop the blocks of a running beam, which then shares all blocks of another beam."""
+        before, num_synced = seq.block_table, seq.synced_blocks
+        self.block_manager.deallocate(seq)
+        self.block_manager.fork(parent, seq)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, seq.block_table, strict=False))
+        seq.synced_blocks = min(num_synced, sum(1 for _ in same))
 
     def finish(self, seqs: list[Sequence]) -> None:
         """Remove ended sequences, running or waiting, and release their blocks."""
@@ -295,6 +366,7 @@ class Scheduler:
                     max_new_tokens=seq.max_new_tokens,
                     salted=seq.cache_salt is not None,
                     token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]) if self._trace_tokens else None,
+                    beam_width=seq.params.beam_width,
                 )
             )
 

@@ -1,6 +1,7 @@
 """One sequence: its tokens, its blocks, and how it ended. Used by core, scheduler and sampler; needs no torch."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from enum import Enum, auto
 from typing import Literal, Protocol
 
@@ -38,8 +39,10 @@ class Sequence:
     __slots__ = (
         "admitted_s",
         "arrived_s",
+        "beams",
         "block_table",
         "cache_salt",
+        "candidates",
         "eos_token_ids",
         "finish_reason",
         "finished_s",
@@ -73,6 +76,7 @@ class Sequence:
         "stop_token_ids",
         "synced_blocks",
         "token_ids",
+        "total_logprob",
     )
 
     def __init__(
@@ -107,7 +111,9 @@ class Sequence:
         # needed at each step, so computed once
         self.penalized = params.penalized
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
-        self.is_greedy = params.greedy and params.logprobs is None and not changed  # and nothing else is asked
+        is_beam = params.beam_width is not None
+        # and nothing else is asked
+        self.is_greedy = params.greedy and params.logprobs is None and not changed and not is_beam
 
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -115,6 +121,10 @@ class Sequence:
         # one per prompt token, None for the first; empty unless requested
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.output_counts: dict[int, int] = {}  # generated token id -> count, kept if a penalty needs it
+        # of a beam search:
+        self.beams: list[Sequence] | None = None  # all beams of the request, once its prompt is computed
+        self.candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
+        self.total_logprob = 0.0  # of the output
 
         self.block_table: list[int] = []
         self.prefixes: list[Prefix] = []
@@ -145,6 +155,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Generated tokens whose ids the host has read."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that may run because this one does: a beam search needs room for all its beams at once."""
+        return self.params.beam_width or 1 if self.beams is None else 1
 
     @property
     def ends_when_read(self) -> bool:
@@ -179,6 +194,19 @@ class Sequence:
         if not self.prompt_logprobs:
             self.prompt_logprobs = [None] * self.num_prompt_tokens
         self.prompt_logprobs[first : first + len(logprobs)] = logprobs
+
+    def continue_from(self, parent: "Sequence") -> None:
+        """Take the tokens of another beam of the same request."""
+        self.token_ids = parent.token_ids.copy()
+        self.logprobs = parent.logprobs.copy()
+        self.output_counts = parent.output_counts.copy()
+
+    def append_beam_token(self, token_id: int, total_logprob: float) -> None:
+        """Append the token that the beam search chose."""
+        self.token_ids.append(token_id)
+        self.total_logprob = total_logprob
+        if self.penalized:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token; sets finish_reason if it ends the sequence."""

@@ -21,6 +21,7 @@ from pagedcli.events import (
     RequestFinished,
     RequestPreempted,
     RequestWaiting,
+    SequenceForked,
     StepFailed,
     StepFinished,
     StepScheduled,
@@ -119,8 +120,6 @@ class TraceLaws(View[PoolState]):
     # ------------------------------------------------------------------ requests
 
     def before_request_added(self, event: RequestAdded, state: PoolState) -> None:
-        if event.num_prompt_tokens < 1 or event.max_new_tokens < 1:
-            refuse(event, f"seq {event.seq_id} has no prompt tokens or may generate none")
         if event.token_ids is not None:
             if len(event.token_ids) != event.num_prompt_tokens:
                 refuse(event, f"{len(event.token_ids)} token ids for {event.num_prompt_tokens} prompt tokens")
@@ -132,8 +131,8 @@ class TraceLaws(View[PoolState]):
             refuse(event, "a token id outside any vocabulary")
 
     def before_request_finished(self, event: RequestFinished, state: PoolState) -> None:
-        seq = state.seqs.get(event.seq_id)
-        if seq is not None and event.reason == "length" and event.num_output_tokens != seq.max_new_tokens:
+        seq = state.seqs[event.seq_id]
+        if event.reason == "length" and event.num_output_tokens != seq.max_new_tokens:
             refuse(event, f"seq {event.seq_id} ended by length, but not at its {seq.max_new_tokens} new tokens")
         if (event.reason == "abort") == (event.seq_id in self._just_sampled):
             refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
@@ -165,22 +164,24 @@ class TraceLaws(View[PoolState]):
     def before_request_waiting(self, event: RequestWaiting, state: PoolState) -> None:
         engine = state.engine
         assert engine is not None
-        waiting = state.waiting()
-        if not waiting or waiting[0].seq_id != event.seq_id:
+        waiting, seq = state.waiting(), state.seqs[event.seq_id]
+        running, step = state.running(), state.step
+        completes = seq.beam_width is not None and any(each.request_id == seq.request_id for each in running)
+        if not waiting or (waiting[0] is not seq and not completes):
             refuse(event, f"seq {event.seq_id} is not the first of the waiting queue")
         if event.num_free_blocks != state.num_free_blocks:
             refuse(event, f"{state.num_free_blocks} blocks are free, not {event.num_free_blocks}")
         if event.reason == "free_blocks" and event.num_blocks_needed <= state.num_free_blocks:
             refuse(event, f"{event.num_blocks_needed} blocks needed, {state.num_free_blocks} free: they suffice")
-        num_running, step = len(state.running()), state.step
+        num_rows = sum(each.num_rows for each in running) + seq.num_rows
         if step is not None and step.preemptions:
             expected = event.reason == "preemption"
         elif event.reason == "preemption":  # async scheduling: preemption waits until the tokens in flight are known
-            expected = state.num_free_blocks <= 1
+            expected = state.num_free_blocks <= max((each.beam_width or 1 for each in running), default=1)
         else:
-            expected = (event.reason == "max_num_seqs") == (num_running >= engine.max_num_seqs)
+            expected = (event.reason == "max_num_seqs") == (num_rows > engine.max_num_seqs)
         if not expected:
-            refuse(event, f"{event.reason}, with {num_running} sequences running, at most {engine.max_num_seqs}")
+            refuse(event, f"{event.reason}, with {len(running)} sequences running, at most {engine.max_num_seqs}")
         self._check_needed(event, state)
 
     def _check_needed(self, event: RequestWaiting, state: PoolState) -> None:
@@ -208,13 +209,17 @@ class TraceLaws(View[PoolState]):
             chain.append(compute_hash(token_ids[start : start + size], chain[-1] if chain else None))
         return chain
 
+    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+        self._lookups.pop(event.seq_id, None)
+        self._chains.pop(event.seq_id, None)
+        if event.parent_seq_id in self._token_ids and event.seq_id in self._token_ids:
+            self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
+
     # ------------------------------------------------------------------ the prefix cache
 
     def before_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
-        seq, engine = state.seqs.get(event.seq_id), state.engine
+        seq, engine = state.seqs[event.seq_id], state.engine
         assert engine is not None
-        if seq is None:
-            return  # the fold reports it
         if event.num_tokens != seq.num_tokens:
             refuse(event, f"seq {seq.seq_id} has {seq.num_tokens} tokens, not {event.num_tokens}")
         if event.reason != "continued" and (event.reason == "resumed") != (seq.num_preemptions > 0):
@@ -253,10 +258,9 @@ class TraceLaws(View[PoolState]):
 
     def before_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
         token_ids, size = self._token_ids.get(event.seq_id), state.block_size
-        seq = state.seqs.get(event.seq_id)
-        if token_ids is None or seq is None:
+        if token_ids is None:
             return
-        for index, block_id in enumerate(event.block_ids, len(seq.block_table)):
+        for index, block_id in enumerate(event.block_ids, len(state.seqs[event.seq_id].block_table)):
             held = self._block_tokens.get(block_id)
             if held is not None and held != tuple(token_ids[index * size : (index + 1) * size]):
                 refuse(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {index}")
@@ -266,8 +270,6 @@ class TraceLaws(View[PoolState]):
         assert state.engine is not None
         if not state.engine.enable_prefix_caching:
             refuse(event, "a block was hashed without prefix caching")
-        if not event.block_ids:
-            refuse(event, "no blocks")
         first = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
         token_ids, lookup = self._token_ids.get(event.seq_id), self._lookups.get(event.seq_id)
         for index, block_id in enumerate(event.block_ids, first):
@@ -303,8 +305,6 @@ class TraceLaws(View[PoolState]):
                 refuse(event, f"seq {seq.seq_id} had all tokens computed, but got no new one")
         if num_new > engine.max_num_batched_tokens:
             refuse(event, f"{num_new} tokens in one step, the budget is {engine.max_num_batched_tokens}")
-        if len(set(event.seq_ids)) != len(event.seq_ids):
-            refuse(event, "a sequence twice in one step")
         chunk_size = engine.chunked_prefill_size
         if chunk_size is not None and max(event.num_new_tokens, default=0) > chunk_size:
             refuse(event, f"a chunk is larger than {chunk_size} tokens")

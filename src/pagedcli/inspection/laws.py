@@ -179,7 +179,8 @@ class PoolLaws(View[PoolState]):
             self._due = (BlocksReused,), f"seq {seq.seq_id} claims the blocks of its lookup"
         elif block_ids and block_ids == tuple(reversed(table)):
             if seq.running:
-                self._due = (RequestPreempted,), f"seq {seq.seq_id}, which released its blocks, should be preempted"
+                due = f"seq {seq.seq_id}, which released its blocks, should be preempted or forked from another"
+                self._due = (RequestPreempted, SequenceForked), due
         elif len(block_ids) == 1 and block_ids[0] in table:
             self._hole = (seq.seq_id, block_ids[0])
             self._due = (BlockCopied,), f"block {block_ids[0]} of seq {seq.seq_id} is replaced by its copy"

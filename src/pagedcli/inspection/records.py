@@ -36,6 +36,7 @@ class SeqState:
     finished_step: int | None = None
     finish_reason: str | None = None
     parent_seq_id: int | None = None  # forked from
+    beam_width: int | None = None  # of its beam search
     row_id: str | None = None  # the user's own id
 
     @property
@@ -46,6 +47,12 @@ class SeqState:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that may run because this one does: the first of a beam search needs room for all."""
+        is_first = self.sample_index == 0 and self.num_output_tokens == 0
+        return self.beam_width if self.beam_width is not None and is_first else 1
 
     @property
     def running(self) -> bool:

@@ -126,6 +126,7 @@ class PoolState(BlockLedger):
             row_id=event.row_id,
             waiting_since_step=0 if self.step is None else self.step.step + (self.step.end_ns is not None),
             queue_place=event.seq_id if event.sample_index == 0 else self._front_place(),
+            beam_width=event.beam_width,
         )
 
     def on_request_refused(self, event: RequestRefused) -> None:

@@ -3,6 +3,7 @@
 Used by the scheduler; needs neither torch nor the engine. The blocks themselves are in block_pool.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedcli.events import (
@@ -89,6 +90,12 @@ class BlockManager(BlockPool):
         num_tokens = seq.num_computed_tokens + num_new_tokens
         needed = -(-num_tokens // self.block_size) - len(seq.block_table)
         return needed + self._must_copy(seq)
+
+    def num_fork_blocks(self, seqs: Sequence[CacheUser]) -> int:
+        """Fresh blocks that the next tokens of these sequences take in turn, if no others share their partial blocks:
+        the last one to write into a shared block needs no copy."""
+        shared = {seq.block_table[seq.num_computed_tokens // self.block_size] for seq in seqs if self._must_copy(seq)}
+        return sum(self.num_append_blocks(seq, 1) for seq in seqs) - len(shared)
 
     def can_append(self, seq: CacheUser, num_new_tokens: int = 1) -> bool:
         """Whether may_append would succeed."""

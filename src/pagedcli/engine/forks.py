@@ -1,0 +1,85 @@
+"""Further sequences of a request, which share the blocks of its first: samples after the prompt, beams at every step.
+
+Used by EngineCore; needs no torch.
+"""
+
+from collections.abc import Callable, Mapping
+
+from pagedcli.engine.beams import BeamSearch
+from pagedcli.engine.outputs import Request
+from pagedcli.engine.scheduler import Scheduler
+from pagedcli.engine.sequence import Sequence
+
+
+class Forks:
+    """Forks sequences in the scheduler; `new_sequence` makes one, as Sequence() does, with the next seq_id."""
+
+    def __init__(self, scheduler: Scheduler, new_sequence: Callable[..., Sequence]) -> None:
+        self._scheduler = scheduler
+        self._new_sequence = new_sequence
+
+    def will_fork(self, request: Request, seq: Sequence) -> bool:
+        """Whether more samples of the sequence's request start once its prompt is computed."""
+        params = seq.params
+        return params.n > 1 and params.beam_width is None and seq.sample_index == 0 and len(request.seqs) < params.n
+
+    def fork_samples(
+        self, requests: Mapping[str, Request], sampled: list[Sequence]
+    ) -> tuple[list[Sequence], list[int] | None]:
+        """Fork the other samples of requests whose prompt this step computes; they share its logits.
+
+        Returns all sequences that get a token, and the logits row of each (None: one row per sequence).
+        """
+        parents = [(row, seq) for row, seq in enumerate(sampled) if self.will_fork(requests[seq.request_id], seq)]
+        if not parents:
+            return sampled, None
+        rows, sampled = list(range(len(sampled))), list(sampled)
+        for row, parent in parents:
+            request = requests[parent.request_id]
+            for _ in range(len(request.seqs), parent.params.n):
+                child = self._new_sample(request)
+                if self._scheduler.fork(parent, child):
+                    sampled.append(child)
+                    rows.append(row)
+        return sampled, rows
+
+    def advance_beams(self, request: Request, now_s: float) -> list[Sequence]:
+        """Continue the beams of a request, which all have candidates, with the tokens that its search chooses.
+        Returns them, best first, with a finish reason if the search has ended."""
+        search = request.search = request.search or BeamSearch(request.seqs[0])
+        continuations = search.advance()
+        beams = []
+        for continuation, beam in zip(continuations, search.places(continuations), strict=True):
+            parent = continuation.parent
+            if beam is None:
+                beam = self._new_sample(request)
+                beam.first_token_s = parent.first_token_s
+                request.num_unfinished += 1
+                forked = self._scheduler.fork(parent, beam)
+                assert forked, "a beam search starts only with room for all its beams"
+            elif beam is not parent:
+                self._scheduler.replace(beam, parent)
+            beams.append(beam)
+        search.continue_with(beams, continuations, now_s)
+        return beams
+
+    def _new_sample(self, request: Request) -> Sequence:
+        """A further sequence of a request, with its prompt alone."""
+        first = request.seqs[0]
+        child = self._new_sequence(
+            first.request_id,
+            first.token_ids[: first.num_prompt_tokens],
+            first.params,
+            max_new_tokens=first.max_new_tokens,
+            seed=first.seed,
+            sample_index=len(request.seqs),
+            eos_token_ids=first.eos_token_ids,
+            cache_salt=first.cache_salt,
+            stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
+            guide=request.make_guide() if request.make_guide is not None else None,
+            arrived_s=first.arrived_s,
+            row_id=first.row_id,
+        )
+        child.admitted_s = first.admitted_s
+        request.seqs.append(child)
+        return child
