@@ -12,6 +12,11 @@ from safetensors.torch import load_file, save_file
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import CpuAttention
 from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import decide
+from pagedcli.engine.forecast import predict_terms
+from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.machine import this_machine
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
@@ -213,3 +218,15 @@ def test_bytes_made_by_compressed_tensors_are_the_weights_that_it_reads_from_the
     config = compressed(form, args.model_dump(mode="json"))
     packed, plain = quantized_twins(plain_model, tmp_path, quantize, config)
     torch.testing.assert_close(*(logits_of(path, ReferenceAttention()) for path in (packed, plain)))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
+    packed, _ = twins
+    config = EngineConfig(model=str(packed), attention_backend=backend, device="cpu", num_gpu_blocks_override=8)
+    spec, machine = read_spec(packed), this_machine()
+    decided = decide(config, spec, machine)
+    engine = LLMEngine(config)
+    predicted = predict_terms(config, spec, decided, machine).weights
+    assert predicted == pytest.approx(engine.plan.weight_bytes, rel=0.05)
+    assert decided.notes[-1] in engine.model.notes

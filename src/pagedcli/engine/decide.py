@@ -19,8 +19,8 @@ from pagedcli.kvcache.budget import MemoryBudget, StepShape, block_bytes, blocks
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
-from pagedcli.models.decoder import has_cpu_kernels
-from pagedcli.models.formats import AS_STORED
+from pagedcli.models.decoder import linear_kernels
+from pagedcli.models.formats import AS_STORED, Kernels
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
 from pagedcli.models.sharding import shard_spec
@@ -45,7 +45,7 @@ class Decisions:
     refused: tuple[str, ...]  # why faster backends were not chosen, one line each
     decoder: str  # see models.loading
     weights: str | None  # how those of linear layers are quantized
-    packs_weights: bool  # linear layers run on the project's CPU kernels
+    kernels: Kernels  # whose linear layers run
     block_size: int  # tokens
     block_bytes: int  # over all layers, K and V
     max_model_len: int  # tokens
@@ -102,9 +102,9 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     decoder = choose_decoder(needs)
     available = machine.available_bytes if gpu is None else gpu.free_bytes
     _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
-    native = has_cpu_kernels(spec, choice.kind)
-    notes = () if native or spec.is_fallback else unpacked_note(device, dtype)
-    note = stored.note(dtype, native=native)
+    kernels = linear_kernels(spec, choice.kind)
+    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
+    note = stored.note(dtype, kernels)
     no_graphs = why_no_graphs(config, spec, device, choice.kind)
     return Decisions(
         device=device,
@@ -115,7 +115,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         refused=choice.refused,
         decoder=decoder,
         weights=None if stored is AS_STORED else stored.name,
-        packs_weights=native,
+        kernels=kernels,
         block_size=config.block_size,
         block_bytes=block_bytes(
             num_layers=own.num_layers,

@@ -80,7 +80,7 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> i
         for name, shape in parameter.kept_shapes.items():
             if is_linear and stored.covers(name.removesuffix(".weight")):
                 out_features, in_features = shape
-                total += stored.kept_bytes(out_features, in_features, itemsize, native=decided.packs_weights)
+                total += stored.kept_bytes(out_features, in_features, itemsize, decided.kernels)
             else:
                 total += math.prod(shape) * itemsize
     return total

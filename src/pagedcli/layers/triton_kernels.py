@@ -1,7 +1,7 @@
 """The Triton kernels of a decoder layer between its attention calls, and of sampling. Each has a twin in plain torch.
 
-Used by triton_layers.py and triton_sampling.py only; imported only where triton is installed. Arithmetic is float32; it
-is rounded to the tensors' dtype wherever the twin rounds.
+Used by triton_layers.py, triton_codes.py and triton_sampling.py; imported only where triton is installed. Arithmetic is
+float32; it is rounded to the tensors' dtype wherever the twin rounds.
 """
 
 import triton
@@ -116,6 +116,52 @@ def rotate_and_store_kernel(
         tl.store(k_cache_ptr + place + HALF, kept_y, mask=is_k)
         tl.store(v_cache_ptr + place, kept_x, mask=inside & is_v)
         tl.store(v_cache_ptr + place + HALF, kept_y, mask=inside & is_v)
+
+
+@triton.jit
+def codes_linear_kernel(
+    x_ptr,  # [T, K]
+    words_ptr,  # [K / PER_WORD, N] int32, lowest bits first
+    scales_ptr,  # [groups, N]
+    zeros_ptr,  # [groups, N] uint8
+    bias_ptr,  # [N]
+    out_ptr,  # [T, N]
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per BLOCK_T tokens and BLOCK_N output features. Weights are rounded to the dtype of x, sums are
+    float32."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    row = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + row
+        inside = (k[:, None] < K) & (column < N)
+        x = tl.load(
+            x_ptr + token.to(tl.int64) * K + k[None, :], mask=(token < num_tokens) & (k[None, :] < K), other=0.0
+        )
+        words = tl.load(words_ptr + (k // PER_WORD)[:, None] * N + column, mask=inside, other=0)
+        codes = (words >> (k % PER_WORD * BITS)[:, None]) & ((1 << BITS) - 1)
+        if GROUP % BLOCK_K == 0:  # all rows of the block are in one group
+            place, there = start // GROUP * N + column, column < N
+        else:
+            place, there = (k // GROUP)[:, None] * N + column, inside
+        zeros = tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)
+        scales = tl.load(scales_ptr + place, mask=there, other=0.0).to(tl.float32)
+        weights = ((codes - zeros).to(tl.float32) * scales).to(x.dtype)
+        sums = tl.dot(x, weights, sums, input_precision="ieee")
+    if BIAS:
+        sums += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * N + column, sums, mask=(token < num_tokens) & (column < N))
 
 
 @triton.jit

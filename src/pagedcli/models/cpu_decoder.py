@@ -42,7 +42,7 @@ class CpuDecoder:
         """Packs the weights and removes each from `tensors`, so that memory holds only one copy."""
         spec = request.spec
         self.spec = spec
-        note = request.weight_format.note(request.dtype, native=True)
+        note = request.weight_format.note(request.dtype, "cpu")
         self.notes: tuple[str, ...] = () if note is None else (note,)
         self.attention_layers = spec.attention_layers
         self._backend = request.backend

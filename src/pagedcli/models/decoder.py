@@ -15,7 +15,7 @@ from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
-from pagedcli.models.formats import AS_STORED, Modules, WeightFormat
+from pagedcli.models.formats import AS_STORED, Kernels, Modules, WeightFormat
 from pagedcli.models.parameters import decoder_parameters, take_linear
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.rope_table import rope_table
@@ -44,7 +44,7 @@ class Decoder:
         build = _Builder(request, spec, tensors)
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
-        if (note := request.weight_format.note(request.dtype, native=build.uses_cpu_kernels)) is not None:
+        if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
             self.notes += (note,)
         vectors = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() == 1 and "[" not in key)
         self.attention_layers = spec.attention_layers
@@ -89,6 +89,7 @@ class _Builder:
         self._activation = ACTIVATIONS[spec.hidden_act]
         self._fused_store = stores_in_one_pass(request.backend)
         self.uses_cpu_kernels = has_cpu_kernels(spec, request.backend)
+        self.kernels = linear_kernels(spec, request.backend)
 
     def tables(self) -> tuple[Callable[[Tensor], Tensor], VocabularyHead, int]:
         """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
@@ -188,8 +189,12 @@ class _Builder:
         return self._made(weight_format, modules, bias)
 
     def _made(self, weight_format: WeightFormat, modules: Modules, bias: Tensor | None) -> LinearLayer:
-        make = weight_format.native_linear if self.uses_cpu_kernels else weight_format.torch_linear
-        linear: LinearLayer = make(modules, bias, self._request.dtype)
+        dtype = self._request.dtype
+        linear: LinearLayer
+        if self.uses_cpu_kernels:
+            linear = weight_format.native_linear(modules, bias, dtype)
+        else:
+            linear = weight_format.torch_linear(modules, bias, dtype, kernels=self.kernels)
         self.linear_bytes += linear.nbytes
         return linear
 
@@ -206,6 +211,13 @@ def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionB
     if spec.experts is not None:
         sizes += [spec.experts.intermediate_size, spec.experts.shared_intermediate_size or 0]
     return backend.capabilities.native_step and not any(size % 2 for size in sizes)
+
+
+def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> Kernels:
+    """Whose linear layers run on a backend's device."""
+    if has_cpu_kernels(spec, backend):
+        return "cpu"
+    return "triton" if backend.capabilities.fused_store else "torch"
 
 
 def refusal(needs: DecoderNeeds) -> str | None:

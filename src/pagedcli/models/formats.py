@@ -16,6 +16,7 @@ from pagedcli.native import load_library
 
 # The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
 Modules = Sequence[Mapping[str, Tensor]]
+Kernels = Literal["cpu", "triton", "torch"]  # whose linear layers run: the project's on a CPU, its Triton ones, torch's
 Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
 DEVIATION = 0.02  # standard deviation of dummy weights
 FLOAT8_DEVIATION = 64.0  # of those stored as FP8, before their scales
@@ -79,12 +80,14 @@ class WeightFormat(Protocol):
         """Why there is no torch layer of this format; None if there is one."""
         ...
 
-    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
-        """What a user should know of how the layers compute, by the project's CPU kernels or not."""
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+        """What a user should know of how the layers compute."""
         ...
 
-    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
-        """The layer by torch for activations of `dtype`, on the device of the tensors."""
+    def torch_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
+    ) -> LinearLayer:
+        """The layer for activations of `dtype`, on the device of the tensors, by `kernels` if they have the format."""
         ...
 
     def native_linear(
@@ -112,10 +115,12 @@ class AsStored:
     def torch_refusal(self) -> str | None:
         return None
 
-    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return None
 
-    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
+    def torch_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
+    ) -> LinearLayer:
         return Linear(modules[0]["weight"], bias)
 
     def native_linear(
@@ -149,10 +154,12 @@ class Rounded:
     def torch_refusal(self) -> str | None:
         return f"{self.name} weights need the native CPU kernels"
 
-    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return None
 
-    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
+    def torch_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
+    ) -> LinearLayer:
         raise AssertionError("a format with a torch_refusal is not asked for a torch layer")
 
     def native_linear(

@@ -14,7 +14,7 @@ from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import QuantizedWeight, unpacked
-from pagedcli.models.formats import AS_STORED, DEVIATION, FLOAT8_DEVIATION, Modules, StoredTensor, WeightFormat
+from pagedcli.models.formats import AS_STORED, DEVIATION, FLOAT8_DEVIATION, Kernels, Modules, StoredTensor, WeightFormat
 from pagedcli.models.quantization import Layout, StoredQuantization
 from pagedcli.native import load_library
 
@@ -51,14 +51,16 @@ class _Stored:
 class Widened(_Stored):
     """FP8 weights, widened to the model's dtype while they are loaded."""
 
-    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading; activations are not rounded"
 
-    def kept_bytes(self, out_features: int, in_features: int, itemsize: int, *, native: bool) -> int:
+    def kept_bytes(self, out_features: int, in_features: int, itemsize: int, kernels: Kernels) -> int:
         """Bytes of a layer's weight in memory; itemsize is that of the model's dtype."""
         return out_features * in_features * itemsize
 
-    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
+    def torch_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
+    ) -> LinearLayer:
         return Linear(self._weight(modules, dtype), bias)
 
     def native_linear(
@@ -81,34 +83,41 @@ class Widened(_Stored):
 class Packed(_Stored):
     """Whole numbers of 4 or 8 bits with scales, and zero points or not."""
 
-    def note(self, dtype: torch.dtype, *, native: bool) -> str | None:
-        if native and (why := self.kernel_refusal()) is None:
-            return f"weights are {self.name}, kept so; activations are rounded to 8 bits per token"
-        why = why if native else "there is no kernel for them"
-        return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: {why}"
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+        if (why := self.kernel_refusal(kernels)) is not None:
+            return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: {why}"
+        rounded = "activations are rounded to 8 bits per token" if kernels == "cpu" else "activations are not rounded"
+        return f"weights are {self.name}, kept so; {rounded}"
 
-    def kernel_refusal(self) -> str | None:
-        """Why the CPU kernels do not compute with the numbers as they are; None if they do."""
+    def kernel_refusal(self, kernels: Kernels) -> str | None:
+        """Why the kernels do not compute with the numbers as they are; None if they do."""
         size = self.quantization.group_size
-        if size is not None and size % 32:
+        if kernels == "cpu" and size is not None and size % 32:
             return f"groups of {size} have no kernel, only multiples of 32"
-        return None
+        return "torch has no kernel for them" if kernels == "torch" else None
 
-    def kept_bytes(self, out_features: int, in_features: int, itemsize: int, *, native: bool) -> int:
+    def kept_bytes(self, out_features: int, in_features: int, itemsize: int, kernels: Kernels) -> int:
         """Bytes of a layer's weight in memory; itemsize is that of the model's dtype."""
-        if not native or self.kernel_refusal() is not None:
+        if self.kernel_refusal(kernels) is not None:
             return out_features * in_features * itemsize
         groups = -(-in_features // (self.quantization.group_size or in_features))
         return out_features * (in_features * self.quantization.bits // 8 + groups * 3)
 
-    def torch_linear(self, modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> LinearLayer:
-        return Linear(self._weight(modules).dequantized(dtype), _with_biases(modules, bias, dtype))
+    def torch_linear(
+        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
+    ) -> LinearLayer:
+        weight, bias = self._weight(modules), _with_biases(modules, bias, dtype)
+        if kernels == "triton":
+            from pagedcli.layers.triton_codes import CodesLinear  # only where triton is installed
+
+            return CodesLinear(weight, bias)
+        return Linear(weight.dequantized(dtype), bias)
 
     def native_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
     ) -> NativeLinear:
         weight, bias = self._weight(modules), _with_biases(modules, bias, dtype)
-        numbers = weight if self.kernel_refusal() is None else weight.dequantized(dtype)
+        numbers = weight if self.kernel_refusal("cpu") is None else weight.dequantized(dtype)
         return NativeLinear(load_library(), numbers, bias, gated=gated, dtype=dtype)
 
     def _weight(self, modules: Modules) -> QuantizedWeight:
