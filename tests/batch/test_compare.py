@@ -21,7 +21,7 @@ LINES = [
     {"id": "c", "messages": [{"role": "user", "content": "Tell me a story."}]},
     {"id": "d", "prompt": 5},
     {"custom_id": "e", "url": "/v1/completions", "body": {"prompt": ["Hello", "Once"], "logprobs": 2}},
-    {"id": "f", "prompt": "Once upon a time there was a fox. The fox", "max_tokens": 30},
+    {"id": "f", "prompt": "Once upon a time there was a fox. The fox", "max_tokens": 30, "prompt_logprobs": 1},
 ]
 
 
@@ -131,6 +131,7 @@ def test_the_last_bit_of_a_logprob_counts_unless_tolerated(outputs, tmp_path):
         (lambda rows: rows[3]["error"].update(code="other"), "error"),
         (lambda rows: rows[1]["outputs"].pop(), "samples"),
         (lambda rows: rows[0]["usage"].update(prompt_tokens=1), "prompt"),
+        (lambda rows: rows[5]["prompt_logprobs"][3].update(logprob=0.5), "prompt_logprobs"),
         (lambda rows: rows[4]["response"]["body"]["choices"][1].update(text="x"), "text"),
     ],
 )

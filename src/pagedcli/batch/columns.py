@@ -111,8 +111,8 @@ def _collision(name: str) -> str:
     return f"the input column {name!r} cannot be kept: the output has a column of that name"
 
 
-def names_of(contents: Iterable[bytes | None]) -> set[str]:
-    """The top-level names of all JSON lines that are objects."""
+def names_of(contents: Iterable[bytes | None], *, wanted: tuple[str, ...] = ()) -> set[str]:
+    """The top-level names of all JSON lines that are objects; of the first lines, if these have all that are wanted."""
     decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
     names: set[str] = set()
     for content in contents:
@@ -120,4 +120,6 @@ def names_of(contents: Iterable[bytes | None]) -> set[str]:
             names |= decoder.decode(content or b"{}").keys()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # it becomes an error row
+        if wanted and names.issuperset(wanted):
+            break
     return names

@@ -16,9 +16,10 @@ import msgspec
 
 from pagedcli.batch.outputs import open_rows
 from pagedcli.batch.rows import Answer
+from pagedcli.engine.sequence import TokenLogprobs
 from pagedcli.errors import UsageError
 
-Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs"]
+Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs"]
 _AROUND = 24  # characters of text on either side of a difference
 
 
@@ -30,6 +31,7 @@ class Sample:
     token_ids: list[int] | None
     tokens: list[str] | None  # their texts, from the log-probabilities
     logprobs: list[list[float]] | None  # per token: its own, then those of the likeliest
+    prompt_logprobs: list[list[float]] | None  # the same of the prompt's tokens from the second on
     ending: tuple[Any, Any]  # finish reason, stop reason
 
 
@@ -90,14 +92,26 @@ def _compare_samples(label: str, index: int | None, a: Sample, b: Sample, tolera
         return Difference(label, "text", index, None, character, *around)
     if a.ending != b.ending:
         return Difference(label, "ending", index, None, None, _ending(a), _ending(b))
-    if a.logprobs is None or b.logprobs is None:
+    return _compare_logprobs(label, "logprobs", index, a.logprobs, b.logprobs, tolerance) or _compare_logprobs(
+        label, "prompt_logprobs", index, a.prompt_logprobs, b.prompt_logprobs, tolerance
+    )
+
+
+def _compare_logprobs(
+    label: str,
+    kind: Literal["logprobs", "prompt_logprobs"],
+    index: int | None,
+    a: list[list[float]] | None,
+    b: list[list[float]] | None,
+    tolerance: float,
+) -> Difference | None:
+    if a is None or b is None:
         return None
-    deltas = [_largest_delta(first, second) for first, second in zip(a.logprobs, b.logprobs, strict=True)]
+    deltas = [_largest_delta(first, second) for first, second in zip(a, b, strict=True)]
     token = next((place for place, delta in enumerate(deltas) if not delta <= tolerance), None)
     if token is None:
         return None
-    around = (repr(a.logprobs[token][0]), repr(b.logprobs[token][0]))
-    return Difference(label, "logprobs", index, token, None, *around, logprob_delta=max(deltas))
+    return Difference(label, kind, index, token, None, repr(a[token][0]), repr(b[token][0]), logprob_delta=max(deltas))
 
 
 def _parting(a: Any, b: Any) -> int | None:
@@ -179,12 +193,17 @@ def _read_sample(sample: dict[str, Any], answer: str) -> Sample:
     elif logprobs is not None:
         positions = logprobs["content"] if isinstance(logprobs, dict) else logprobs
         tokens = [position["token"] for position in positions]
-        values = [[each["logprob"], *(top["logprob"] for top in each["top_logprobs"])] for each in positions]
+        values = _values(positions)
+    _, *prompt = sample.get("prompt_logprobs") or [None]
     text = sample["message"]["content"] if "message" in sample else sample.get(answer)
     if text is None and "token_ids" not in sample:
         raise KeyError(f"no field {answer!r} (see --output-field)")
     ending = (sample["finish_reason"], sample.get("stop_reason"))
-    return Sample(text, sample.get("token_ids"), tokens, values, ending)
+    return Sample(text, sample.get("token_ids"), tokens, values, _values(prompt), ending)
+
+
+def _values(positions: list[dict[str, Any]]) -> list[list[float]]:
+    return [[each["logprob"], *(top["logprob"] for top in each["top_logprobs"])] for each in positions]
 
 
 def row_of(label: str, answers: list[Answer]) -> ComparedRow:
@@ -194,15 +213,20 @@ def row_of(label: str, answers: list[Answer]) -> ComparedRow:
             text,
             sample.token_ids,
             None,
-            None
-            if sample.logprobs is None
-            else [[each.logprob, *(logprob for _, logprob in each.top)] for each in sample.logprobs],
+            _own_values(sample.logprobs),
+            _own_values(answer.output.prompt_logprobs),
             (sample.finish_reason, sample.stop_reason),
         )
         for answer in answers
         for sample, text in zip(answer.output.samples, answer.texts, strict=True)
     ]
     return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
+
+
+def _own_values(positions: Iterable[TokenLogprobs | None] | None) -> list[list[float]] | None:
+    if positions is None:
+        return None
+    return [[each.logprob, *(logprob for _, logprob in each.top)] for each in positions if each is not None]
 
 
 def pairs(

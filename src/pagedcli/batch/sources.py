@@ -37,7 +37,7 @@ def check_kept(source: LineSource, columns: Columns, *, in_rows: bool = True) ->
     if isinstance(source, ParquetSource):
         names = set(source.schema.names)
     elif not source.is_live:
-        names = names_of(line.content for line in source)
+        names = names_of((line.content for line in source), wanted=columns.keep)
     columns.check_found(names)
     if in_rows:
         columns.check_free(names)

@@ -25,7 +25,7 @@ _NAMES = {
     "ttft_ms": "TTFT ms",
     "tpot_ms": "TPOT ms",
     "overhead_ms": "engine ms/step",
-    "share_of_floor": "of the floor",
+    "share_of_floor": "share of the floor",
 }
 
 

@@ -21,6 +21,7 @@ _MEANINGS = {
     "text": "different texts",
     "ending": "ended differently",
     "logprobs": "equal tokens, different log-probabilities",
+    "prompt_logprobs": "different log-probabilities of the prompt",
 }
 
 
