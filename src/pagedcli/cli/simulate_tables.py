@@ -153,7 +153,9 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
 
 
 def _warmup_text(warmup: float) -> str:
-    return f"the first {warmup:.0%} of the requests fill the cache uncounted" if warmup else "no warm-up"
+    return (
+        f"the first {warmup:.0%} of the requests fill the cache uncounted" if warmup else "no warm-up: first uses count"
+    )
 
 
 def miss_table(points: Sequence[SweepPoint]) -> Table:

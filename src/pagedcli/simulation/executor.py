@@ -22,7 +22,7 @@ StepTime = Callable[[ScheduledStep, Scheduler], int]
 """Nanoseconds that a scheduled step takes."""
 
 STEP_NS = 10**9  # of a step without a step time: the seconds of such a run are steps
-
+FIRST_UNKNOWN = 2**40  # tokens that are not known have numbers from here on: above every vocabulary
 
 _NONE = np.zeros(0, dtype=np.int32)
 _NO_INPUT = StepInput(_NONE, None, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, None, (), 0, 0)
@@ -45,7 +45,7 @@ class NoExecutor:
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []  # those that get a token in the next step
         self.outputs: dict[str, list[array[int]]] = {}  # request id -> tokens of each sample
-        self._next_token = 0
+        self._next_token = FIRST_UNKNOWN
 
     def launch(self, step: StepInput, sampling: SamplingInput) -> "DoneStep":
         first, self._next_token = self._next_token, self._next_token + len(self.seqs)

@@ -20,7 +20,7 @@ from pagedcli.simulation.stack_distance import NEVER, LruCurve, hits_per_request
 from pagedcli.simulation.unscheduled import tokens_of_hits, unscheduled_hits
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
-MOST_BLOCKS = 2**26  # of a simulated pool: each takes about 200 bytes
+MOST_BLOCKS = 2**24  # of a simulated pool: each takes about 200 bytes
 POLICIES: tuple[Eviction, ...] = get_args(Eviction)
 
 

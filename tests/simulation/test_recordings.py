@@ -1,0 +1,58 @@
+"""Recordings as traces: KV events of other engines, and our own runs without tokens."""
+
+import json
+
+import pytest
+from cli_harness import pagedcli
+from conftest import shared_data
+from kv_event_harness import message, removed, stored
+
+from pagedcli.kvevents.capture import CaptureWriter
+from pagedcli.simulation.accesses import accesses_of
+from pagedcli.simulation.recorded import read_kv_events
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """A server stores a chain of three blocks, evicts the last two, and computes them again; another root follows."""
+    messages = [
+        message(0, stored(11, 12, 13)),
+        message(1, removed(12, 13)),
+        message(2, stored(12, 13, parent=11)),
+        message(3, stored(20)),
+    ]
+    with CaptureWriter(tmp_path / "events.jsonl", ["tcp://host:1"], tokens=True) as writer:
+        for time_s, frames in enumerate(messages):
+            writer.write(frames, float(time_s))
+    return tmp_path / "events.jsonl"
+
+
+def test_blocks_that_a_server_computed_again_are_the_hits_of_a_larger_cache(recording):
+    workload = read_kv_events(recording)
+    assert [request.num_prompt_tokens for request in workload.requests] == [6, 4, 2]
+    assert accesses_of(workload, 2).blocks.tolist() == [0, 1, 2, 1, 2, 3]
+    document = json.loads(pagedcli("simulate", recording, "--no-schedule", "--pool", "3,1", "--format", "json").stdout)
+    assert document["format"] == "kv-events"
+    assert [row["hit_rate_blocks"] for row in document["pools"]] == [0, 2 / 6]
+
+
+def test_a_published_recording_of_vllm_is_read(capsys):
+    document = json.loads(
+        pagedcli("simulate", shared_data("vllm_events") / "events.jsonl", "--pool", "100%", "--format", "json").stdout
+    )
+    assert document["num_blocks"] - document["num_unique_blocks"] == 5  # stored, removed and stored again
+    assert document["pools"][0]["num_refused"] == 0
+
+
+def test_a_run_recorded_without_tokens_hits_as_it_did(tmp_path):
+    prompts, trace, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl.zst", tmp_path / "out.jsonl"
+    rows = [{"prompt": [5] * 32 + [index % 3] * 20, "max_tokens": 3} for index in range(9)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pagedcli("generate", prompts, "-o", out, "--num-gpu-blocks-override", "16", "--max-num-seqs", "2",
+             "--record", trace)  # fmt: skip
+    cached = [
+        json.loads(line)["usage"]["prompt_tokens_details"]["cached_tokens"] for line in out.read_text().splitlines()
+    ]
+    document = json.loads(pagedcli("simulate", trace, "--format", "json").stdout)
+    assert document["pools"][0]["pool_blocks"] == 16
+    assert document["pools"][0]["tokens"]["hit"] == sum(cached) > 0
