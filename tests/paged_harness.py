@@ -3,6 +3,7 @@
 import torch
 
 from pagedcli.attention.base import PagedBatch
+from pagedcli.kvcache.groups import cache_groups, group_size
 
 
 class PagedHarness:
@@ -12,14 +13,17 @@ class PagedHarness:
         spec = model.spec
         self.model = model
         self.block_size = block_size
+        groups = cache_groups([layer.window for layer in model.attention_layers])
         widths = [-(-length // block_size) for length in lengths]
-        owned = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(0)).int()
+        num_blocks = sum(widths) * len(groups)
+        owned = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int().split(widths * len(groups))
         # entries past a sequence's blocks are undefined: a backend that follows one leaves the cache
-        self.table = torch.full((len(lengths), max(widths)), 2**31 - 1, dtype=torch.int32)
-        for row, blocks in zip(self.table, owned.split(widths), strict=True):
+        self.tables = torch.full((len(groups), len(lengths), max(widths)), 2**31 - 1, dtype=torch.int32)
+        for row, blocks in zip(self.tables.flatten(0, 1), owned, strict=True):
             row[: len(blocks)] = blocks
-        shape = backend.kv_shape(sum(widths), block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv_cache = torch.full((2, spec.num_layers, *shape), float("nan"), dtype=dtype)
+        self.table = self.tables[0]
+        shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self.kv_cache = torch.full((2, group_size(groups), *shape), float("nan"), dtype=dtype)
 
     @torch.inference_mode()
     def step(self, work):
@@ -28,19 +32,24 @@ class PagedHarness:
         counts = [end - start for _, start, end in spans]
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
         rows = torch.repeat_interleave(torch.tensor([row for row, _, _ in spans]), torch.tensor(counts))
-        slots = self.table[rows, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        blocks = self.tables[:, rows, positions // self.block_size].long()
+        slots = (blocks * self.block_size + positions % self.block_size).int()
         cu_q = [0, *torch.tensor(counts).cumsum(0).tolist()]
         ends = [end for _, _, end in spans]
-        batch = PagedBatch(
-            cu_q=torch.tensor(cu_q, dtype=torch.int32),
-            num_tokens=torch.tensor(ends, dtype=torch.int32),
-            block_table=self.table[[row for row, _, _ in spans]],
-            slots=slots.int(),
-            max_new=max(counts),
-            max_total=max(ends),
-            cu_q_host=cu_q,
-            num_tokens_host=ends,
+        batch, *others = (
+            PagedBatch(
+                cu_q=torch.tensor(cu_q, dtype=torch.int32),
+                num_tokens=torch.tensor(ends, dtype=torch.int32),
+                block_table=table[[row for row, _, _ in spans]],
+                slots=of_group,
+                max_new=max(counts),
+                max_total=max(ends),
+                cu_q_host=cu_q,
+                num_tokens_host=ends,
+            )
+            for table, of_group in zip(self.tables, slots, strict=True)
         )
+        batch.others = tuple(others)
         ids = torch.tensor([token for _, _, ids in work for token in ids])
         hidden = self.model.forward(ids, positions, batch, self.kv_cache)
         return self.model.compute_logits(hidden).split(counts)

@@ -26,11 +26,12 @@ class ScriptedExecutor:
     """Keeps a cache of token ids in place of K and V: a token depends on what the block table says comes before it: a
     block that was never written, or is another's, gives other tokens."""
 
-    def __init__(self, num_blocks, block_size, max_num_seqs, width, *, choose: Callable = rule):
+    def __init__(self, num_blocks, block_size, max_num_seqs, width, *, windows=(None,), choose: Callable = rule):
         self.block_size = block_size
+        self.windows = windows  # of each group of layers: a token depends on what each of them sees
         self.cache = [None] * (num_blocks * block_size)
-        self.tables = [0] * (max_num_seqs * width)
-        self.width = width
+        self.width = width * len(windows)
+        self.tables = [0] * (max_num_seqs * self.width)
         self.last_tokens = []
         self.choose = choose
         self.steps = []  # new tokens per sequence
@@ -51,9 +52,10 @@ class ScriptedExecutor:
                 (self.last_tokens[row] or 0) if row >= 0 else id_
                 for id_, row in zip(ids, step.source_rows, strict=True)
             ]
-        for slot, token_id in zip(step.slots.tolist(), ids, strict=True):
-            if slot >= 0:
-                self.cache[slot] = token_id
+        for slots in step.slots.tolist():
+            for slot, token_id in zip(slots, ids, strict=True):
+                if slot >= 0:
+                    self.cache[slot] = token_id
         self.steps.append((step.cu_q[1:] - step.cu_q[:-1]).tolist())
         self.last_tokens, candidates = [], {}
         for row, (context, draw) in enumerate(self._contexts(step, sampling)):
@@ -71,10 +73,13 @@ class ScriptedExecutor:
         rows = rows if sampling.logits_rows is None else [rows[row] for row in sampling.logits_rows]
         for row, draw in zip(rows, sampling.uniform.tolist(), strict=True):
             seq = next(place for place, end in enumerate(ends) if row < end)
-            first, size = int(step.table_rows[seq]) * self.width, self.block_size
+            first, size, num_groups = int(step.table_rows[seq]) * self.width, self.block_size, len(self.windows)
             length = int(step.num_tokens[seq]) - (ends[seq] - 1 - row)
-            blocks = self.tables[first : first - (-length // size)]
-            context = [token for block in blocks for token in self.cache[block * size : block * size + size]][:length]
+            context = []
+            for group, window in enumerate(self.windows):
+                for place in range(max(0, length - (window or length)), length):
+                    block = self.tables[first + place // size * num_groups + group]
+                    context.append(self.cache[block * size + place % size])
             assert None not in context, "a slot that was never written was read"
             yield context, draw
 
@@ -115,7 +120,9 @@ class Simulation(EngineCore):
     def __init__(self, num_blocks, block_size=2, *, emit=None, trace_tokens=False, check=True, choose=rule, **changes):
         plan = scripted_plan(num_blocks, block_size, **changes)
         width = -(-plan.max_model_len // block_size)
-        executor = ScriptedExecutor(num_blocks, block_size, plan.max_num_seqs, width, choose=choose)
+        executor = ScriptedExecutor(
+            num_blocks, block_size, plan.max_num_seqs, width, windows=plan.windows, choose=choose
+        )
         self.seqs = []
         self._check = check
         ticks = itertools.count(step=100)

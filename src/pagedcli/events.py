@@ -42,6 +42,7 @@ class EngineStarted(Event, frozen=True, gc=False):
     chunked_prefill_size: int | None  # tokens of one sequence per step, None: no limit
     enable_prefix_caching: bool
     eviction: Eviction = "lru"  # the policy of the block pool
+    windows: tuple[int | None, ...] = (None,)  # tokens that a query sees, of each group of layers; None: all before it
     part: int = 1  # part of a resumed run's trace, each with an empty pool at first; set by the reader of several files
 
 
@@ -85,10 +86,11 @@ class PrefixLookedUp(Event, frozen=True, gc=False):
 
 
 class BlocksReused(Event, frozen=True, gc=False):
-    """Cached blocks were shared with a sequence: ref_count + 1 each; a free one left the free list."""
+    """Cached blocks were shared with a sequence: ref_count + 1 each; a free one left the free list. None stands for a
+    block that no later token sees."""
 
     seq_id: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int | None, ...]
 
 
 class BlocksAllocated(Event, frozen=True, gc=False):
@@ -121,6 +123,14 @@ class BlocksReleased(Event, frozen=True, gc=False):
     block_ids: tuple[int, ...]
 
 
+class WindowPassed(Event, frozen=True, gc=False):
+    """A sequence released these blocks, as no later token sees them: ref_count - 1 each, in this order; at 0 as in
+    BlocksReleased. Their entries in its block table became None."""
+
+    seq_id: int
+    block_ids: tuple[int, ...]
+
+
 class BlockCopied(Event, frozen=True, gc=False):
     """Copy on write: the sequence's shared partial block was replaced by its own copy (taken before, see
     BlocksAllocated), and the shared one released (see BlocksReleased)."""
@@ -136,7 +146,7 @@ class SequenceForked(Event, frozen=True, gc=False):
 
     parent_seq_id: int
     seq_id: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int | None, ...]  # the parent's block table
     num_computed_tokens: int
 
 
@@ -213,8 +223,8 @@ class StepFailed(Event, frozen=True, gc=False):
 
 AnyEvent = (
     EngineStarted | RequestAdded | RequestRefused | PrefixLookedUp | BlocksReused | BlocksAllocated | BlockEvicted
-    | BlocksFilled | BlocksReleased | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting | StepStarted
-    | StepScheduled | TokensSampled | RequestFinished | StepFinished | StepFailed
+    | BlocksFilled | BlocksReleased | WindowPassed | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting
+    | StepStarted | StepScheduled | TokensSampled | RequestFinished | StepFinished | StepFailed
 )  # fmt: skip
 Emit = Callable[[Event], None]
 

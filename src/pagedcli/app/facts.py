@@ -11,7 +11,7 @@ from pagedcli.printable import one_line
 
 def sequence_facts(moment: Moment, seq: SeqState) -> Text:
     """Tokens, waiting and blocks of a sequence, and with whom it shares them."""
-    state, blocks = moment.state, set(seq.block_table)
+    state, blocks = moment.state, set(seq.held_block_ids)
     shared = [
         other.seq_id for other in state.running() if other is not seq and not blocks.isdisjoint(other.block_table)
     ]
@@ -22,8 +22,13 @@ def sequence_facts(moment: Moment, seq: SeqState) -> Text:
         f"generated  {seq.num_output_tokens:,} of at most {plural(seq.max_new_tokens, 'token')}",
         f"waited     {plural(seq.num_steps_waited(state.step_number), 'step')}",
         f"preempted  {plural(seq.num_preemptions, 'time')}, {seq.num_recomputed_tokens:,} tokens computed again",
-        f"blocks     {len(seq.block_table):,}: {block_ids_text(state, seq.block_table) or 'none'}",
+        f"blocks     {len(seq.held_block_ids):,}: {block_ids_text(state, seq.block_table) or 'none'}",
     ]
+    if state.engine is not None and any(state.engine.windows):
+        passed = f"{plural(seq.num_passed_blocks, 'block')} that no later token sees"
+        lines.append(
+            f"window     {passed}; one table for all layers would hold {plural(len(seq.block_table), 'block')}"
+        )
     if shared:
         lines.append(f"shared     with seq {', '.join(map(str, shared))}")
     return Text("\n".join(lines))
@@ -34,7 +39,7 @@ def block_facts(moment: Moment, block_id: int) -> Text:
     state = moment.state
     content, filler = state.hashes[block_id], state.filler_seq_ids[block_id]
     holders = [
-        f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {seq.block_table.index(block_id)}"
+        f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {seq.block_table.index(block_id) // state.num_groups}"
         for seq in state.running()
         if block_id in seq.block_table
     ]

@@ -157,7 +157,7 @@ class PoolApp(DeckApp):
     def _show_selected(self, moment: Moment) -> None:
         """The map with the blocks of the selected sequence, and what its row has no room for."""
         seq = self._selected_seq(moment)
-        self._map.show(moment, moment.followed_blocks().union([] if seq is None else seq.block_table))
+        self._map.show(moment, moment.followed_blocks().union([] if seq is None else seq.held_block_ids))
         text = (
             ""
             if seq is None

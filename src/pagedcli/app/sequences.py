@@ -23,7 +23,7 @@ ORDERS: tuple[tuple[str, Callable[[SeqState, int | None], int]], ...] = (
     ("state", lambda seq, step: seq.running),
     ("waited", lambda seq, step: seq.num_steps_waited(step)),
     ("preempted", lambda seq, step: seq.num_preemptions),
-    ("blocks", lambda seq, step: len(seq.block_table)),
+    ("blocks", lambda seq, step: len(seq.held_block_ids)),
     ("seq", lambda seq, step: -seq.seq_id),
 )
 
@@ -85,7 +85,7 @@ class SequenceRows:
             Text(f"{seq_id:5} ")
             .append_text(name)
             .append(
-                f" {state:11.11} {tokens:>11} {out:>9} {len(seq.block_table):7} "
+                f" {state:11.11} {tokens:>11} {out:>9} {len(seq.held_block_ids):7} "
                 f"{seq.num_steps_waited(self._state.step_number):7} {seq.num_preemptions:10}"
             )
         )

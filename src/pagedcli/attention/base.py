@@ -4,8 +4,7 @@ Shape letters, everywhere: T new tokens, B sequences, N blocks, S tokens per blo
 G key/value heads, D head size, L layers, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +36,7 @@ class PagedBatch:
     max_new: int  # largest number of new tokens of a sequence, on the host
     max_total: int  # largest num_tokens, on the host
     window: int | None = None  # AttentionLayer.window of all layers that attend with this batch
+    others: "tuple[PagedBatch, ...]" = ()  # the same step in the model's other groups of layers (kvcache.groups)
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
@@ -80,46 +80,6 @@ class Capabilities:
     graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
     native_step: bool = False  # a decoder can attend within its own native call, see geometry_address
     fused_store: bool = False  # layers.triton_layers.rotate_and_store fills this cache: [N, G, S, D]
-
-
-@dataclass(slots=True)
-class LayerStep:
-    """One layer's part of a step."""
-
-    layer: AttentionLayer
-    batch: PagedBatch
-    k_cache: Tensor  # of the backend's kv_shape
-    v_cache: Tensor
-
-    def write(self, backend: "AttentionBackend", k: Tensor, v: Tensor) -> None:
-        """Store K and V [T, G, D] of the new tokens."""
-        backend.write(k, v, self.k_cache, self.v_cache, self.batch.slots, self.layer)
-
-    def attend(self, backend: "AttentionBackend", q: Tensor) -> Tensor:
-        """Attention of the new tokens: q [T, H, D] -> [T, H, D]."""
-        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer)
-
-
-def prepare_batches(
-    batch: PagedBatch, backend: "AttentionBackend", layers: Sequence[AttentionLayer]
-) -> dict[int | None, PagedBatch]:
-    """The batch for each window of the layers, prepared for the backend."""
-    batches = {window: replace(batch, window=window) for window in {layer.window for layer in layers}}
-    for of_window in batches.values():
-        backend.prepare(of_window)
-    return batches
-
-
-def layer_steps(
-    batch: PagedBatch, kv_cache: Tensor, backend: "AttentionBackend", layers: Sequence[AttentionLayer]
-) -> list[LayerStep]:
-    """A step as each layer sees it; kv_cache [2, L, N, ...]."""
-    batches = prepare_batches(batch, backend, layers)
-    k_caches, v_caches = (caches.unbind(0) for caches in kv_cache.unbind(0))
-    return [
-        LayerStep(layer, batches[layer.window], k_cache, v_cache)
-        for layer, k_cache, v_cache in zip(layers, k_caches, v_caches, strict=True)
-    ]
 
 
 class AttentionBackend(Protocol):

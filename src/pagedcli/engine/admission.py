@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pagedcli.engine.engine_plan import Plan
 from pagedcli.errors import RequestError
-from pagedcli.kvcache.budget import blocks_for
+from pagedcli.kvcache.groups import TableShape
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -20,6 +20,8 @@ class AdmissionLimits:
     max_num_seqs: int | None = None  # that run at once; None: unknown
     max_num_batched_tokens: int | None = None  # of a step; None: unknown
     enable_prefix_caching: bool = True
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers
+    chunk_size: int = 1  # most tokens of one sequence in a step
 
     @classmethod
     def of(cls, plan: Plan) -> "AdmissionLimits":
@@ -31,23 +33,34 @@ class AdmissionLimits:
             plan.max_num_seqs,
             plan.max_num_batched_tokens,
             plan.enable_prefix_caching,
+            plan.windows,
+            plan.chunk_size,
         )
+
+    @property
+    def tables(self) -> TableShape:
+        """The block tables of a sequence."""
+        return TableShape(self.block_size, self.windows)
 
     def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
         """Blocks that sequences of num_tokens with a common prompt take at most."""
-        most = blocks_for(num_tokens, self.block_size)
-        shared = num_prompt // self.block_size if self.enable_prefix_caching else 0
-        return shared + width * (most - shared) if width > 1 else most
+        most = self.tables.most_blocks(num_tokens, self.chunk_size)
+        return most if width == 1 else width * most - (width - 1) * self._num_shared(num_prompt)
 
     def room_for(self, num_prompt: int, width: int) -> int:
         """Tokens that each of `width` sequences with a common prompt may generate."""
         room = self.max_model_len - num_prompt
         if self.num_blocks is not None:
-            shared = num_prompt // self.block_size if self.enable_prefix_caching and width > 1 else 0
+            shared = self._num_shared(num_prompt) if width > 1 else 0
             own = (self.num_blocks - shared) // width
             # the last generated token is never written to the cache
-            room = min(room, (shared + own) * self.block_size - num_prompt + 1)
+            room = min(room, self.tables.longest(shared + own, self.chunk_size, self.max_model_len) - num_prompt + 1)
         return max(room, 1)
+
+    def _num_shared(self, num_prompt: int) -> int:
+        """Blocks of a prompt that several sequences share to their end: those of layers without a window."""
+        shared = num_prompt // self.block_size if self.enable_prefix_caching else 0
+        return shared * self.windows.count(None)
 
 
 def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionLimits) -> int:

@@ -53,6 +53,7 @@ class EngineCore:
         self.block_manager = BlockManager(
             plan.num_blocks,
             plan.block_size,
+            windows=plan.windows,
             enable_prefix_caching=plan.enable_prefix_caching,
             eviction=plan.eviction,
             emit=self._emit,
@@ -70,7 +71,10 @@ class EngineCore:
         self.runs_ahead = plan.runs_ahead
         self.stats = EngineStats()
         self._builder = StepBuilder(
-            max_num_seqs=plan.max_num_seqs, max_model_len=plan.max_model_len, block_size=plan.block_size
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            block_size=plan.block_size,
+            num_groups=len(plan.windows),
         )
         self._limits = AdmissionLimits.of(plan)
         self._in_flight: StepInFlight | None = None

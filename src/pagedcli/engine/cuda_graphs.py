@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import EngineConfig
 from pagedcli.engine.device_state import DeviceState
 from pagedcli.engine.sampling_input import SamplingInput
@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     input_ids: Any  # int64
     source_rows: Any  # int64
     positions: Any  # int64
-    slots: Any  # int32
+    slots: Any  # int32, per group of layers
     table_rows: Any  # int64
     num_tokens: Any  # int32
     temperature: Any  # float32
@@ -135,7 +135,7 @@ class DecodeGraphs:
 
     def _bucket(self, num_seqs: int) -> Bucket:
         device = self._state.device
-        shapes = _padding(num_seqs)
+        shapes = _padding(num_seqs, self._state.num_groups)
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         max_total = min(self._max_model_len, max(1, GRAPH_TOKENS // num_seqs))
@@ -147,13 +147,13 @@ class DecodeGraphs:
         """The body of a graph. Returns hidden states [b, E]; the tokens go to last_tokens."""
         state, inputs = self._state, bucket.inputs
         max_total = max(num_tokens_host)
-        batch = PagedBatch(
+        batch = state.batch(
+            inputs.table_rows,
+            inputs.slots,
+            max_total,
             cu_q=bucket.cu_q,
             num_tokens=inputs.num_tokens,
-            block_table=state.block_table(inputs.table_rows, max_total),
-            slots=inputs.slots,
             max_new=1,
-            max_total=max_total,
             cu_q_host=list(range(bucket.num_seqs + 1)),
             num_tokens_host=num_tokens_host,
         )
@@ -180,13 +180,13 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._state.device)
 
 
-def _padding(num_seqs: int) -> Inputs:
+def _padding(num_seqs: int, num_groups: int) -> Inputs:
     """Padding rows: one token at position 0, not written to the cache, its result never read."""
     return Inputs(
         input_ids=np.zeros(num_seqs, dtype=np.int64),
         source_rows=np.full(num_seqs, -1, dtype=np.int64),
         positions=np.zeros(num_seqs, dtype=np.int64),
-        slots=np.full(num_seqs, -1, dtype=np.int32),
+        slots=np.full((num_groups, num_seqs), -1, dtype=np.int32),
         table_rows=np.zeros(num_seqs, dtype=np.int64),  # any row: all of them have valid block ids
         num_tokens=np.ones(num_seqs, dtype=np.int32),
         temperature=np.zeros(num_seqs, dtype=np.float32),  # greedy
@@ -206,8 +206,8 @@ def _pad(step: StepInput, sampling: SamplingInput | None, num_seqs: int) -> Inpu
         temperature=None if sampling is None else sampling.temperature,
         uniform=None if sampling is None else sampling.uniform,
     )
-    padded = _padding(num_seqs)
+    padded = _padding(num_seqs, step.slots.shape[0])
     for array, values in zip(padded, given, strict=True):
         if values is not None:
-            array[: step.num_seqs] = values
+            array[..., : step.num_seqs] = values
     return padded

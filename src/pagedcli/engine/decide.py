@@ -16,6 +16,7 @@ from pagedcli.engine.cuda_graphs import bucket_sizes, why_no_graphs
 from pagedcli.engine.machine import Gpu, Machine
 from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, StepShape, block_bytes, blocks_for
+from pagedcli.kvcache.groups import CacheGroup, TableShape, cache_groups, group_size
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
@@ -47,10 +48,12 @@ class Decisions:
     weights: str | None  # how those of linear layers are quantized
     kernels: Kernels  # whose linear layers run
     block_size: int  # tokens
-    block_bytes: int  # over all layers, K and V
+    groups: tuple[CacheGroup, ...]  # of layers that share blocks
+    block_bytes: int  # over all layers of a group, K and V
     max_model_len: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int
+    chunk_size: int  # most tokens of one sequence in a step
     runs_ahead: bool  # each step is launched before the tokens of the last one are read
     graph_sizes: tuple[int, ...]  # batch sizes with a CUDA graph
     no_graphs: str | None  # why there are none
@@ -60,6 +63,11 @@ class Decisions:
     def in_one_call(self) -> bool:
         """Whether the native library runs a whole step."""
         return self.decoder == IN_ONE_CALL
+
+    @property
+    def table_shape(self) -> TableShape:
+        """The block tables of a sequence."""
+        return TableShape.of(self.block_size, self.groups)
 
     @property
     def largest_step(self) -> StepShape:
@@ -96,6 +104,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         layers=frozenset(own.attention_layers),
         capability=gpu.capability if gpu is not None else None,
     )
+    groups = cache_groups([layer.window for layer in own.attention_layers])
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
     stored = weight_format(config.quantization, spec)
     needs = DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size)
@@ -117,8 +126,9 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         weights=None if stored is AS_STORED else stored.name,
         kernels=kernels,
         block_size=config.block_size,
+        groups=groups,
         block_bytes=block_bytes(
-            num_layers=own.num_layers,
+            num_layers=group_size(groups),
             block_size=config.block_size,
             num_kv_heads=own.num_kv_heads,
             head_dim=own.head_dim,
@@ -127,6 +137,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
+        chunk_size=config.chunked_prefill_size or resolve_max_num_batched_tokens(config, device.type),
         # no gain where host and device are the same processor
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
@@ -245,7 +256,8 @@ def _check_tables(config: EngineConfig, spec: ModelSpec, max_model_len: int, *, 
     the rotary embedding of every position, and a block table per sequence."""
     num_ropes = len(set(spec.layer_ropes)) or 1
     rope_bytes = max_model_len * spec.head_dim * itemsize * num_ropes
-    block_table_bytes = config.max_num_seqs * blocks_for(max_model_len, config.block_size) * 4
+    num_groups = len(cache_groups([layer.window for layer in spec.attention_layers]))
+    block_table_bytes = config.max_num_seqs * blocks_for(max_model_len, config.block_size) * num_groups * 4
     if rope_bytes + block_table_bytes > available:
         needed = (rope_bytes + block_table_bytes) / 2**30
         raise ConfigError(
@@ -277,7 +289,7 @@ def choose_num_blocks(
         num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
     else:
         num_bytes = min(CPU_KV_BYTES, available // 2)
-        most = blocks_for(decided.max_model_len, config.block_size) * config.max_num_seqs
+        most = decided.table_shape.most_blocks(decided.max_model_len, decided.chunk_size) * config.max_num_seqs
         num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
         if most < num_blocks:
             num_blocks, reason = most, "max_num_seqs x max_model_len"

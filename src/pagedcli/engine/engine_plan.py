@@ -10,6 +10,7 @@ from typing import Literal
 from pagedcli import __version__
 from pagedcli.events import SCHEMA_VERSION, EngineStarted, Eviction
 from pagedcli.kvcache.budget import MemoryBudget
+from pagedcli.kvcache.groups import TableShape
 
 PreemptionPolicy = Literal["last", "largest"]
 
@@ -44,6 +45,17 @@ class Plan:
     preemption_policy: PreemptionPolicy = "last"
     runs_ahead: bool = False  # each step is launched before the tokens of the last one are read
     seed: int = 0  # for requests without one
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers, see kvcache.groups
+
+    @property
+    def chunk_size(self) -> int:
+        """Most tokens of one sequence in a step."""
+        return self.chunked_prefill_size or self.max_num_batched_tokens
+
+    @property
+    def table_shape(self) -> TableShape:
+        """The block tables of a sequence."""
+        return TableShape(self.block_size, self.windows)
 
     @property
     def num_slots(self) -> int:
@@ -71,4 +83,5 @@ def started(plan: Plan) -> EngineStarted:
         chunked_prefill_size=plan.chunked_prefill_size,
         enable_prefix_caching=plan.enable_prefix_caching,
         eviction=plan.eviction,
+        windows=plan.windows,
     )

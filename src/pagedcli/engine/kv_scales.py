@@ -13,7 +13,7 @@ from pagedcli.attention.base import AttentionBackend
 from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.budget import blocks_for
+from pagedcli.kvcache.groups import TableShape, cache_groups
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.sampling_params import SamplingParams
@@ -35,7 +35,8 @@ def kv_scales(
 ) -> tuple[float, float]:
     """Scales of K and V from a run over fixed random tokens, the same on all ranks. Changes: model.attention_layers."""
     num_tokens = min(NUM_TOKENS, max_model_len)  # the model has no more positions
-    num_blocks = blocks_for(num_tokens, block_size)
+    groups = cache_groups([layer.window for layer in model.attention_layers])
+    num_blocks = TableShape.of(block_size, groups).num_entries(num_tokens)
     runner = ModelRunner(
         model,
         backend,

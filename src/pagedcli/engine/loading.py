@@ -150,6 +150,7 @@ def _plan(
         preemption_policy=config.preemption_policy,
         runs_ahead=decided.runs_ahead,
         seed=config.seed,
+        windows=decided.table_shape.windows,
     )
 
 

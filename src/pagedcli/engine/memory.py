@@ -22,7 +22,8 @@ from pagedcli.engine.machine import host_memory
 from pagedcli.engine.model_runner import ModelRunner
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape, blocks_for
+from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, StepShape
+from pagedcli.kvcache.groups import TableShape, cache_groups
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens, smallest_kept
 from pagedcli.models.base import CausalLM
@@ -52,12 +53,13 @@ def measure_budget(
     current = torch.cuda.memory_allocated(device)
     num_tokens = resolve_max_num_batched_tokens(config, device.type)
     step = StepShape.largest(num_tokens, config.max_num_seqs, max_model_len)
+    windows = [layer.window for layer in model.attention_layers]
     runner = ModelRunner(
         model,
         backend,
         device=device,
         kv_dtype=dtype,
-        num_blocks=step_blocks(step, config.block_size),
+        num_blocks=step_blocks(step, TableShape.of(config.block_size, cache_groups(windows))),
         block_size=config.block_size,
         max_num_seqs=step.num_seqs,
         max_model_len=max_model_len,
@@ -147,9 +149,9 @@ def measure_terms(
     )
 
 
-def step_blocks(step: StepShape, block_size: int) -> int:
+def step_blocks(step: StepShape, tables: TableShape) -> int:
     """Blocks that the step's sequences take."""
-    return sum(blocks_for(length, block_size) for length in step.lengths)
+    return sum(tables.num_entries(length) for length in step.lengths)
 
 
 def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
@@ -157,7 +159,7 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
     CPU outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
     """
     work = _prompts(runner, step)
-    runner.kv_cache[:, :, : step_blocks(step, runner.block_size)].zero_()  # every slot is owned in this step
+    runner.kv_cache[:, :, : step_blocks(step, runner.tables)].zero_()  # every slot is owned in this step
     on_cuda = runner.device.type == "cuda"
     before = _reset_cuda_peak(runner.device) if on_cuda else reset_host_peak()
     logits, _ = runner.execute(work)
@@ -186,7 +188,7 @@ def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
     work, next_block = ScheduledStep(), 0
     for row, length in enumerate(step.lengths):
         seq = Sequence(row, str(row), [0] * length, SamplingParams(), max_new_tokens=1)
-        count = blocks_for(length, runner.block_size)
+        count = runner.tables.num_entries(length)
         seq.row, seq.block_table = row, list(range(next_block, next_block + count))
         next_block += count
         work.seqs.append(seq)

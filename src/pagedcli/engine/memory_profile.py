@@ -237,7 +237,7 @@ def _load(config: EngineConfig, decided: Decisions) -> LLMEngine:
             f"memory is measured for one CPU process, not for {config.tensor_parallel_size}",
             hint="use --tensor-parallel-size 1",
         )
-    num_blocks = step_blocks(decided.largest_step, config.block_size)
+    num_blocks = step_blocks(decided.largest_step, decided.table_shape)
     try:
         return LLMEngine(msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks))
     except torch.OutOfMemoryError as error:

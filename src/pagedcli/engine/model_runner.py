@@ -6,7 +6,7 @@ Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend
 from pagedcli.engine.cuda_graphs import DecodeGraphs
 from pagedcli.engine.device_state import DeviceState
 from pagedcli.engine.prompt_scores import PromptScores, score_prompts
@@ -15,6 +15,7 @@ from pagedcli.engine.sampling_input import SamplingInput
 from pagedcli.engine.scheduler import ScheduledStep
 from pagedcli.engine.sequence import Sequence
 from pagedcli.engine.step_input import StepBuilder, StepInput
+from pagedcli.kvcache.groups import TableShape, cache_groups
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
 
@@ -40,8 +41,11 @@ class ModelRunner:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        groups = cache_groups([layer.window for layer in model.attention_layers])
+        self.tables = TableShape.of(block_size, groups)
         self.state = DeviceState.allocate(
             model.spec,
+            groups,
             backend,
             device=device,
             kv_dtype=kv_dtype,
@@ -58,7 +62,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> Tensor:
-        """[2, L, N, ...]"""
+        """[2, layers of a group, N, ...]"""
         return self.state.kv_cache
 
     def make_graphs(self, *, capture: bool) -> None:
@@ -119,13 +123,13 @@ class ModelRunner:
         input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self.state.upload([*arrays, *optional])
         if step.source_rows is not None:
             input_ids = self.state.resolve_ids(input_ids, rest.pop(0))
-        batch = PagedBatch(
+        batch = self.state.batch(
+            table_rows,
+            slots,
+            step.max_total,
             cu_q=cu_q,
             num_tokens=num_tokens,
-            block_table=self.state.block_table(table_rows, step.max_total),
-            slots=slots,
             max_new=step.max_new,
-            max_total=step.max_total,
             cu_q_host=step.cu_q.tolist(),
             num_tokens_host=step.num_tokens.tolist(),
             logits_rows=rest.pop(0) if step.logits_rows is not None else None,
@@ -141,7 +145,10 @@ class ModelRunner:
         for seq in work.seqs:
             seq.synced_blocks = 0
         builder = StepBuilder(
-            max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, block_size=self.block_size
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_groups=self.state.num_groups,
         )
         step, sampled = builder.build(work)
         return self.forward(step), sampled

@@ -139,6 +139,8 @@ class Scheduler:
                 continue
             if num_new > 1:
                 num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
+            if manager.shape.has_windows:
+                manager.release_unseen(seq)
             while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
                 num_fitting = self._num_fitting_tokens(seq)
                 if num_fitting > 0:
@@ -178,6 +180,9 @@ class Scheduler:
         )
         if not ready or len(beams) > budget:
             return 0
+        if manager.shape.has_windows:
+            for beam in beams:
+                manager.release_unseen(beam)
         while manager.num_fork_blocks(beams) > manager.num_free_blocks:
             victim = self._victim(beams[0], index, work)
             if victim is None:
@@ -192,8 +197,9 @@ class Scheduler:
 
     def _reuse_more(self, seq: Sequence) -> int:
         """Tokens of an unfinished prompt that other sequences have computed since its last chunk."""
-        num_synced = seq.num_computed_tokens // self.block_manager.block_size
-        num_reused = self.block_manager.reuse_more(seq)
+        manager = self.block_manager
+        num_synced = seq.num_computed_tokens // manager.block_size * manager.num_groups
+        num_reused = manager.reuse_more(seq)
         if num_reused:
             seq.synced_blocks = min(seq.synced_blocks, num_synced)
             if not seq.num_preemptions:
@@ -205,7 +211,8 @@ class Scheduler:
         manager = self.block_manager
         if manager.num_append_blocks(seq, 0) > manager.num_free_blocks:  # needs a copy first
             return 0
-        room = (len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)) * manager.block_size
+        num_blocks = len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)
+        room = num_blocks // manager.num_groups * manager.block_size
         return min(room, seq.num_tokens) - seq.num_computed_tokens
 
     def _victim(self, for_seq: Sequence, first: int, work: ScheduledStep) -> Sequence | None:
@@ -217,7 +224,7 @@ class Scheduler:
         ]
         if self.preemption_policy == "last" or not candidates:
             return candidates[-1] if candidates else None
-        return max(reversed(candidates), key=lambda seq: len(seq.block_table))
+        return max(reversed(candidates), key=lambda seq: len(seq.block_table) - seq.block_table.count(None))
 
     def _preempt(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
         """Preempt a running sequence, a beam with all others of its search: it returns to the front of the queue, and
@@ -255,7 +262,7 @@ class Scheduler:
             hit = manager.lookup(seq)
             num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
-            if not manager.can_allocate(seq, hit, num_left):
+            if manager.num_prefill_blocks(seq, hit, self.chunk_size) > manager.num_free_blocks:
                 return "free_blocks"
             if seq.beams is not None:
                 num_left -= 1  # the last token of all beams is computed in one step
@@ -374,6 +381,5 @@ class Scheduler:
         assert self._emit is not None
         manager = self.block_manager
         hit = manager.lookup(seq)
-        num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
-        num_needed = manager.num_new_blocks(seq, hit, num_left) + hit.num_free
+        num_needed = manager.num_prefill_blocks(seq, hit, self.chunk_size)
         self._emit(RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))

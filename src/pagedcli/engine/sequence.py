@@ -126,7 +126,7 @@ class Sequence:
         self.candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
         self.total_logprob = 0.0  # of the output
 
-        self.block_table: list[int] = []
+        self.block_table: list[int | None] = []  # see kvcache.groups; None: released, as no later token sees it
         self.prefixes: list[Prefix] = []
         self.num_pending_tokens = 0  # sampled by launched steps, not yet read from the device
         self.num_computed_tokens = 0  # leading tokens that need no more computing

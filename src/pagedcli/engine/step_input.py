@@ -24,7 +24,7 @@ class StepInput:
     input_ids: Ints  # [T] int64, 0 where the id is still on the device
     source_rows: Ints | None  # [T] int64, row of the last launched step that sampled this token; -1: it is in input_ids
     positions: Ints  # [T] int64
-    slots: Ints  # [T] int32, -1: K and V are in the cache already
+    slots: Ints  # [groups, T] int32, -1: K and V are in the cache already
     cu_q: Ints  # [B+1] int32
     num_tokens: Ints  # [B] int32, tokens in the cache after this step
     table_rows: Ints  # [B] int64, each sequence's row of the persistent block tables
@@ -49,9 +49,11 @@ class StepInput:
 class StepBuilder:
     """Builds step inputs from persistent block tables; only changed entries are written and sent."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self.block_size = block_size
-        self._tables = np.zeros((max_num_seqs, table_width(max_model_len, block_size)), dtype=np.int32)
+        self._groups = np.arange(num_groups)[:, None]
+        width = table_width(max_model_len, block_size) * num_groups
+        self._tables = np.zeros((max_num_seqs, width), dtype=np.int32)
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         """The input of a step, and the sequences that get a token, in the order of its logits.
@@ -73,7 +75,8 @@ class StepBuilder:
         else:
             positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
             token_rows, cached = np.repeat(rows, new), np.repeat(cached, new)
-        slots = self._tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size
+        entries = positions // self.block_size * len(self._groups) + self._groups
+        slots = self._tables[token_rows, entries] * self.block_size + positions % self.block_size
         ends = zip(seqs, total.tolist(), strict=True)
         sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens]
         logits_rows = None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1
@@ -107,7 +110,7 @@ class StepBuilder:
             first, end = seq.synced_blocks, len(seq.block_table)
             if first < end:
                 assert seq.row is not None, "a scheduled sequence has a row"
-                values += seq.block_table[first:]
+                values += known_ids(seq.block_table[first:])
                 index += range(seq.row * width + first, seq.row * width + end)
                 seq.synced_blocks = end
         flat_index, flat_values = np.array(index, dtype=np.int64), np.array(values, dtype=np.int32)
@@ -115,8 +118,17 @@ class StepBuilder:
         return flat_index, flat_values
 
 
+def known_ids(entries: list[int | None]) -> list[int]:
+    """Block ids for entries of a block table that end with a block. Where no token looks is the next block: some
+    backends read whole tiles and mask what a window hides, so that slots there must have been written."""
+    ids: list[int] = []
+    for block_id in reversed(entries):
+        ids.append(ids[-1] if block_id is None else block_id)
+    return ids[::-1]
+
+
 def table_width(max_model_len: int, block_size: int) -> int:
-    """Entries of a block table that serves sequences of max_model_len tokens."""
+    """Entries per group of a block table that serves sequences of max_model_len tokens."""
     return -(-max_model_len // block_size)
 
 

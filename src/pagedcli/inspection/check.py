@@ -10,13 +10,9 @@ from typing import ClassVar
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
-    BlockEvicted,
-    BlocksFilled,
     BlocksReleased,
-    BlocksReused,
     EngineStarted,
     Event,
-    PrefixLookedUp,
     RequestAdded,
     RequestFinished,
     RequestPreempted,
@@ -28,12 +24,11 @@ from pagedcli.events import (
     StepStarted,
     TokensSampled,
 )
-from pagedcli.inspection.dispatch import Handler, View, handlers_of
+from pagedcli.inspection.check_prefix import PrefixLaws
+from pagedcli.inspection.dispatch import Handler, handlers_of
 from pagedcli.inspection.fold import EventList, EventSource, Fold
-from pagedcli.inspection.laws import PoolLaws, refuse
-from pagedcli.inspection.records import SeqState
+from pagedcli.inspection.laws import PoolLaws, refuse, tables_of
 from pagedcli.inspection.state import PoolState
-from pagedcli.kvcache.prefix_hash import compute_hash
 
 _CLOCK_SLACK_NS = 1_000_000_000  # a process may be suspended between reading the clocks of a step and of its parts
 
@@ -86,7 +81,7 @@ class TraceChecker:
         return CheckedTrace(state.num_events, 0 if step is None else step.step + 1, state, tuple(notes))
 
 
-class TraceLaws(View[PoolState]):
+class TraceLaws(PrefixLaws):
     """`check` (methods `before_...`) runs before the event is applied to the state, `apply` (`on_...`) after it."""
 
     _before: ClassVar[dict[type[Event], Handler]]
@@ -94,24 +89,18 @@ class TraceLaws(View[PoolState]):
     def __init__(self) -> None:
         self._pool = PoolLaws()
         self._last_ns = 0
-        self._block_size = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._lookups: dict[int, PrefixLookedUp] = {}  # the latest of each running sequence
+        self._forget_prefixes()
         self._just_sampled: set[int] = set()  # sequences, in this step
         self._released: tuple[int, ...] = ()  # by the last BlocksReleased
-        self._chains: dict[int, list[int]] = {}  # hashes of the full blocks of live sequences, where tokens are known
-        self._followers: dict[int | None, dict[int, None]] = {}  # full blocks by the hash of the chain before them
         self._unreleased: set[int] = set()  # finished sequences that still hold blocks
-        self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
-        self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
 
     def check(self, event: Event, state: PoolState) -> None:
         """Raises TraceError if the event breaks a law in this state."""
         if isinstance(event, EngineStarted):
             self._forget()
-            self._block_size = event.block_size
         self._pool.check(event, state)
         before = self._before.get(type(event))
         if before is not None:
@@ -154,10 +143,12 @@ class TraceLaws(View[PoolState]):
         if event.for_seq_id not in state.seqs or event.num_blocks_needed < 1:
             refuse(event, f"for {event.num_blocks_needed} blocks of seq {event.for_seq_id}, which is not running")
         for_seq, size = state.seqs[event.for_seq_id], state.block_size
-        table, index = for_seq.block_table, for_seq.num_computed_tokens // size
-        shared = index < len(table) and state.hashes[table[index]] is None
-        shared = shared and state.ref_counts[table[index]] + (table[index] in self._released) > 1
-        needed = -(-(for_seq.num_computed_tokens + 1) // size) - len(table) + shared
+        table, num_groups = for_seq.block_table, state.num_groups
+        index = for_seq.num_computed_tokens // size * num_groups
+        current = table[index] if index < len(table) else None
+        shared = current is not None and state.hashes[current] is None
+        shared = shared and current is not None and state.ref_counts[current] + (current in self._released) > 1
+        needed = (-(-(for_seq.num_computed_tokens + 1) // size) + shared) * num_groups - len(table)
         if event.num_blocks_needed != needed:
             refuse(event, f"seq {for_seq.seq_id} needed {needed} blocks for its next token")
 
@@ -177,7 +168,8 @@ class TraceLaws(View[PoolState]):
         if step is not None and step.preemptions:
             expected = event.reason == "preemption"
         elif event.reason == "preemption":  # async scheduling: preemption waits until the tokens in flight are known
-            expected = state.num_free_blocks <= max((each.beam_width or 1 for each in running), default=1)
+            widest = max((each.beam_width or 1 for each in running), default=1)
+            expected = state.num_free_blocks <= widest * state.num_groups
         else:
             expected = (event.reason == "max_num_seqs") == (num_rows > engine.max_num_seqs)
         if not expected:
@@ -188,106 +180,29 @@ class TraceLaws(View[PoolState]):
         """Check the number of blocks needed: the sequence's, minus its prefix blocks in use. Exact with tokens."""
         seq, size = state.seqs[event.seq_id], state.block_size
         assert state.engine is not None
+        tables = tables_of(state)
+        if tables.has_windows:
+            most = tables.most_blocks(
+                seq.num_tokens, state.engine.chunked_prefill_size or state.engine.max_num_batched_tokens
+            )
+            if event.num_blocks_needed != most:
+                refuse(event, f"needs {most} blocks, not {event.num_blocks_needed}")
+            return
         total = -(-seq.num_tokens // size)
         in_use = min(seq.num_tokens // size, state.num_used_blocks) if state.engine.enable_prefix_caching else 0
         least, most = total - in_use, total
-        chain = self._chain(seq)
+        chain = self._chain(seq, state)
         if chain is not None and state.engine.enable_prefix_caching:
             found = takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain))
             least = most = total - sum(block_id is not None and state.ref_counts[block_id] > 0 for block_id in found)
         if not least <= event.num_blocks_needed <= most:
             refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
 
-    def _chain(self, seq: SeqState) -> list[int] | None:
-        """Hashes of the full blocks of a sequence. None without recorded tokens or with a salt (never recorded)."""
-        token_ids = self._token_ids.get(seq.seq_id)
-        if token_ids is None or seq.salted:
-            return None
-        chain = self._chains.setdefault(seq.seq_id, [])
-        size = self._block_size
-        for start in range(len(chain) * size, len(token_ids) // size * size, size):
-            chain.append(compute_hash(token_ids[start : start + size], chain[-1] if chain else None))
-        return chain
-
     def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
         self._lookups.pop(event.seq_id, None)
         self._chains.pop(event.seq_id, None)
         if event.parent_seq_id in self._token_ids and event.seq_id in self._token_ids:
             self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
-
-    # ------------------------------------------------------------------ the prefix cache
-
-    def before_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
-        seq, engine = state.seqs[event.seq_id], state.engine
-        assert engine is not None
-        if event.num_tokens != seq.num_tokens:
-            refuse(event, f"seq {seq.seq_id} has {seq.num_tokens} tokens, not {event.num_tokens}")
-        if event.reason != "continued" and (event.reason == "resumed") != (seq.num_preemptions > 0):
-            refuse(event, f"{event.reason}, but seq {seq.seq_id} was preempted {seq.num_preemptions} times")
-        first = seq.num_computed_tokens // engine.block_size if event.reason == "continued" else 0
-        if event.first_miss != (first + event.blocks_hit if event.blocks_hit < event.blocks_asked else None):
-            refuse(
-                event, f"hit {event.blocks_hit} of {event.blocks_asked} blocks, but first miss is {event.first_miss}"
-            )
-        missed = "no_match" if event.blocks_hit < event.blocks_asked else None
-        full = missed if event.blocks_asked else "no_full_block"
-        expected = full if engine.enable_prefix_caching else "caching_off"
-        if event.miss_reason != expected:
-            refuse(event, f"miss reason {event.miss_reason}, where it is {expected}")
-        if not engine.enable_prefix_caching and event.blocks_hit:
-            refuse(event, "a hit without prefix caching")
-        if (event.missing_hash is not None) != (event.miss_reason == "no_match"):
-            refuse(event, f"miss reason {event.miss_reason} with missing hash {event.missing_hash}")
-        if not 0 <= event.partial_tokens <= engine.block_size:
-            refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
-        self._check_prefix(event, seq, first + event.blocks_hit, state)
-        self._lookups[event.seq_id] = event
-
-    def _check_prefix(self, event: PrefixLookedUp, seq: SeqState, end: int, state: PoolState) -> None:
-        """Check the block after the last hit against the tokens, where they are recorded."""
-        chain, size = self._chain(seq), state.block_size
-        if chain is None:
-            return
-        if event.missing_hash is not None and event.missing_hash != chain[end]:
-            refuse(event, f"block {end} of seq {seq.seq_id} has hash {chain[end]}")
-        wanted = self._token_ids[seq.seq_id][end * size : (end + 1) * size]
-        followers = self._followers.get(chain[end - 1] if end else None, ())
-        longest = max((num_equal(wanted, self._block_tokens[block_id]) for block_id in followers), default=0)
-        if event.partial_tokens != longest:
-            refuse(event, f"{longest} further tokens match a cached block, not {event.partial_tokens}")
-
-    def before_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
-        token_ids, size = self._token_ids.get(event.seq_id), state.block_size
-        if token_ids is None:
-            return
-        for index, block_id in enumerate(event.block_ids, len(state.seqs[event.seq_id].block_table)):
-            held = self._block_tokens.get(block_id)
-            if held is not None and held != tuple(token_ids[index * size : (index + 1) * size]):
-                refuse(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {index}")
-
-    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
-        size = state.block_size
-        assert state.engine is not None
-        if not state.engine.enable_prefix_caching:
-            refuse(event, "a block was hashed without prefix caching")
-        first = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
-        token_ids, lookup = self._token_ids.get(event.seq_id), self._lookups.get(event.seq_id)
-        for index, block_id in enumerate(event.block_ids, first):
-            if token_ids is not None:
-                tokens = tuple(token_ids[index * size : (index + 1) * size])
-                self._block_tokens[block_id] = tokens
-                parent_hash = state.parent_hashes[block_id]
-                if index or not state.seqs[event.seq_id].salted:
-                    self._followers.setdefault(parent_hash, {})[block_id] = None
-                    if compute_hash(tokens, parent_hash) != state.hashes[block_id]:
-                        refuse(event, f"the tokens of block {block_id} have another hash")
-            if lookup is not None and index == lookup.first_miss and state.hashes[block_id] != lookup.missing_hash:
-                refuse(event, f"block {block_id} was looked up under hash {lookup.missing_hash}")
-
-    def before_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
-        followers = self._followers.get(state.parent_hashes[event.block_id])
-        if followers is not None:
-            followers.pop(event.block_id, None)
 
     # ------------------------------------------------------------------ steps
 
@@ -310,8 +225,9 @@ class TraceLaws(View[PoolState]):
             refuse(event, f"a chunk is larger than {chunk_size} tokens")
 
     def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
-        engine, size = state.engine, state.block_size
+        engine, size, tables = state.engine, state.block_size, tables_of(state)
         assert engine is not None
+        chunk_size = engine.chunked_prefill_size or engine.max_num_batched_tokens
         num_running = len(state.running())
         if num_running > engine.max_num_seqs:
             refuse(event, f"{num_running} sequences run, the limit is {engine.max_num_seqs}")
@@ -322,13 +238,17 @@ class TraceLaws(View[PoolState]):
         self._check_budget(event, state)
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
-            if -(-seq.num_computed_tokens // size) != len(seq.block_table):
+            if tables.num_entries(seq.num_computed_tokens) != len(seq.block_table):
                 refuse(event, f"seq {seq_id}: {seq.num_computed_tokens} tokens in {len(seq.block_table)} blocks")
+            if len(seq.held_block_ids) > tables.most_blocks(seq.num_computed_tokens, chunk_size):
+                refuse(event, f"seq {seq_id} holds {len(seq.held_block_ids)} blocks, some that no later token sees")
             num_full = seq.num_computed_tokens // size if engine.enable_prefix_caching else 0
             for index in (num_full - 1, num_full):  # the last full one and the one being filled
-                if 0 <= index < len(seq.block_table):
-                    block_id = seq.block_table[index]
-                    if (state.hashes[block_id] is not None) != (index < num_full):
+                block_ids = (
+                    seq.block_table[index * tables.num_groups : (index + 1) * tables.num_groups] if index >= 0 else []
+                )
+                for block_id in block_ids:
+                    if block_id is not None and (state.hashes[block_id] is not None) != (index < num_full):
                         refuse(event, f"block {block_id} is not {'full' if index < num_full else 'partial'}")
 
     def _check_budget(self, event: StepScheduled, state: PoolState) -> None:
@@ -386,11 +306,6 @@ class TraceLaws(View[PoolState]):
         for followers in self._followers.values():
             for block_id in followers.keys() - cached:
                 del followers[block_id]
-
-
-def num_equal(a: list[int], b: tuple[int, ...]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _got(no: bool) -> str:

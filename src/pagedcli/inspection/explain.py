@@ -134,9 +134,9 @@ class Explainer(View[PoolState]):
         table = state.seqs[event.seq_id].block_table
         if self._pending.get(event.seq_id):
             for index, block_id in enumerate(event.block_ids, len(table) - len(event.block_ids)):
-                block_hash = state.hashes[block_id]
-                assert block_hash is not None, "a reused block is full"
-                self._learn(event.seq_id, index, block_hash)
+                block_hash = None if block_id is None else state.hashes[block_id]
+                if block_hash is not None and index % state.num_groups == 0:
+                    self._learn(event.seq_id, index // state.num_groups, block_hash)
             self._drop_complete(event.seq_id)
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
@@ -144,7 +144,8 @@ class Explainer(View[PoolState]):
         for index, block_hash in enumerate(event.hashes, first):
             self._first_seen.setdefault(block_hash, (self._num_events, event.seq_id))
             self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
-            self._learn(event.seq_id, index, block_hash)
+            if index % state.num_groups == 0:
+                self._learn(event.seq_id, index // state.num_groups, block_hash)
             ghost = self._ghosts.pop(block_hash, None)
             if ghost is not None:
                 self._evictions.remove(ghost[0])
@@ -176,7 +177,7 @@ class Explainer(View[PoolState]):
         token_ids = self._token_ids.pop(event.seq_id, None)
         if token_ids is not None:
             seq = state.finished[event.seq_id]
-            self._hashes[event.seq_id] = tuple(state.hashes[block_id] for block_id in seq.block_table)
+            self._hashes[event.seq_id] = _hashes(seq.block_table, state)
             if event.num_output_tokens:
                 self._remember(tuple(token_ids), seq)
 
@@ -226,7 +227,7 @@ class Explainer(View[PoolState]):
         other = state.seqs.get(twin.other_seq_id)
         hashes = self._hashes.get(twin.other_seq_id, ())
         if other is not None:
-            hashes = tuple(state.hashes[block_id] for block_id in other.block_table[: index + 1])
+            hashes = _hashes(other.block_table, state)
         found = hashes[index] if index < len(hashes) else None
         return found is not None and found != event.missing_hash and found in state.hash_to_block_id
 
@@ -252,6 +253,11 @@ class Explainer(View[PoolState]):
     def _remember(self, token_ids: tuple[int, ...], seq: SeqState) -> None:
         entry = (token_ids, seq.seq_id, seq.label, seq.salted)
         self._earlier.insert(bisect_left(self._earlier, entry), entry)
+
+
+def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None, ...]:
+    """Hashes of the blocks of a sequence's first group."""
+    return tuple(None if each is None else state.hashes[each] for each in block_table[:: state.num_groups])
 
 
 def explain_trace(source: EventSource) -> tuple[Explainer, PoolState]:

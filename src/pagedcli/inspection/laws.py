@@ -29,10 +29,12 @@ from pagedcli.events import (
     StepScheduled,
     StepStarted,
     TokensSampled,
+    WindowPassed,
 )
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.records import SeqState, StepRecord
 from pagedcli.inspection.state import PoolState
+from pagedcli.kvcache.groups import TableShape
 
 MOST_BLOCKS = 1 << 23  # rebuilding a pool takes about 200 bytes per block
 MOST_TOKENS = 1 << 40  # of a sequence, and per block: sums stay in 64 bits
@@ -42,6 +44,12 @@ MOST_NS = 1 << 62
 def refuse(event: Event, what: str) -> NoReturn:
     """Raise the TraceError for an impossible event."""
     raise TraceError(f"{event.__struct_config__.tag}: {what}")
+
+
+def tables_of(state: PoolState) -> TableShape:
+    """The block tables of the engine's sequences."""
+    assert state.engine is not None, "an engine has started"
+    return TableShape(state.engine.block_size, state.engine.windows)
 
 
 class PoolLaws(View[PoolState]):
@@ -82,6 +90,8 @@ class PoolLaws(View[PoolState]):
                 f"a pool of {event.num_blocks:,} blocks of {event.block_size:,} tokens; "
                 f"at most {MOST_BLOCKS:,} blocks are supported",
             )
+        if not event.windows or any(window is not None and window < 1 for window in event.windows):
+            refuse(event, f"groups of layers with windows {event.windows}")
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
             refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
 
@@ -113,17 +123,23 @@ class PoolLaws(View[PoolState]):
             refuse(event, f"{event.blocks_hit} blocks from block {first} on are not {event.tokens_hit} tokens hit")
         if event.blocks_hit:
             claim = f"seq {seq.seq_id} claims the {event.blocks_hit} blocks of its lookup"
-            drops = continued and first < len(seq.block_table)  # its partial block is released first
+            drops = continued and first * state.num_groups < len(seq.block_table)  # its partial block is released first
             self._due = (BlocksReleased if drops else BlocksReused,), claim
             self._lookup = event
 
     def on_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
         seq = self._live(event, state)
         lookup, self._lookup = self._lookup, None
-        if lookup is None or lookup.seq_id != event.seq_id or lookup.blocks_hit != len(event.block_ids):
-            refuse(event, f"no lookup of seq {event.seq_id} that hit {len(event.block_ids)} blocks comes before")
+        num_groups, ids = state.num_groups, event.block_ids
+        if lookup is None or lookup.seq_id != event.seq_id or lookup.blocks_hit * num_groups != len(ids):
+            refuse(event, f"no lookup of seq {event.seq_id} that hit {len(ids)} blocks comes before")
         before = seq.block_table[-1] if seq.block_table else None
-        for block_id in event.block_ids:
+        for index, block_id in enumerate(ids):
+            if block_id is None:
+                if lookup.reason == "continued" or not self._is_passed(index, lookup.tokens_hit, state):
+                    refuse(event, f"block {index // num_groups} of seq {seq.seq_id} is still seen by later tokens")
+                before = None
+                continue
             block_hash = state.hashes[self._block(event, block_id, state)]
             if block_hash is None or state.hash_to_block_id.get(block_hash) != block_id:
                 refuse(event, f"block {block_id} cannot be found under a hash")
@@ -160,7 +176,8 @@ class PoolLaws(View[PoolState]):
         index = table.index(block_ids[0]) if block_ids[0] in table else len(table)
         if tuple(table[index : index + len(block_ids)]) != block_ids:
             refuse(event, f"blocks {list(block_ids)} are not neighbours in the block table")
-        if index > 0 and state.hashes[table[index - 1]] is None:
+        before = table[index - 1] if index else None
+        if before is not None and state.hashes[before] is None:
             refuse(event, f"the block before block {block_ids[0]} is partial")
         for block_id in block_ids:
             if state.hashes[block_id] is not None:
@@ -174,10 +191,10 @@ class PoolLaws(View[PoolState]):
             refuse(event, f"seq {event.seq_id} is unknown")
         table, block_ids = seq.block_table, event.block_ids
         if self._lookup is not None:
-            if block_ids != tuple(table[-1:]) or self._lookup.seq_id != seq.seq_id:
+            if block_ids != tuple(table[-state.num_groups :]) or self._lookup.seq_id != seq.seq_id:
                 refuse(event, f"blocks {list(block_ids)} are not the last one of the block table {table}")
             self._due = (BlocksReused,), f"seq {seq.seq_id} claims the blocks of its lookup"
-        elif block_ids and block_ids == tuple(reversed(table)):
+        elif block_ids and block_ids == tuple(reversed(seq.held_block_ids)):
             if seq.running:
                 due = f"seq {seq.seq_id}, which released its blocks, should be preempted or forked from another"
                 self._due = (RequestPreempted, SequenceForked), due
@@ -187,6 +204,22 @@ class PoolLaws(View[PoolState]):
         else:
             refuse(event, f"blocks {list(block_ids)} are not the block table {table} from its tail")
         self._num_just_freed = sum(state.ref_counts[block_id] == 1 for block_id in block_ids)
+
+    def on_window_passed(self, event: WindowPassed, state: PoolState) -> None:
+        seq = self._live(event, state)
+        places = {block_id: index for index, block_id in enumerate(seq.block_table) if block_id is not None}
+        for block_id in event.block_ids:
+            if block_id not in places:
+                refuse(event, f"block {block_id} is not in the block table of seq {seq.seq_id}")
+            if not self._is_passed(places.pop(block_id), seq.num_computed_tokens, state):
+                refuse(event, f"block {block_id} is still seen by later tokens of seq {seq.seq_id}")
+
+    @staticmethod
+    def _is_passed(index: int, num_computed: int, state: PoolState) -> bool:
+        """Whether no token from number num_computed on sees an entry of a block table."""
+        tables = tables_of(state)
+        span, group = divmod(index, tables.num_groups)
+        return span < tables.first_kept(group, num_computed)
 
     def on_block_copied(self, event: BlockCopied, state: PoolState) -> None:
         seq = self._live(event, state)

@@ -83,7 +83,7 @@ class Moment(View[PoolState]):
     def followed_blocks(self) -> set[int]:
         """Blocks that the followed request holds."""
         seqs = (self.state.seqs.get(seq_id) for seq_id in self.follow_seq_ids)
-        return {block_id for seq in seqs if seq is not None for block_id in seq.block_table}
+        return {block_id for seq in seqs if seq is not None for block_id in seq.held_block_ids}
 
     def copy(self) -> "Moment":
         """A snapshot that later events do not change."""
@@ -152,7 +152,7 @@ class Moment(View[PoolState]):
                     "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
                     "num_output_tokens": seq.num_output_tokens, "max_new_tokens": seq.max_new_tokens,
                     "num_preemptions": seq.num_preemptions, "block_table": seq.block_table,
-                    "ref_counts": [state.ref_counts[block_id] for block_id in seq.block_table],
+                    "ref_counts": [None if each is None else state.ref_counts[each] for each in seq.block_table],
                     "waiting_reason": waiting.reason if waiting is not None and waiting.seq_id == seq.seq_id else None,
                 }
                 for seq in state.running() + state.waiting()

@@ -55,13 +55,18 @@ def pool_line(state: PoolState) -> Text:
 # ---------------------------------------------------------------------- sequences
 
 
-def block_ids_text(state: PoolState, block_table: Sequence[int], width: int | None = None) -> str:
+def block_ids_text(state: PoolState, block_table: Sequence[int | None], width: int | None = None) -> str:
     """`0-3×2 7 9`: block ids in order, adjacent ids with the same ref_count as a range, ref_counts above 1 after a ×.
 
+    `(5 out) 7 9`: of five more blocks the window has passed the tokens.
     Cut to a width, the middle is replaced by the number of omitted blocks: `0-3×2 …12… 9`.
     """
     runs: list[list[int]] = []  # first, last, ref_count
-    for block_id in block_table:
+    held = [block_id for block_id in block_table if block_id is not None]
+    if len(held) < len(block_table):
+        out = f"({len(block_table) - len(held)} out) "
+        return out + block_ids_text(state, held, None if width is None else width - len(out))
+    for block_id in held:
         ref_count = state.ref_counts[block_id]
         if runs and runs[-1][1] + 1 == block_id and runs[-1][2] == ref_count:
             runs[-1][1] = block_id

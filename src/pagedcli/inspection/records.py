@@ -22,7 +22,7 @@ class SeqState:
     added_step: int | None  # the last step before it was added, None: added before the first
     queue_place: int  # waiting ones are served from the lowest on
     status: Status = "waiting"
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int | None] = field(default_factory=list)  # None: no later token sees it
     num_computed_tokens: int = 0  # in the cache after the current step
     num_output_tokens: int = 0
     num_cached_tokens: int = 0  # hit by the last lookup
@@ -43,6 +43,16 @@ class SeqState:
     def label(self) -> str:
         """What a person calls its request: the user's own id, else the request id (in a batch run the row's index)."""
         return self.request_id if self.row_id is None else self.row_id
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """The blocks that the sequence holds, in the order of its block table."""
+        return [block_id for block_id in self.block_table if block_id is not None]
+
+    @property
+    def num_passed_blocks(self) -> int:
+        """Blocks that it released, or never took, because no later token sees them."""
+        return self.block_table.count(None)
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +119,7 @@ class StepRecord:
     num_sampled: int = 0
     num_evicted: int = 0  # blocks
     num_allocated: int = 0  # blocks
+    num_passed: int = 0  # blocks that windows have passed
     num_finished: int = 0  # sequences
     lookups: list[PrefixLookedUp] = field(default_factory=list)
     preemptions: list[RequestPreempted] = field(default_factory=list)

@@ -13,12 +13,13 @@ from pagedcli.events import (
     SequenceForked,
     StepFailed,
     StepScheduled,
+    WindowPassed,
 )
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
-_Blocks = BlocksReused | BlocksAllocated | BlocksFilled | BlocksReleased | SequenceForked
+_Blocks = BlocksReused | BlocksAllocated | BlocksFilled | BlocksReleased | SequenceForked | WindowPassed
 
 
 class BlockFrames(View[PoolState]):
@@ -53,9 +54,10 @@ class BlockFrames(View[PoolState]):
         self._touched.add(event.block_id)
 
     def _touch(self, event: _Blocks, state: PoolState) -> None:
-        self._touched.update(event.block_ids)
+        self._touched.update(block_id for block_id in event.block_ids if block_id is not None)
 
     on_blocks_reused = on_blocks_allocated = on_blocks_filled = on_blocks_released = on_sequence_forked = _touch
+    on_window_passed = _touch
 
     def add(self, state: PoolState) -> None:
         """Append a frame of the current pool."""
@@ -103,18 +105,21 @@ class TableFrames(View[PoolState]):
             self.add(state)
 
     def _touch(
-        self, event: BlocksReused | BlocksAllocated | BlocksReleased | SequenceForked | BlockCopied, state: PoolState
+        self,
+        event: BlocksReused | BlocksAllocated | BlocksReleased | SequenceForked | BlockCopied | WindowPassed,
+        state: PoolState,
     ) -> None:
         self._touched[event.seq_id] = None
 
     on_blocks_reused = on_blocks_allocated = on_blocks_released = on_sequence_forked = on_block_copied = _touch
+    on_window_passed = _touch
 
     def add(self, state: PoolState) -> None:
         """Append a frame of the current tables."""
         frame = []
         for seq_id in self._touched:
             seq = state.seqs.get(seq_id)
-            table = [] if seq is None else seq.block_table
+            table = [] if seq is None else seq.held_block_ids
             before = self._tables.get(seq_id, [])
             pairs = enumerate(zip(before, table, strict=False))
             kept = next((index for index, (old, new) in pairs if old != new), min(len(before), len(table)))

@@ -27,6 +27,7 @@ from pagedcli.events import (
     StepScheduled,
     StepStarted,
     TokensSampled,
+    WindowPassed,
 )
 from pagedcli.inspection.dispatch import Handler, handlers_of
 from pagedcli.inspection.ledger import BlockLedger
@@ -60,6 +61,11 @@ class PoolState(BlockLedger):
         return 0 if self.engine is None else self.engine.block_size
 
     @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with a block per block_size tokens of a sequence."""
+        return 1 if self.engine is None else len(self.engine.windows)
+
+    @property
     def step_number(self) -> int | None:
         return None if self.step is None else self.step.step
 
@@ -78,11 +84,13 @@ class PoolState(BlockLedger):
         seen: set[int] = set()
         unfilled = 0
         for seq in self.seqs.values():
-            for index in range(seq.num_computed_tokens // self.block_size, len(seq.block_table)):
+            first = seq.num_computed_tokens // self.block_size * self.num_groups
+            for index in range(first, len(seq.block_table)):
                 block_id = seq.block_table[index]
-                if block_id not in seen and self.hashes[block_id] is None:
+                if block_id is not None and block_id not in seen and self.hashes[block_id] is None:
                     seen.add(block_id)
-                    unfilled += self.block_size - max(0, seq.num_computed_tokens - index * self.block_size)
+                    start = index // self.num_groups * self.block_size
+                    unfilled += self.block_size - max(0, seq.num_computed_tokens - start)
         return unfilled
 
     def copy(self) -> "PoolState":
@@ -147,7 +155,8 @@ class PoolState(BlockLedger):
 
     def on_blocks_reused(self, event: BlocksReused) -> None:
         for block_id in event.block_ids:
-            self.hold(block_id)
+            if block_id is not None:
+                self.hold(block_id)
         self.seqs[event.seq_id].block_table.extend(event.block_ids)
 
     def on_blocks_allocated(self, event: BlocksAllocated) -> None:
@@ -165,20 +174,29 @@ class PoolState(BlockLedger):
     def on_blocks_filled(self, event: BlocksFilled) -> None:
         table = self.seqs[event.seq_id].block_table
         index = table.index(event.block_ids[0])  # the blocks of one event are neighbours in the table
-        parent_hash = self.hashes[table[index - 1]] if index else None
+        before = table[index - 1] if index else None
+        parent_hash = None if before is None else self.hashes[before]
         for block_id, block_hash in zip(event.block_ids, event.hashes, strict=True):
             self.mark_full(block_id, block_hash, parent_hash, event.seq_id)
             parent_hash = block_hash
 
     def on_blocks_released(self, event: BlocksReleased) -> None:
         seq = self.seqs.get(event.seq_id) or self.finished[event.seq_id]
-        if len(event.block_ids) == len(seq.block_table):
+        if len(event.block_ids) == len(seq.block_table) - seq.num_passed_blocks:
             seq.block_table = []
-        else:  # one block: replaced by a copy, or by a hit of a continued lookup
+        else:  # replaced by copies, or by the hits of a continued lookup
             self._hole = seq.block_table.index(event.block_ids[0])
-            del seq.block_table[self._hole]
+            del seq.block_table[self._hole : self._hole + len(event.block_ids)]
         for block_id in event.block_ids:
             self.let_go(block_id)
+
+    def on_window_passed(self, event: WindowPassed) -> None:
+        table = self.seqs[event.seq_id].block_table
+        for block_id in event.block_ids:
+            table[table.index(block_id)] = None
+            self.let_go(block_id)
+        if self.step is not None:
+            self.step.num_passed += len(event.block_ids)
 
     def on_block_copied(self, event: BlockCopied) -> None:
         table = self.seqs[event.seq_id].block_table
@@ -186,7 +204,8 @@ class PoolState(BlockLedger):
 
     def on_sequence_forked(self, event: SequenceForked) -> None:
         for block_id in event.block_ids:
-            self.hold(block_id)
+            if block_id is not None:
+                self.hold(block_id)
         child = self.seqs[event.seq_id]
         child.block_table = list(event.block_ids)
         child.num_computed_tokens = event.num_computed_tokens

@@ -19,6 +19,7 @@ from pagedcli.events import (
     StepFailed,
     StepScheduled,
     TokensSampled,
+    WindowPassed,
 )
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.words import event_seq_ids, event_words, plural, seq_name
@@ -92,6 +93,8 @@ def _block_words(block_id: int, event: Event) -> str | None:
             return f"filled by seq {seq_id}: content {hashes[ids.index(block_id)]:016x}"
         case BlocksReleased(seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"released by seq {seq_id}"
+        case WindowPassed(seq_id=seq_id, block_ids=ids) if block_id in ids:
+            return f"released by seq {seq_id}: no later token sees it"
         case SequenceForked(parent_seq_id=parent, seq_id=seq_id, block_ids=ids) if block_id in ids:
             return f"shared with seq {seq_id}, forked from seq {parent}"
         case _:

@@ -71,8 +71,8 @@ def _full_sequence_table(moment: Moment, *, wide: bool) -> Table:
             "seq": str(seq.seq_id), "request": one_line(seq.label), "state": seq.status,
             "new": str(new_tokens.get(seq.seq_id, 0)), "cached": str(seq.num_cached_tokens),
             "tokens": f"{seq.num_computed_tokens}/{seq.num_tokens}",
-            "out": f"{seq.num_output_tokens}/{seq.max_new_tokens}", "blocks": str(len(seq.block_table)),
-            "of pool": percent(len(seq.block_table) / state.num_blocks),
+            "out": f"{seq.num_output_tokens}/{seq.max_new_tokens}", "blocks": str(len(seq.held_block_ids)),
+            "of pool": percent(len(seq.held_block_ids) / state.num_blocks),
             "block table (×: ref count) / why it waits": block_ids_text(state, seq.block_table)
             if seq.running
             else why_waiting(state, seq, place),

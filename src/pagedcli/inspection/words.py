@@ -17,6 +17,7 @@ from pagedcli.events import (
     RequestWaiting,
     SequenceForked,
     StepFailed,
+    WindowPassed,
 )
 from pagedcli.inspection.state import PoolState
 from pagedcli.printable import one_line
@@ -131,6 +132,8 @@ def event_words(event: Event, state: PoolState) -> str | None:
             return f"fill blocks {_ids(event.block_ids)} of {seq}"
         case BlocksReleased():
             return f"release blocks {_ids(event.block_ids)} of {seq}"
+        case WindowPassed():
+            return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}: no later token sees them"
         case StepFailed():
             again, kept = plural(len(event.seq_ids), "sequence"), plural(len(event.cached_block_ids), "block")
             return f"fail step {event.step}: {again} back in the queue, {kept} still cached"
@@ -141,6 +144,7 @@ def event_words(event: Event, state: PoolState) -> str | None:
             return None
 
 
-def _ids(block_ids: tuple[int, ...], most: int = 8) -> str:
+def _ids(entries: tuple[int | None, ...], most: int = 8) -> str:
+    block_ids = [block_id for block_id in entries if block_id is not None]
     shown = ", ".join(map(str, block_ids[:most]))
     return shown if len(block_ids) <= most else f"{shown} and {len(block_ids) - most} more"

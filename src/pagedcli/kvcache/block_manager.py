@@ -17,19 +17,22 @@ from pagedcli.events import (
     MissReason,
     PrefixLookedUp,
     SequenceForked,
+    WindowPassed,
 )
 from pagedcli.kvcache.block_pool import BlockPool, CacheUser
 from pagedcli.kvcache.eviction import NextUse
+from pagedcli.kvcache.groups import TableShape
 from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The cached part of a sequence: leading full blocks, verified to be equal."""
+    """The cached part of a sequence: leading full spans, verified to be equal."""
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int | None, ...]  # entries of the block table; None: no later token sees it
     num_free: int  # of these, blocks on the free list, which would leave it
-    num_asked: int  # full blocks of the sequence
+    num_spans: int
+    num_asked: int  # full spans of the sequence
 
 
 class BlockManager(BlockPool):
@@ -44,12 +47,13 @@ class BlockManager(BlockPool):
         num_blocks: int,
         block_size: int,
         *,
+        windows: tuple[int | None, ...] = (None,),
         enable_prefix_caching: bool = True,
         eviction: Eviction = "lru",
         emit: Emit | None = None,
         hash_function: HashFunction = hash_block,
     ) -> None:
-        super().__init__(num_blocks, block_size, eviction=eviction, emit=emit)
+        super().__init__(num_blocks, TableShape(block_size, windows), eviction=eviction, emit=emit)
         self.enable_prefix_caching = enable_prefix_caching
         self._hash_function = hash_function
         self._queue = self._policy if isinstance(self._policy, NextUse) and enable_prefix_caching else None
@@ -57,22 +61,35 @@ class BlockManager(BlockPool):
     # ------------------------------------------------------------------ questions
 
     def lookup(self, seq: CacheUser) -> PrefixHit:
-        """The leading full blocks of the sequence that are cached. May hash more of it; changes nothing else."""
+        """The longest cached beginning of the sequence: in each group the blocks that later tokens see. May hash more
+        of the sequence; changes nothing else."""
+        num_asked = len(seq.token_ids) // self.block_size
         if not self.enable_prefix_caching:
-            return PrefixHit((), 0, len(seq.token_ids) // self.block_size)
-        self._extend_prefixes(seq, len(seq.token_ids) // self.block_size)
-        block_ids = self._leading_blocks(seq, 0)
-        num_free = sum(self.blocks[block_id].ref_count == 0 for block_id in block_ids)
-        return PrefixHit(tuple(block_ids), num_free, len(seq.prefixes))
+            return PrefixHit((), 0, 0, num_asked)
+        self._extend_prefixes(seq, num_asked)
+        block_ids = self._seen_blocks(seq) if self.shape.has_windows else self._leading_blocks(seq, 0)
+        held = [block_id for block_id in block_ids if block_id is not None]
+        num_free = sum(self.blocks[block_id].ref_count == 0 for block_id in held)
+        return PrefixHit(tuple(block_ids), num_free, len(block_ids) // self.num_groups, num_asked)
 
     def num_new_blocks(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> int:
         """Fresh blocks that allocate would take for num_new_tokens after the hit."""
         num_tokens = self.num_computed_after(seq, hit) + num_new_tokens
-        return max(0, -(-num_tokens // self.block_size) - len(hit.block_ids))
+        return max(0, self.shape.num_entries(num_tokens) - len(hit.block_ids))
+
+    def num_prefill_blocks(self, seq: CacheUser, hit: PrefixHit, chunk: int) -> int:
+        """Free blocks that all tokens of the sequence need, in steps of at most `chunk`, with hits on the free list.
+
+        With windows an upper bound: blocks shared at first may be released before others are taken.
+        """
+        if not self.shape.has_windows:
+            num_left = len(seq.token_ids) - self.num_computed_after(seq, hit)
+            return self.num_new_blocks(seq, hit, num_left) + hit.num_free
+        return self.shape.most_blocks(len(seq.token_ids), chunk)
 
     def num_computed_after(self, seq: CacheUser, hit: PrefixHit) -> int:
         """Tokens that the hit saves. The last token is always computed: its logits give the next token."""
-        return min(len(hit.block_ids) * self.block_size, len(seq.token_ids) - 1)
+        return min(hit.num_spans * self.block_size, len(seq.token_ids) - 1)
 
     def can_allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> bool:
         """Whether allocate would succeed."""
@@ -81,21 +98,24 @@ class BlockManager(BlockPool):
     def can_append_in_place(self, seq: CacheUser) -> bool:
         """Whether the next token goes into an unshared partial block and does not fill it: may_append of one token
         would then change nothing."""
-        index = seq.num_computed_tokens // self.block_size
-        num_filled = seq.num_computed_tokens - index * self.block_size
-        return 0 < num_filled < self.block_size - 1 and self.blocks[seq.block_table[index]].ref_count == 1
+        span = seq.num_computed_tokens // self.block_size
+        num_filled = seq.num_computed_tokens - span * self.block_size
+        if not 0 < num_filled < self.block_size - 1:
+            return False
+        block_id = seq.block_table[span * self.num_groups]  # all groups share and copy partial blocks together
+        return block_id is not None and self.blocks[block_id].ref_count == 1
 
     def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
         """Fresh blocks that may_append would take, a copy of a shared partial block included."""
-        num_tokens = seq.num_computed_tokens + num_new_tokens
-        needed = -(-num_tokens // self.block_size) - len(seq.block_table)
-        return needed + self._must_copy(seq)
+        needed = self.shape.num_entries(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
+        return needed + self.num_groups * self._must_copy(seq)
 
     def num_fork_blocks(self, seqs: Sequence[CacheUser]) -> int:
         """Fresh blocks that the next tokens of these sequences take in turn, if no others share their partial blocks:
         the last one to write into a shared block needs no copy."""
-        shared = {seq.block_table[seq.num_computed_tokens // self.block_size] for seq in seqs if self._must_copy(seq)}
-        return sum(self.num_append_blocks(seq, 1) for seq in seqs) - len(shared)
+        size, num_groups = self.block_size, self.num_groups
+        shared = {seq.block_table[seq.num_computed_tokens // size * num_groups] for seq in seqs if self._must_copy(seq)}
+        return sum(self.num_append_blocks(seq, 1) for seq in seqs) - len(shared) * num_groups
 
     def can_append(self, seq: CacheUser, num_new_tokens: int = 1) -> bool:
         """Whether may_append would succeed."""
@@ -128,7 +148,7 @@ class BlockManager(BlockPool):
             self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit)))
         self._claim(seq, hit.block_ids)
         self.forget(seq)
-        seq.num_cached_tokens = len(hit.block_ids) * self.block_size
+        seq.num_cached_tokens = hit.num_spans * self.block_size
         seq.num_computed_tokens = self.num_computed_after(seq, hit)
         self._grow(seq, num_new_tokens)
 
@@ -136,35 +156,50 @@ class BlockManager(BlockPool):
         """Share blocks that others have filled since this sequence's prefill began, replacing its partial one.
         Returns how many tokens no longer need computing."""
         first = seq.num_computed_tokens // self.block_size
-        num_full_blocks = len(seq.token_ids) // self.block_size
-        if not self.enable_prefix_caching or first >= num_full_blocks or self._must_copy(seq):
+        num_full_spans = len(seq.token_ids) // self.block_size
+        if not self.enable_prefix_caching or first >= num_full_spans or self._must_copy(seq):
             return 0
-        self._extend_prefixes(seq, num_full_blocks)
+        self._extend_prefixes(seq, num_full_spans)
         found = self._leading_blocks(seq, first)
+        end = first + len(found) // self.num_groups
         num_before = seq.num_computed_tokens
-        num_after = min((first + len(found)) * self.block_size, len(seq.token_ids) - 1)
+        num_after = min(end * self.block_size, len(seq.token_ids) - 1)
         if num_after <= num_before:
             return 0
         if self._emit is not None:
-            hit = PrefixHit(tuple(found), 0, num_full_blocks - first)
+            hit = PrefixHit(tuple(found), 0, end - first, num_full_spans - first)
             self._emit(self._looked_up(seq, hit, first, num_after - num_before))
-        if first < len(seq.block_table):
-            self._drop_partial_block(seq)
+        if first * self.num_groups < len(seq.block_table):
+            self._drop_partial_blocks(seq)
         self._claim(seq, tuple(found))
-        seq.num_cached_tokens = (first + len(found)) * self.block_size
+        seq.num_cached_tokens = end * self.block_size
         seq.num_computed_tokens = num_after
         return num_after - num_before
 
     def may_append(self, seq: CacheUser, num_new_tokens: int = 1) -> list[tuple[int, int]]:
         """Make room for the next tokens of a sequence that has blocks, and mark the blocks that they fill as full.
 
-        Returns the (source, copy) block pairs to copy before the step writes: at most one, of a partial block shared
-        by a fork. can_append must be true.
+        Returns the (source, copy) block pairs to copy before the step writes: of a partial block shared by a fork, one
+        per group. can_append must be true.
         """
         assert self.can_append(seq, num_new_tokens), "ask can_append first"
-        copies = [self._copy_partial_block(seq)] if self._must_copy(seq) else []
+        copies = [self._copy_partial_block(seq, i) for i in range(self.num_groups)] if self._must_copy(seq) else []
         self._grow(seq, num_new_tokens)
         return copies
+
+    def release_unseen(self, seq: CacheUser) -> None:
+        """Release the blocks that no later token sees, oldest first."""
+        table, released = seq.block_table, []
+        for group in range(self.num_groups):
+            index = self.shape.first_kept(group, seq.num_computed_tokens) * self.num_groups + group
+            while (index := index - self.num_groups) >= 0 and (block_id := table[index]) is not None:
+                table[index] = None
+                released.append((index, block_id))
+        block_ids = tuple(block_id for _, block_id in sorted(released))
+        for block_id in block_ids:
+            self._release(block_id)
+        if self._emit is not None and block_ids:
+            self._emit(WindowPassed(seq.seq_id, block_ids))
 
     def fill_known(self, seq: CacheUser, num_computed_tokens: int) -> None:
         """Mark the last block full if its last token, already computed, was still pending at may_append."""
@@ -176,7 +211,8 @@ class BlockManager(BlockPool):
         """Share all the parent's blocks with a new sequence of equal tokens; a partial one is copied on first write."""
         assert not child.block_table, "a forked sequence has no blocks yet"
         for block_id in parent.block_table:
-            self.blocks[block_id].ref_count += 1
+            if block_id is not None:
+                self.blocks[block_id].ref_count += 1
         child.block_table = parent.block_table.copy()
         child.prefixes = parent.prefixes.copy()
         child.num_computed_tokens = parent.num_computed_tokens
@@ -188,7 +224,7 @@ class BlockManager(BlockPool):
     def deallocate(self, seq: CacheUser) -> int:
         """Release all blocks of a sequence, tail first: the head of a prefix is evicted last. Returns how many became
         free."""
-        released = tuple(reversed(seq.block_table))
+        released = tuple(block_id for block_id in reversed(seq.block_table) if block_id is not None)
         num_freed = sum(self._release(block_id) for block_id in released)
         seq.block_table = []
         seq.num_cached_tokens = seq.num_computed_tokens = 0
@@ -198,32 +234,60 @@ class BlockManager(BlockPool):
 
     # ------------------------------------------------------------------ parts
 
-    def _extend_prefixes(self, seq: CacheUser, num_full_blocks: int) -> None:
+    def _extend_prefixes(self, seq: CacheUser, num_full_spans: int) -> None:
+        """A chain with a link per entry of the table, so that the blocks of a span differ from group to group."""
         prefixes = seq.prefixes
-        first = len(prefixes)
-        if first >= num_full_blocks:
+        first = len(prefixes) // self.num_groups
+        if first >= num_full_spans:
             return
-        tokens = token_bytes(seq.token_ids[first * self.block_size : num_full_blocks * self.block_size])
+        tokens = token_bytes(seq.token_ids[first * self.block_size : num_full_spans * self.block_size])
         if prefixes:
             parent: Prefix | None = prefixes[-1]
         else:
             parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt)
         num_bytes = self.block_size * TOKEN_BYTES
         for start in range(0, len(tokens), num_bytes):
-            parent = Prefix(tokens[start : start + num_bytes], parent, self._hash_function)
-            prefixes.append(parent)
+            of_span = tokens[start : start + num_bytes]
+            for _ in range(self.num_groups):
+                parent = Prefix(of_span, parent, self._hash_function)
+                prefixes.append(parent)
 
-    def _leading_blocks(self, seq: CacheUser, first: int) -> list[int]:
-        """The cached blocks equal to the sequence's full blocks from index `first` on, up to the first miss."""
-        prefixes, block_ids = seq.prefixes, []
-        for index in range(first, len(prefixes)):
-            block = self._find(prefixes[index])
-            if block is None:
+    def _leading_blocks(self, seq: CacheUser, first: int) -> list[int | None]:
+        """The cached blocks equal to the sequence's full spans from number `first` on, up to the first miss."""
+        block_ids: list[int | None] = []
+        for index in range(first * self.num_groups, len(seq.prefixes)):
+            block_id = self._find_shared(seq, index)
+            if block_id is None:
                 break
-            assert block.prefix is not None
-            self._share_prefix(seq, index, block.prefix)
-            block_ids.append(block.block_id)
-        return block_ids
+            block_ids.append(block_id)
+        return block_ids[: len(block_ids) // self.num_groups * self.num_groups]
+
+    def _seen_blocks(self, seq: CacheUser) -> list[int | None]:
+        """The longest beginning of the sequence of whose blocks all that its later tokens see are cached."""
+        groups, most = range(self.num_groups), len(seq.token_ids) - 1
+        found: list[int | None] = []
+        runs = [0] * self.num_groups  # of found blocks that end here
+        num_spans, first = 0, runs
+        for span in range(len(seq.prefixes) // self.num_groups):
+            found += [self._find_shared(seq, span * self.num_groups + group) for group in groups]
+            num_computed = min((span + 1) * self.block_size, most)
+            kept = [self.shape.first_kept(group, num_computed) for group in groups]
+            runs = [0 if found[group - self.num_groups] is None else runs[group] + 1 for group in groups]
+            if all(runs[group] > span - kept[group] for group in groups):
+                num_spans, first = span + 1, kept
+            elif any(window is None and not runs[group] for group, window in enumerate(self.shape.windows)):
+                break
+        entries = ((span, group) for span in range(num_spans) for group in groups)
+        return [found[span * self.num_groups + group] if span >= first[group] else None for span, group in entries]
+
+    def _find_shared(self, seq: CacheUser, index: int) -> int | None:
+        """The cached block of an entry of the table."""
+        block = self._find(seq.prefixes[index])
+        if block is None:
+            return None
+        assert block.prefix is not None
+        self._share_prefix(seq, index, block.prefix)
+        return block.block_id
 
     @staticmethod
     def _share_prefix(seq: CacheUser, index: int, prefix: Prefix) -> None:
@@ -232,8 +296,10 @@ class BlockManager(BlockPool):
         if index + 1 < len(seq.prefixes):
             seq.prefixes[index + 1].parent = prefix
 
-    def _claim(self, seq: CacheUser, block_ids: tuple[int, ...]) -> None:
+    def _claim(self, seq: CacheUser, block_ids: tuple[int | None, ...]) -> None:
         for block_id in block_ids:
+            if block_id is None:
+                continue
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 del self.free_block_ids[block_id]
@@ -248,7 +314,7 @@ class BlockManager(BlockPool):
     def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         """Add fresh blocks for num_new_tokens after the computed ones; mark the blocks that they fill as full."""
         num_tokens = seq.num_computed_tokens + num_new_tokens
-        num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
+        num_missing = self.shape.num_entries(num_tokens) - len(seq.block_table)
         if num_missing > 0:
             fresh = [self._take_free() for _ in range(num_missing)]
             seq.block_table.extend(fresh)
@@ -259,13 +325,16 @@ class BlockManager(BlockPool):
             self._mark_full(seq, seq.num_computed_tokens // self.block_size, num_known // self.block_size)
 
     def _mark_full(self, seq: CacheUser, first: int, end: int) -> None:
-        """Hash and register the blocks first ... end-1 of the table, which this step fills."""
+        """Hash and register the blocks of the spans first ... end-1, which this step fills."""
         if first >= end:
             return
         self._extend_prefixes(seq, end)
         filled: list[int] = []
-        for index in range(first, end):
-            block = self.blocks[seq.block_table[index]]
+        end_index = end * self.num_groups
+        for index in range(first * self.num_groups, end_index):
+            block_id = seq.block_table[index]
+            assert block_id is not None, "the block of a token to compute is kept"
+            block = self.blocks[block_id]
             if block.prefix is not None:  # a hit whose last token is recomputed but not written
                 continue
             prefix = seq.prefixes[index]
@@ -278,20 +347,23 @@ class BlockManager(BlockPool):
             self._index(block)
             filled.append(block.block_id)
         if self._emit is not None and filled:
-            hashes = tuple(prefix.hash for prefix in seq.prefixes[first:end])[-len(filled) :]
+            hashes = tuple(prefix.hash for prefix in seq.prefixes[end_index - len(filled) : end_index])
             self._emit(BlocksFilled(seq.seq_id, tuple(filled), hashes))
 
     def _must_copy(self, seq: CacheUser) -> bool:
         """Whether the next token goes into a partial block that a fork shares."""
-        index = seq.num_computed_tokens // self.block_size
+        index = seq.num_computed_tokens // self.block_size * self.num_groups
         if index >= len(seq.block_table):
             return False
-        block = self.blocks[seq.block_table[index]]
+        block_id = seq.block_table[index]
+        assert block_id is not None, "the block of a token to compute is kept"
+        block = self.blocks[block_id]
         return block.prefix is None and block.ref_count > 1
 
-    def _copy_partial_block(self, seq: CacheUser) -> tuple[int, int]:
-        index = seq.num_computed_tokens // self.block_size
+    def _copy_partial_block(self, seq: CacheUser, group: int) -> tuple[int, int]:
+        index = seq.num_computed_tokens // self.block_size * self.num_groups + group
         source_id, copy_id = seq.block_table[index], self._take_free()
+        assert source_id is not None, "the block of a token to compute is kept"
         seq.block_table[index] = copy_id
         if self._emit is not None:
             self._emit(BlocksAllocated(seq.seq_id, (copy_id,)))
@@ -301,16 +373,18 @@ class BlockManager(BlockPool):
             self._emit(BlockCopied(seq.seq_id, source_id, copy_id))
         return source_id, copy_id
 
-    def _drop_partial_block(self, seq: CacheUser) -> None:
-        block_id = seq.block_table.pop()
-        self._release(block_id)
+    def _drop_partial_blocks(self, seq: CacheUser) -> None:
+        dropped = tuple(block_id for block_id in seq.block_table[-self.num_groups :] if block_id is not None)
+        del seq.block_table[-self.num_groups :]
+        for block_id in dropped:
+            self._release(block_id)
         if self._emit is not None:
-            self._emit(BlocksReleased(seq.seq_id, (block_id,)))
+            self._emit(BlocksReleased(seq.seq_id, dropped))
 
     def _looked_up(self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int) -> PrefixLookedUp:
-        """The record of a lookup of the blocks from index `first` on."""
-        end = first + len(hit.block_ids)
-        missed = len(hit.block_ids) < hit.num_asked
+        """The record of a lookup of the spans from number `first` on."""
+        end = first + hit.num_spans
+        missed = hit.num_spans < hit.num_asked
         miss_reason: MissReason | None
         if not self.enable_prefix_caching:
             miss_reason = "caching_off"
@@ -323,10 +397,10 @@ class BlockManager(BlockPool):
             reason="continued" if seq.block_table else "resumed" if seq.num_preemptions else "new",
             num_tokens=len(seq.token_ids),
             blocks_asked=hit.num_asked,
-            blocks_hit=len(hit.block_ids),
+            blocks_hit=hit.num_spans,
             tokens_hit=tokens_hit,
             first_miss=end if missed else None,
-            missing_hash=seq.prefixes[end].hash if missed and self.enable_prefix_caching else None,
+            missing_hash=seq.prefixes[end * self.num_groups].hash if missed and self.enable_prefix_caching else None,
             miss_reason=miss_reason,
             partial_tokens=self._partial_tokens(seq, end),
         )

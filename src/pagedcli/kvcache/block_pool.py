@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pagedcli.events import BlockEvicted, Emit, Eviction
 from pagedcli.kvcache.eviction import EvictionPolicy, make_policy
+from pagedcli.kvcache.groups import TableShape
 from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, Prefix, token_bytes
 
 
@@ -20,7 +21,7 @@ class CacheUser(Protocol):
 
     seq_id: int
     token_ids: list[int]
-    block_table: list[int]
+    block_table: list[int | None]  # None: released, as no later token sees it
     prefixes: list[Prefix]  # of the full blocks hashed so far
     cache_salt: str | None
     num_computed_tokens: int  # leading tokens that need no more computing
@@ -58,10 +59,13 @@ class BlockPool:
     built.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, eviction: Eviction, emit: Emit | None) -> None:
+    def __init__(self, num_blocks: int, shape: TableShape, *, eviction: Eviction, emit: Emit | None) -> None:
+        block_size = shape.block_size
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.shape = shape
         self.block_size = block_size
+        self.num_groups = shape.num_groups
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -105,7 +109,7 @@ class BlockPool:
         for block_id in (*self._filled_before, *self._filled_now):
             self.blocks[block_id].prefix = None
         self._filled_before, self._filled_now = [], []
-        held = (block_id for seq in seqs for block_id in reversed(seq.block_table))
+        held = (block_id for seq in seqs for block_id in reversed(seq.block_table) if block_id is not None)
         order = dict.fromkeys([*self.free_block_ids, *held, *range(self.num_blocks)])
         cached = tuple(block_id for block_id in order if self.blocks[block_id].prefix is not None)
         empty = [block.block_id for block in self.blocks if block.prefix is None]
@@ -200,9 +204,9 @@ class BlockPool:
         return True
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
-        """How many tokens after the last hit match some cached block after the same prefix."""
+        """How many tokens after num_hit spans match some cached block after the same prefix."""
         if num_hit:
-            parent: int | None = seq.prefixes[num_hit - 1].hash
+            parent: int | None = seq.prefixes[num_hit * self.num_groups - 1].hash
         else:
             parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
         start = num_hit * self.block_size
@@ -241,11 +245,17 @@ class BlockPool:
     def _check_tables(self, seqs: list[CacheUser]) -> None:
         owners = [0] * self.num_blocks
         for seq in seqs:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"seq {seq.seq_id}: a block twice in its table"
+            held = [block_id for block_id in seq.block_table if block_id is not None]
+            assert len(set(held)) == len(held), f"seq {seq.seq_id}: a block twice in its table"
             for index, block_id in enumerate(seq.block_table):
+                span, group = divmod(index, self.num_groups)
+                if block_id is None:
+                    needed = self.shape.first_kept(group, seq.num_computed_tokens)
+                    assert span < needed, f"seq {seq.seq_id}: block {span} of group {group} was released too early"
+                    continue
                 owners[block_id] += 1
                 prefix = self.blocks[block_id].prefix
-                tokens = tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
+                tokens = tuple(seq.token_ids[span * self.block_size : (span + 1) * self.block_size])
                 assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: other tokens in {block_id}"
         for block, count in zip(self.blocks, owners, strict=True):
             assert block.ref_count == count, f"block {block.block_id}: ref_count {block.ref_count}, {count} owners"

@@ -34,7 +34,7 @@ class KVEventPublisher(View[PoolState]):
         self._send = send
         self._encoder = msgspec.msgpack.Encoder()
         self._events: list[dict[str, Any]] = []
-        self._published: set[int] = set()  # hashes
+        self._published: dict[int, int] = {}  # hash -> group of layers
         self._token_ids: dict[int, list[int]] = {}  # of unfinished sequences
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
@@ -55,13 +55,13 @@ class KVEventPublisher(View[PoolState]):
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         table, size = state.seqs[event.seq_id].block_table, state.block_size
         first = table.index(event.block_ids[0])
-        parent = state.hashes[table[first - 1]] if first else None
-        for place, (block_id, block_hash) in enumerate(zip(event.block_ids, event.hashes, strict=True), first):
+        for index, (block_id, block_hash) in enumerate(zip(event.block_ids, event.hashes, strict=True), first):
             if block_hash not in self._published and state.hash_to_block_id.get(block_hash) == block_id:
-                self._published.add(block_hash)
-                tokens = self._token_ids[event.seq_id][place * size : (place + 1) * size]
-                self._stored(block_hash, parent, tokens, size)
-            parent = block_hash
+                span, group = divmod(index, state.num_groups)
+                before = table[index - state.num_groups] if span else None  # the group's block before it
+                self._published[block_hash] = group
+                tokens = self._token_ids[event.seq_id][span * size : (span + 1) * size]
+                self._stored(block_hash, None if before is None else state.hashes[before], tokens, group, state)
 
     def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
         if event.hash in self._published and event.hash not in state.hash_to_block_id:
@@ -74,31 +74,37 @@ class KVEventPublisher(View[PoolState]):
         self._flush()
 
     def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
-        for block_hash in sorted(self._published - state.hash_to_block_id.keys()):
+        for block_hash in sorted(self._published.keys() - state.hash_to_block_id.keys()):
             self._removed(block_hash)
         self._flush()
 
-    def _stored(self, block_hash: int, parent: int | None, tokens: list[int], block_size: int) -> None:
+    def _stored(self, block_hash: int, parent: int | None, tokens: list[int], group: int, state: PoolState) -> None:
         last = self._events[-1] if self._events else None
         if last is not None and last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:
             last["block_hashes"].append(block_hash)
             last["token_ids"] += tokens
             return
+        assert state.engine is not None, "an engine has started"
+        window = state.engine.windows[group]
+        kind = {"kv_cache_spec_kind": "full_attention"} if window is None else {
+            "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window
+        }  # fmt: skip
         self._events.append(
             {
                 "type": "BlockStored", "block_hashes": [block_hash], "parent_block_hash": parent, "token_ids": tokens,
-                "block_size": block_size, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0,
-                "kv_cache_spec_kind": "full_attention",
+                "block_size": state.block_size, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": group,
+                **kind,
             }
         )  # fmt: skip
 
     def _removed(self, block_hash: int) -> None:
-        self._published.discard(block_hash)
+        group = self._published.pop(block_hash)
         last = self._events[-1] if self._events else None
-        if last is not None and last["type"] == "BlockRemoved":
+        if last is not None and last["type"] == "BlockRemoved" and last["group_idx"] == group:
             last["block_hashes"].append(block_hash)
         else:
-            self._events.append({"type": "BlockRemoved", "block_hashes": [block_hash], "medium": "GPU", "group_idx": 0})
+            removed = {"type": "BlockRemoved", "block_hashes": [block_hash], "medium": "GPU", "group_idx": group}
+            self._events.append(removed)
 
     def _flush(self) -> None:
         if self._events:

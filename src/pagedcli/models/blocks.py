@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, LayerStep
+from pagedcli.attention.base import AttentionBackend
 from pagedcli.layers.experts import route, weighted_sum
 from pagedcli.layers.fused import fused_layers
 from pagedcli.layers.norm import add_rms_norm, rms_norm
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.rotary import rotary_rows, split_heads
+from pagedcli.models.layer_step import LayerStep
 
 
 @dataclass(slots=True)

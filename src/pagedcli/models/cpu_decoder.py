@@ -4,11 +4,12 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 """
 
 import ctypes
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import PagedBatch, prepare_batches
+from pagedcli.attention.base import PagedBatch
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
@@ -80,7 +81,8 @@ class CpuDecoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward. The last layer computes only the rows in batch.logits_rows."""
         backend, rows = self._backend, batch.logits_rows
-        (batch,) = prepare_batches(batch, backend, self.attention_layers[:1]).values()
+        batch = replace(batch, window=self.attention_layers[0].window)
+        backend.prepare(batch)
         k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
         backend.check_cache(k_cache, v_cache)
         embedding = self._embedding

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch, layer_steps
+from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.layers.fused import stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.mlp import ACTIVATIONS
@@ -16,6 +16,7 @@ from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, Vocabula
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
 from pagedcli.models.formats import AS_STORED, Kernels, Modules, WeightFormat
+from pagedcli.models.layer_step import layer_steps
 from pagedcli.models.parameters import decoder_parameters, take_linear
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.rope_table import rope_table

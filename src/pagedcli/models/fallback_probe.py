@@ -4,6 +4,7 @@ This detects what no config field says: ignored positions (ALiBi), tokens mixed 
 token shift), and state kept between steps.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.kvcache.groups import cache_groups, group_size
 from pagedcli.models.base import CausalLM
 from pagedcli.models.fallback_refusals import refusal
 
@@ -60,8 +62,9 @@ def _paged_logits(paged: ProbedModel, dtype: torch.dtype, device: torch.device) 
     ids = _probe_ids(spec.vocab_size, device)
     width = -(-max(len(sequence) for sequence in ids) // block_size)
     table = torch.arange(2 * width, dtype=torch.int32).flip(0).view(2, width)
-    kv_shape = backend.kv_shape(2 * width, block_size, spec.num_kv_heads, spec.head_dim)
-    kv_cache = torch.zeros((2, spec.num_layers, *kv_shape), dtype=dtype, device=device)
+    groups = cache_groups([layer.window for layer in paged.attention_layers])
+    kv_shape = backend.kv_shape(2 * width * len(groups), block_size, spec.num_kv_heads, spec.head_dim)
+    kv_cache = torch.zeros((2, group_size(groups), *kv_shape), dtype=dtype, device=device)
     rows: list[Tensor] = []
     starts = [0, 0]
     for chunk in zip(*_CHUNKS, strict=True):
@@ -82,10 +85,17 @@ def _paged_logits(paged: ProbedModel, dtype: torch.dtype, device: torch.device) 
             cu_q_host=cu_q,
             num_tokens_host=ends,
         )
+        batch.others = tuple(_of_group(batch, group, 2 * width, block_size) for group in range(1, len(groups)))
         logits = paged.compute_logits(paged.forward_through(backend, tokens, positions.to(device), batch, kv_cache))
         rows += torch.split(logits, list(chunk))
         starts = ends
     return torch.cat(rows[0::2] + rows[1::2])  # grouped by sequence again
+
+
+def _of_group(batch: PagedBatch, group: int, num_blocks: int, block_size: int) -> PagedBatch:
+    """The batch of another group of layers: the same tables, further back in the cache."""
+    offset = group * num_blocks
+    return replace(batch, block_table=batch.block_table + offset, slots=batch.slots + offset * block_size)
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> list[Tensor]:

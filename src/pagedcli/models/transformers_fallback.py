@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from pagedcli.attention.base import AttentionBackend, LayerStep, PagedBatch, layer_steps
+from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import layer_refusal
 from pagedcli.errors import ModelError
@@ -27,6 +27,7 @@ from pagedcli.models.fallback_refusals import AttentionTrace, refuse_length
 from pagedcli.models.fallback_refusals import refusal as refused
 from pagedcli.models.fallback_spec import first_sentence, read_config
 from pagedcli.models.formats import AS_STORED
+from pagedcli.models.layer_step import LayerStep, layer_steps
 from pagedcli.models.spec import ModelSpec
 
 _ATTENTION_NAME = "pagedcli"

@@ -80,7 +80,7 @@ class _Requests(View[PoolState]):
         sample = (self._outputs.pop(event.seq_id), event.reason == "stop")
         self._samples.setdefault(seq.request_id, {})[seq.sample_index] = sample
         blocks = seq.block_table[: request.num_prompt_tokens // state.block_size]
-        hashes = [state.hashes[block_id] for block_id in blocks]
+        hashes = [None if block_id is None else state.hashes[block_id] for block_id in blocks]
         request.hashes = self._chains.numbers([found for found in hashes if found is not None])
 
     def finish(self) -> None:

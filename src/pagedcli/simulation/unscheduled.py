@@ -22,7 +22,7 @@ class Prompt:
     def __init__(self, seq_id: int, blocks: list[int]) -> None:
         self.seq_id = seq_id
         self.token_ids = blocks
-        self.block_table: list[int] = []
+        self.block_table: list[int | None] = []
         self.prefixes = self._chain(blocks)
         self.cache_salt: str | None = None
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0

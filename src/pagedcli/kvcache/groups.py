@@ -1,0 +1,100 @@
+"""Groups of layers that share blocks, and how many blocks a sequence holds in each: arithmetic only.
+
+Layers with the same window form groups of equal size, so that a block of any group takes the same memory and all groups
+share one pool. A *span* is block_size consecutive tokens of a sequence; it has one block per group. A block table lists
+them span by span: entry `span * num_groups + group`. With one group that is an ordinary block table. A block that no
+later token sees is released, and its entry becomes None.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedcli.kvcache.budget import blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose K and V of the same tokens are in one block."""
+
+    window: int | None  # tokens that a query sees, itself included; None: all before it
+    layers: tuple[int, ...]  # at most group_size; where there are fewer, part of a block stays unused
+
+
+def cache_groups(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
+    """The groups of a model whose layers have these windows, those that see everything last.
+
+    The group size is the smallest number of layers with the same window, or the largest if they are about equal: few
+    groups keep tables short, small ones leave little of a block unused.
+    """
+    counts = Counter(windows)
+    least, most = min(counts.values()), max(counts.values())
+    size = most if most < 1.25 * least else least
+    groups = []
+    for window in sorted(counts, key=lambda window: float("inf") if window is None else window):
+        layers = [i for i, each in enumerate(windows) if each == window]
+        num_groups = blocks_for(len(layers), size)
+        groups += [CacheGroup(window, tuple(layers[i::num_groups])) for i in range(num_groups)]
+    return tuple(groups)
+
+
+def group_size(groups: Sequence[CacheGroup]) -> int:
+    """Layers that a block has room for."""
+    return max(len(group.layers) for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """The block tables of a model: what they hold of a sequence, and how much."""
+
+    block_size: int  # tokens
+    windows: tuple[int | None, ...] = (None,)  # of each group
+
+    @classmethod
+    def of(cls, block_size: int, groups: Sequence[CacheGroup]) -> "TableShape":
+        return cls(block_size, tuple(group.window for group in groups))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Length of the table of so many tokens, released entries included."""
+        return blocks_for(num_tokens, self.block_size) * self.num_groups
+
+    def first_kept(self, group: int, num_computed: int) -> int:
+        """The first span whose block the tokens from number num_computed on need. The span before the current one is
+        always kept: its hash is part of the next."""
+        window = self.windows[group]
+        if window is None:
+            return 0
+        return max(0, num_computed + 1 - self._reach(window)) // self.block_size
+
+    def most_in_group(self, group: int, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a sequence holds in a group at once while it grows to so many tokens, at most `chunk` per
+        step."""
+        whole, window = blocks_for(num_tokens, self.block_size), self.windows[group]
+        if window is None:
+            return whole
+        return min(whole, (self._reach(window) + chunk - 3) // self.block_size + 2)
+
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """most_in_group of all groups together."""
+        return sum(self.most_in_group(group, num_tokens, chunk) for group in range(self.num_groups))
+
+    def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
+        """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
+        low, high = 0, blocks_for(limit, self.block_size)  # spans
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.most_blocks(middle * self.block_size, chunk) <= num_blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return min(limit, low * self.block_size)
+
+    def _reach(self, window: int) -> int:
+        """Tokens before and including the current one whose blocks are kept."""
+        return max(window, self.block_size + 1)

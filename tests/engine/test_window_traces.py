@@ -1,0 +1,83 @@
+"""Engines with windows, without a model: tokens that depend on nothing but what the windows show, and lawful traces."""
+
+import random
+
+import pytest
+from scripted import Simulation
+
+from pagedcli.events import StepFinished, WindowPassed
+from pagedcli.inspection.check import TraceChecker, check_events
+from pagedcli.inspection.explain import Explainer
+from pagedcli.inspection.fold import EventList, fold
+from pagedcli.kvcache.groups import TableShape
+
+WINDOWS = [(5,), (3,), (4, None), (3, 3, None), (6, 9)]
+
+
+def fill(sim, seed=0, num_requests=8):
+    """Requests of which many share beginnings; some draw several samples."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3) for _ in range(9)]
+    for number in range(num_requests):
+        tail = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+        sim.add(shared[: rng.randint(0, 9)] + tail, rng.randint(1, 14), n=1 + (number % 4 == 3))
+    return sim
+
+
+def tokens(sim):
+    by_sample = {(seq.request_id, seq.sample_index): seq.output_token_ids for seq in sim.seqs}
+    assert all(seq.finish_reason == "length" for seq in sim.seqs)
+    return by_sample
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_do_not_depend_on_pool_cache_chunks_or_running_ahead(windows, seed):
+    expected = tokens(fill(Simulation(400, windows=windows, enable_prefix_caching=False), seed).run())
+    tight = TableShape(2, windows).most_blocks(9 + 9 + 14, 8) + 3
+    for change in (
+        {}, {"runs_ahead": True}, {"chunked_prefill_size": 3}, {"block_size": 1}, {"block_size": 16},
+        {"preemption_policy": "largest", "eviction": "prefix-lru"}, {"enable_prefix_caching": False},
+    ):  # fmt: skip
+        pool = 400 if "block_size" in change else tight
+        assert tokens(fill(Simulation(pool, **{"windows": windows, **change}), seed).run()) == expected, change
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
+    events = []
+    pool = TableShape(2, windows).most_blocks(9 + 9 + 14, 8) + 3
+    sim = Simulation(pool, windows=windows, runs_ahead=runs_ahead, emit=events.append, trace_tokens=True)
+    fill(sim, num_requests=12).run()
+    state = check_events(events).state
+    assert sim.stats.num_preemptions > 0
+    assert sim.stats.num_cached_tokens > 0
+    assert sum(isinstance(event, WindowPassed) for event in events) > 10
+    assert list(state.free_block_ids) == list(sim.block_manager.free_block_ids)
+    assert state.hash_to_block_id == sim.block_manager.hash_to_block_id
+    explainer = Explainer()
+    fold(EventList(events), explainer)
+    explainer.finish()
+
+
+def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
+    checker, used = TraceChecker(), []
+
+    def emit(event):
+        checker.apply(event)
+        if isinstance(event, StepFinished):
+            used.append(checker.state.num_used_blocks)
+
+    sim = Simulation(30, 4, windows=(16,), emit=emit, max_model_len=300)
+    sim.add([1, 2, 3], 250)
+    sim.run()
+    assert set(used[16:-1]) == {sim.plan.table_shape.most_blocks(253, 1)} == {5}
+    assert used[-1] == 0
+
+
+def test_a_request_longer_than_the_pool_is_served_if_its_window_fits():
+    sim = Simulation(5, 4, windows=(9,), max_model_len=300, max_num_batched_tokens=4)
+    sim.add(list(range(90)), 150)
+    sim.run()
+    assert sim.seqs[0].num_output_tokens == 150
