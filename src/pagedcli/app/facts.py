@@ -38,11 +38,11 @@ def block_facts(moment: Moment, block_id: int) -> Text:
     """Who holds a block, and its content."""
     state = moment.state
     content, filler = state.hashes[block_id], state.filler_seq_ids[block_id]
-    holders = [
-        f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {seq.block_table.index(block_id) // state.num_groups}"
-        for seq in state.running()
-        if block_id in seq.block_table
-    ]
+    holders = []
+    for seq in state.running():
+        if block_id in seq.block_table:
+            place = seq.block_table.index(block_id) // state.num_groups
+            holders.append(f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {place}")
     lines = [f"held by    {', '.join(holders) or 'nobody'}"]
     if content is None:
         lines.append("content    none that a lookup could find")
