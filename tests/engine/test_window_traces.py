@@ -9,7 +9,8 @@ from pagedcli.events import StepFinished, WindowPassed
 from pagedcli.inspection.check import TraceChecker, check_events
 from pagedcli.inspection.explain import Explainer
 from pagedcli.inspection.fold import EventList, fold
-from pagedcli.kvcache.groups import TableShape
+from pagedcli.inspection.memory_report import group_rows
+from pagedcli.kvcache.groups import TableShape, cache_groups
 
 WINDOWS = [(5,), (3,), (4, None), (3, 3, None), (6, 9)]
 
@@ -74,7 +75,12 @@ def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
     sim.run()
     assert set(used[16:-1]) == {4, 5}
     assert used[-1] == 0
-    assert sim.plan.table_shape.most_blocks(253, 1) == 5
+    groups = cache_groups([16, 16])
+    tables = TableShape.of(4, groups)
+    [row] = group_rows({"here": 253}, groups=groups, tables=tables, block_bytes=8, chunk=8)
+    assert (row["num_blocks"], row["kv_cache_bytes"], row["one_table_bytes"]) == (5, 40, 64 * 8)
+    assert row["num_prefill_blocks"] == 7
+    assert tables.concurrency(30, 253) == 6
 
 
 def test_a_request_longer_than_the_pool_is_served_if_its_window_fits():

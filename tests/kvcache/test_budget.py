@@ -30,10 +30,9 @@ from pagedcli.kvcache.budget import (
     ModelSizes,
     StepShape,
     block_bytes,
-    blocks_for_requests,
-    concurrency,
 )
 from pagedcli.kvcache.cards import CARDS, find_card
+from pagedcli.kvcache.groups import TableShape
 from pagedcli.models.reading import read_spec
 
 GIB = 2**30
@@ -85,21 +84,21 @@ def test_a_budget_that_is_spent_gives_no_blocks(used):
 
 
 def test_concurrency_with_and_without_sharing():
-    assert concurrency(10, 4, 8) == 5  # two blocks each
-    assert concurrency(10, 4, 9) == pytest.approx(10 / 3)
-    assert concurrency(10, 4, 8, shared_tokens=4) == 9  # one block for all, one for each
-    assert concurrency(10, 4, 8, shared_tokens=7) == 9  # half a block is not shared
-    assert concurrency(10, 4, 8, shared_tokens=100) == 9  # the last token is always a request's own
-    assert concurrency(0, 4, 8) == 0
+    assert TableShape(4).concurrency(10, 8) == 5  # two blocks each
+    assert TableShape(4).concurrency(10, 9) == pytest.approx(10 / 3)
+    assert TableShape(4).concurrency(10, 8, shared_tokens=4) == 9  # one block for all, one for each
+    assert TableShape(4).concurrency(10, 8, shared_tokens=7) == 9  # half a block is not shared
+    assert TableShape(4).concurrency(10, 8, shared_tokens=100) == 9  # the last token is always a request's own
+    assert TableShape(4).concurrency(0, 8) == 0
 
 
 @pytest.mark.parametrize("shared", [0, 5, 64])
 @pytest.mark.parametrize("num_tokens", [1, 16, 100, 4096])
 @pytest.mark.parametrize("num_requests", [1, 7, 256])
 def test_blocks_for_requests_is_the_inverse_of_concurrency(num_requests, num_tokens, shared):
-    num_blocks = blocks_for_requests(num_requests, 16, num_tokens, shared_tokens=shared)
-    assert concurrency(num_blocks, 16, num_tokens, shared_tokens=shared) == num_requests
-    assert concurrency(num_blocks - 1, 16, num_tokens, shared_tokens=shared) < num_requests
+    num_blocks = TableShape(16).blocks_for_requests(num_requests, num_tokens, shared_tokens=shared)
+    assert TableShape(16).concurrency(num_blocks, num_tokens, shared_tokens=shared) == num_requests
+    assert TableShape(16).concurrency(num_blocks - 1, num_tokens, shared_tokens=shared) < num_requests
 
 
 @pytest.mark.parametrize("family", [*NATIVE_FAMILIES, "olmo2", "gemma2", "qwen3-moe", "qwen2-moe"])
@@ -210,11 +209,11 @@ def test_the_terms_of_the_waterfall_add_up():
 
 
 def test_target_rows_invert_the_terms():
-    [row] = target_rows(3, {"p50": 8}, terms=TERMS, block_size=4, block_bytes=4)
+    [row] = target_rows(3, {"p50": 8}, terms=TERMS, tables=TableShape(4), block_bytes=4)
     assert (row["num_blocks"], row["kv_cache_bytes"], row["fits"]) == (6, 24, True)
     assert row["device_bytes"] == 20 + 5 + 30 + 7 + 3 + 24
     assert row["utilization"] == pytest.approx(0.89)
-    [more] = target_rows(4, {"p50": 8}, terms=TERMS, block_size=4, block_bytes=4)
+    [more] = target_rows(4, {"p50": 8}, terms=TERMS, tables=TableShape(4), block_bytes=4)
     assert not more["fits"]
 
 
@@ -229,8 +228,8 @@ def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
 
 
 def test_concurrency_rows_show_sharing_only_if_it_is_known():
-    [plain] = concurrency_rows({"max": 8}, num_blocks=10, block_size=4)
-    [shared] = concurrency_rows({"max": 8}, num_blocks=10, block_size=4, shared_tokens=4)
+    [plain] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4))
+    [shared] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4), shared_tokens=4)
     assert "max_concurrency_shared" not in plain
     assert (shared["max_concurrency"], shared["max_concurrency_shared"]) == (5, 9)
 

@@ -45,8 +45,10 @@ class PromptReader:
         spec: ModelSpec | None,
         *,
         num_blocks: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        chunk_size: int = 1,
     ) -> None:
-        """`spec` is None for a tokenizer without a model, `num_blocks` for a pool of unknown size."""
+        """`spec` is None for a tokenizer without a model, `num_blocks` for a pool of unknown size. See AdmissionLimits."""
         config = loaded.config
         columns = Columns.of(config.run)
         self.num_rows = 0  # so far
@@ -58,7 +60,12 @@ class PromptReader:
             folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
         )
         self._limits = AdmissionLimits(
-            self.max_model_len or _NO_LIMIT, config.engine.block_size, num_blocks, spec.vocab_size if spec else None
+            self.max_model_len or _NO_LIMIT,
+            config.engine.block_size,
+            num_blocks,
+            spec.vocab_size if spec else None,
+            windows,
+            chunk_size,
         )
         self._grammars = (
             Grammars(tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size) if spec else None

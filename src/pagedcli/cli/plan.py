@@ -18,7 +18,7 @@ from pagedcli.errors import BackendError
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.inspection.prompt_survey import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptSurvey
 from pagedcli.inspection.words import plural
-from pagedcli.kvcache.budget import blocks_for
+from pagedcli.kvcache.groups import TableShape
 
 if TYPE_CHECKING:
     from pagedcli.models.spec import ModelSpec
@@ -80,8 +80,10 @@ def run_plan(
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
     folder, spec = prompt_model(loaded, tokenizer)
     pool, expected = _expect(config.engine, spec)
-    num_blocks = pool.num_blocks if pool is not None and pool.num_blocks else None
-    scan = scan_prompts(loaded, input_name, folder, spec, num_blocks=num_blocks, shares=shares)
+    limits = {}
+    if pool is not None and pool.num_blocks:
+        limits = {"num_blocks": pool.num_blocks, "windows": pool.tables.windows, "chunk_size": pool.chunk_size}
+    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, **limits)
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     tables = _tables(scan, config, pool)
@@ -101,6 +103,8 @@ class _Pool:
     block_bytes: int
     num_blocks: int
     reason: str
+    tables: TableShape
+    chunk_size: int  # most tokens of one sequence in a step
 
 
 def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | None, EngineFacts | str | None]:
@@ -120,7 +124,8 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | Non
     found = forecast(engine, spec, decided, machine)
     pool = None
     if found is not None:
-        pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason)
+        tables, chunk_size = decided.table_shape, decided.chunk_size
+        pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason, tables, chunk_size)
     return pool, EngineFacts.of_decisions(decided)
 
 
@@ -146,7 +151,7 @@ def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[s
             "block_size": engine.block_size,
             "block_bytes": pool.block_bytes,
             "num_kvcache_blocks": pool.num_blocks,
-            "num_kvcache_tokens": pool.num_blocks * engine.block_size,
+            "num_kvcache_tokens": pool.num_blocks // pool.tables.num_groups * engine.block_size,
             "num_kvcache_blocks_reason": pool.reason,
         }
     return facts
@@ -264,16 +269,21 @@ def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) ->
     if pool is None:
         return Table("pools", f"Pools at block size {block_size}", columns, rows)
     for row in rows:
-        row["kv_cache_bytes"] = row["num_blocks"] * pool.block_bytes
-        row["fits"] = row["num_blocks"] <= pool.num_blocks
+        num_blocks = row["num_blocks"] * pool.tables.num_groups
+        row["kv_cache_bytes"] = num_blocks * pool.block_bytes
+        row["fits"] = num_blocks <= pool.num_blocks
     columns += [Column("kv_cache_bytes", "KV cache", size), Column("fits", "fits here")]
     longest = max(plan.total_lengths)
-    at_once = pool.num_blocks / blocks_for(longest, block_size)
+    at_once = pool.tables.concurrency(pool.num_blocks, longest)
     notes = [
         f"this machine ({pool.device}): {plural(pool.num_blocks, 'block')},"
         f" {size(pool.num_blocks * pool.block_bytes)} ({pool.reason})",
         f"that holds {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
     ]
+    if pool.tables.has_windows:
+        notes.append(
+            "the table counts all tokens of a row in every layer, also those that windows release while it runs"
+        )
     if at_once < 1:
         notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
     return Table("pools", f"Pools at block size {block_size}", columns, rows, notes)

@@ -15,6 +15,7 @@ from pagedcli.errors import ConfigError, UsageError
 from pagedcli.inspection.memory_report import (
     block_formula,
     concurrency_rows,
+    group_rows,
     missing_memory,
     size_rows,
     target_rows,
@@ -24,6 +25,7 @@ from pagedcli.inspection.prompt_survey import percentile
 from pagedcli.inspection.words import plural
 from pagedcli.kvcache.budget import MemoryTerms
 from pagedcli.kvcache.cards import CARDS
+from pagedcli.kvcache.groups import group_size
 
 if TYPE_CHECKING:
     from pagedcli.engine.memory_profile import Profile
@@ -93,6 +95,8 @@ def profile_memory(
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
+    if profile.decided.table_shape.has_windows:
+        tables.append(_group_table(profile, lengths))
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
     if profile.fits:
@@ -182,10 +186,15 @@ def _waterfall_table(profile: "Profile") -> Table:
     if profile.measured is not None and profile.predicted is not None:
         columns.append(Column("difference", "off by", percent))
     columns.append(Column("note", "what it is"))
-    num_slots = profile.num_blocks * profile.config.block_size
+    decided = profile.decided
+    num_slots = profile.num_blocks // len(decided.groups) * decided.block_size
+    in_windows = ", and more where windows release blocks" if decided.table_shape.has_windows else ""
+    formula = block_formula(
+        profile.sizes, decided.block_size, _name(decided.kv_dtype), num_layers=group_size(decided.groups)
+    )
     notes = [
-        "bytes/block = " + block_formula(profile.sizes, profile.config.block_size, _name(profile.decided.kv_dtype)),
-        f"{plural(profile.num_blocks, 'block')} of {size(profile.decided.block_bytes)} = {plural(num_slots, 'token')}",
+        f"bytes/block = {formula}",
+        f"{plural(profile.num_blocks, 'block')} of {size(decided.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
     ]
     num_ranks = profile.config.tensor_parallel_size
     title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
@@ -193,8 +202,8 @@ def _waterfall_table(profile: "Profile") -> Table:
 
 
 def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> Table:
-    block_size = profile.config.block_size
-    rows = concurrency_rows(lengths, num_blocks=profile.num_blocks, block_size=block_size, shared_tokens=shared)
+    tables = profile.decided.table_shape
+    rows = concurrency_rows(lengths, num_blocks=profile.num_blocks, tables=tables, shared_tokens=shared)
     columns = [
         Column("at", "requests of"),
         Column("num_tokens", "tokens", count),
@@ -210,12 +219,40 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
     return Table("concurrency", f"Requests that {profile.num_blocks:,} blocks hold", columns, rows, notes)
 
 
+def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
+    decided = profile.decided
+    rows = group_rows(
+        lengths,
+        groups=decided.groups,
+        tables=decided.table_shape,
+        block_bytes=decided.block_bytes,
+        chunk=decided.chunk_size,
+    )
+    columns = [
+        Column("at", "a sequence of"),
+        Column("num_tokens", "tokens", count),
+        Column("window", "window", lambda window: "none" if window is None else count(window)),
+        Column("num_layers", "layers", count),
+        Column("num_groups", "groups", count),
+        Column("num_blocks", "blocks", count),
+        Column("num_prefill_blocks", "in prefill", count),
+        Column("kv_cache_bytes", "KV cache", size),
+        Column("one_table_bytes", "without release", size),
+    ]
+    notes = [
+        f"a block holds {decided.block_size} tokens of {group_size(decided.groups)} layers; blocks: while it"
+        f" generates; in prefill: at most, with chunks of {decided.chunk_size:,} tokens",
+        "without release: the same layers, if no block were released before the sequence ends",
+    ]
+    return Table("groups", "What one sequence holds, by window", columns, rows, notes)
+
+
 def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
     rows = target_rows(
         num_requests,
         lengths,
         terms=profile.terms,
-        block_size=profile.config.block_size,
+        tables=profile.decided.table_shape,
         block_bytes=profile.decided.block_bytes,
         shared_tokens=shared,
     )
@@ -260,7 +297,7 @@ def _fit_table(profile: "Profile") -> Table:
 
 def _size_table(profile: "Profile") -> Table:
     pool_bytes = profile.num_blocks * profile.decided.block_bytes
-    rows = size_rows(profile.sizes, pool_bytes, profile.decided.max_model_len)
+    rows = size_rows(profile.sizes, pool_bytes, profile.decided.max_model_len, groups=profile.decided.groups)
     columns = [
         Column("kv_dtype", "KV dtype"),
         Column("block_size", "block size", count),
@@ -287,7 +324,7 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
         "block_bytes": profile.decided.block_bytes,
         "num_kvcache_blocks": profile.num_blocks,
         "num_kvcache_blocks_reason": profile.reason,
-        "num_kvcache_tokens": profile.num_blocks * block_size,
+        "num_kvcache_tokens": profile.num_blocks // len(profile.decided.groups) * block_size,
         "kv_cache_bytes": profile.num_blocks * profile.decided.block_bytes,
         "max_model_len": profile.decided.max_model_len,
         "activation_peak_tokens": profile.decided.largest_step.num_tokens,

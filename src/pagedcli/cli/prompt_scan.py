@@ -69,18 +69,18 @@ def scan_prompts(
     folder: Path,
     spec: "ModelSpec | None",
     *,
-    num_blocks: int | None = None,
     shares: SharePlan | None = None,
+    **pool: Any,
 ) -> PromptScan:
     """Survey the prompts of a file, and count the rows that a run would refuse.
 
-    `num_blocks`: of the pool. Rows that do not fit into it are invalid, but part of the plan.
+    `pool`: its limits, as fields of AdmissionLimits. Rows that do not fit into it are invalid, but part of the plan.
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
     from pagedcli.batch.intake import Refused
     from pagedcli.batch.prompt_reader import PromptReader
 
-    reader = PromptReader(loaded, input_name, folder, spec, num_blocks=num_blocks)
+    reader = PromptReader(loaded, input_name, folder, spec, **pool)
     scan = PromptScan(spec, reader.max_model_len)
     for row in reader:
         if isinstance(row, Refused):

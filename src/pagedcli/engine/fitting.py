@@ -15,6 +15,7 @@ from pagedcli.engine.forecast import Forecast, forecast_pool, predict_terms
 from pagedcli.engine.machine import Machine
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.kvcache.budget import MemoryTerms
+from pagedcli.kvcache.groups import TableShape
 from pagedcli.models.formats import FORMATS
 from pagedcli.models.spec import ModelSpec
 
@@ -30,8 +31,15 @@ class Fit:
     kv_dtype: str
     weights: int
     room: int  # left for the KV cache; negative: that much is missing
-    token_bytes: int  # of the KV cache, over all layers
+    block_bytes: int  # of the KV cache
+    tables: TableShape
+    chunk_size: int  # most tokens of one sequence in a step
     max_model_len: int  # tokens
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache, over all layers, as long as no window has passed the token."""
+        return self.block_bytes * self.tables.num_groups // self.tables.block_size
 
     @property
     def num_tokens(self) -> int:
@@ -41,12 +49,16 @@ class Fit:
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request that fits."""
-        return min(self.num_tokens, self.max_model_len)
+        if not self.tables.has_windows:
+            return min(self.num_tokens, self.max_model_len)
+        return self.tables.longest(max(0, self.room) // self.block_bytes, self.chunk_size, self.max_model_len)
 
     @property
     def num_sequences(self) -> float:
         """Requests of max_model_len tokens that fit at once."""
-        return self.num_tokens / self.max_model_len
+        if not self.tables.has_windows:
+            return self.num_tokens / self.max_model_len
+        return self.tables.concurrency(max(0, self.room) // self.block_bytes, self.max_model_len)
 
 
 def fits(config: EngineConfig, spec: ModelSpec, machine: Machine) -> list[Fit]:
@@ -80,7 +92,9 @@ def _fit(config: EngineConfig, changed: EngineConfig, spec: ModelSpec, decided: 
         kv_dtype=dtype_name(decided.kv_dtype),
         weights=terms.weights,
         room=terms.kv_cache,
-        token_bytes=decided.block_bytes // decided.block_size,
+        block_bytes=decided.block_bytes,
+        tables=decided.table_shape,
+        chunk_size=decided.chunk_size,
         max_model_len=decided.max_model_len,
     )
 

@@ -4,7 +4,7 @@ Used by `pagedcli profile-memory` and `pagedcli plan`. Only arithmetic on measur
 plain keys, bytes and ratios.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,9 +14,8 @@ from pagedcli.kvcache.budget import (
     MemoryTerms,
     ModelSizes,
     blocks_for,
-    blocks_for_requests,
-    concurrency,
 )
+from pagedcli.kvcache.groups import CacheGroup, TableShape, group_size
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
 KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 equals bfloat16
@@ -52,23 +51,31 @@ def waterfall_rows(
     return rows
 
 
-def block_formula(sizes: ModelSizes, block_size: int, kv_dtype: str) -> str:
-    """Bytes per block with the numbers filled in."""
+def block_formula(sizes: ModelSizes, block_size: int, kv_dtype: str, num_layers: int | None = None) -> str:
+    """Bytes per block, of all layers or of so many, with the numbers filled in."""
     head = f"{sizes.head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
     if kv_dtype in SCALE_BYTES:
         head = f"({head} + {SCALE_BYTES[kv_dtype]} of scale)"
     return (
-        f"2 (K and V) x {sizes.num_layers} layers x {block_size} tokens x {sizes.num_kv_heads} kv_heads x {head} = "
-        f"{sizes.block_bytes(block_size, kv_dtype):,}"
+        f"2 (K and V) x {num_layers or sizes.num_layers} layers x {block_size} tokens x {sizes.num_kv_heads} kv_heads"
+        f" x {head} = {sizes.block_bytes(block_size, kv_dtype, num_layers):,}"
     )
 
 
-def size_rows(sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, dtypes: Iterable[str] = KV_DTYPES) -> list[Row]:
+def size_rows(
+    sizes: ModelSizes,
+    kv_bytes: int,
+    num_tokens: int,
+    *,
+    groups: Sequence[CacheGroup] | None = None,
+    dtypes: Iterable[str] = KV_DTYPES,
+) -> list[Row]:
     """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
+    groups = groups or (CacheGroup(None, tuple(range(sizes.num_layers))),)
     rows = []
     for dtype in dtypes:
         for block_size in BLOCK_SIZES:
-            block_bytes = sizes.block_bytes(block_size, dtype)
+            block_bytes = sizes.block_bytes(block_size, dtype, group_size(groups))
             num_blocks = max(0, kv_bytes) // block_bytes
             rows.append(
                 {
@@ -76,15 +83,15 @@ def size_rows(sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, dtypes: Iter
                     "block_size": block_size,
                     "block_bytes": block_bytes,
                     "num_kvcache_blocks": num_blocks,
-                    "num_kvcache_tokens": num_blocks * block_size,
-                    "max_concurrency": concurrency(num_blocks, block_size, num_tokens),
+                    "num_kvcache_tokens": num_blocks // len(groups) * block_size,
+                    "max_concurrency": TableShape.of(block_size, groups).concurrency(num_blocks, num_tokens),
                 }
             )
     return rows
 
 
 def concurrency_rows(
-    lengths: Mapping[str, int], *, num_blocks: int, block_size: int, shared_tokens: int | None = None
+    lengths: Mapping[str, int], *, num_blocks: int, tables: TableShape, shared_tokens: int | None = None
 ) -> list[Row]:
     """How many requests of each length the pool serves at once, with and without a shared prefix."""
     rows = []
@@ -92,12 +99,39 @@ def concurrency_rows(
         row: Row = {
             "at": name,
             "num_tokens": num_tokens,
-            "num_blocks": blocks_for(num_tokens, block_size),
-            "max_concurrency": concurrency(num_blocks, block_size, num_tokens),
+            "num_blocks": tables.most_blocks(num_tokens, 1),
+            "max_concurrency": tables.concurrency(num_blocks, num_tokens),
         }
         if shared_tokens is not None:
-            row["max_concurrency_shared"] = concurrency(num_blocks, block_size, num_tokens, shared_tokens=shared_tokens)
+            row["max_concurrency_shared"] = tables.concurrency(num_blocks, num_tokens, shared_tokens=shared_tokens)
         rows.append(row)
+    return rows
+
+
+def group_rows(
+    lengths: Mapping[str, int], *, groups: Sequence[CacheGroup], tables: TableShape, block_bytes: int, chunk: int
+) -> list[Row]:
+    """What a sequence of each length holds in the groups of each window while it generates, at most while its prompt is
+    computed in chunks, and if no block were released before it ends."""
+    rows = []
+    for name, num_tokens in lengths.items():
+        whole = blocks_for(num_tokens, tables.block_size)
+        for window in dict.fromkeys(tables.windows):
+            alike = [index for index, group in enumerate(groups) if group.window == window]
+            num_blocks = sum(tables.most_in_group(index, num_tokens, 1) for index in alike)
+            rows.append(
+                {
+                    "at": name,
+                    "num_tokens": num_tokens,
+                    "window": window,
+                    "num_layers": sum(len(groups[index].layers) for index in alike),
+                    "num_groups": len(alike),
+                    "num_blocks": num_blocks,
+                    "num_prefill_blocks": sum(tables.most_in_group(index, num_tokens, chunk) for index in alike),
+                    "kv_cache_bytes": num_blocks * block_bytes,
+                    "one_table_bytes": whole * len(alike) * block_bytes,
+                }
+            )
     return rows
 
 
@@ -106,7 +140,7 @@ def target_rows(
     lengths: Mapping[str, int],
     *,
     terms: MemoryTerms,
-    block_size: int,
+    tables: TableShape,
     block_bytes: int,
     shared_tokens: int = 0,
 ) -> list[Row]:
@@ -115,7 +149,7 @@ def target_rows(
     rows = []
     spent = terms.total - terms.reserve - terms.kv_cache
     for name, num_tokens in lengths.items():
-        num_blocks = blocks_for_requests(num_requests, block_size, num_tokens, shared_tokens=shared_tokens)
+        num_blocks = tables.blocks_for_requests(num_requests, num_tokens, shared_tokens=shared_tokens)
         kv_bytes = num_blocks * block_bytes
         rows.append(
             {

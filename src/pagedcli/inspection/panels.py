@@ -137,6 +137,8 @@ def work_lines(moment: Moment) -> Text:
         f"sharing   saves {plural(use.saved_blocks, 'block')} ({byte_size(use.saved_bytes)}); "
         f"duplicates so far: {stats.num_duplicate_blocks:,}",
     ]
+    if state.engine is not None and any(state.engine.windows):
+        lines.append(f"windows   save {plural(use.passed_blocks, 'block')} ({byte_size(use.passed_bytes)})")
     if stats.num_failed_steps:
         lines.append(f"failed    {plural(stats.num_failed_steps, 'step')}: what was running waited again")
     if use.contiguous_times is not None:

@@ -159,6 +159,8 @@ class MemoryUse:
     unfilled_share: float | None  # of the slots in use
     saved_blocks: int  # by sharing
     saved_bytes: int
+    passed_blocks: int  # released or never taken because no later token sees them; without windows they would be held
+    passed_bytes: int
     contiguous_bytes: int  # a cache that reserves max_model_len for each running sequence would take
     contiguous_times: float | None  # this many times what is in use
 
@@ -170,7 +172,8 @@ def memory_use(state: PoolState) -> MemoryUse:
     used, unfilled = state.num_used_blocks, state.num_unfilled_slots()
     slot_bytes = engine.block_bytes / engine.block_size
     used_bytes = used * engine.block_bytes
-    contiguous = round(len(state.running()) * engine.max_model_len * slot_bytes)
+    contiguous = round(len(state.running()) * engine.max_model_len * slot_bytes) * state.num_groups
+    passed = sum(seq.num_passed_blocks for seq in state.running())
     return MemoryUse(
         used_blocks=used,
         used_bytes=used_bytes,
@@ -179,6 +182,8 @@ def memory_use(state: PoolState) -> MemoryUse:
         unfilled_share=unfilled / (used * engine.block_size) if used else None,
         saved_blocks=state.num_blocks_saved,
         saved_bytes=state.num_blocks_saved * engine.block_bytes,
+        passed_blocks=passed,
+        passed_bytes=passed * engine.block_bytes,
         contiguous_bytes=contiguous,
         contiguous_times=contiguous / used_bytes if used_bytes else None,
     )

@@ -27,22 +27,6 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def concurrency(num_blocks: int, block_size: int, num_tokens: int, *, shared_tokens: int = 0) -> float:
-    """Requests of num_tokens tokens each that fit into a pool at once, if all share their first shared_tokens tokens.
-
-    Only whole blocks are shared, so shared_tokens counts rounded down to blocks. Not rounded: 4.61 is four requests
-    and 61 % of the blocks of a fifth. Without sharing it is vLLM's "maximum concurrency".
-    """
-    shared = min(shared_tokens, num_tokens - 1) // block_size
-    return max(0.0, (num_blocks - shared) / (blocks_for(num_tokens, block_size) - shared))
-
-
-def blocks_for_requests(num_requests: int, block_size: int, num_tokens: int, *, shared_tokens: int = 0) -> int:
-    """The inverse of concurrency: blocks that num_requests such requests need at once."""
-    shared = min(shared_tokens, num_tokens - 1) // block_size
-    return shared + num_requests * (blocks_for(num_tokens, block_size) - shared)
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """The terms of `total x utilization - used - peak + current`, all in bytes.
@@ -217,10 +201,10 @@ class ModelSizes:
         scales = (ITEMSIZE["float32"] + ITEMSIZE["float32"]) * (rows + self.vocab_size)
         return whole + scales + self.table_bytes(itemsize) + (self._vectors + self._router_weights) * itemsize
 
-    def block_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Bytes of one block over all layers."""
+    def block_bytes(self, block_size: int, kv_dtype: str, num_layers: int | None = None) -> int:
+        """Bytes of one block over all layers, or over those of a group."""
         return block_bytes(
-            num_layers=self.num_layers,
+            num_layers=num_layers or self.num_layers,
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

@@ -86,6 +86,25 @@ class TableShape:
         """most_in_group of all groups together."""
         return sum(self.most_in_group(group, num_tokens, chunk) for group in range(self.num_groups))
 
+    def concurrency(self, num_blocks: int, num_tokens: int, *, shared_tokens: int = 0) -> float:
+        """Requests that generate up to num_tokens tokens each and fit into a pool at once, if all share their first
+        shared_tokens tokens.
+
+        Only whole blocks are shared, so shared_tokens counts rounded down to blocks; what windows show is counted as if
+        nothing of it were shared. Not rounded: 4.61 is four requests and 61 % of the blocks of a fifth. Without sharing
+        it is vLLM's "maximum concurrency".
+        """
+        shared = self._num_shared(num_tokens, shared_tokens)
+        return max(0.0, (num_blocks - shared) / (self.most_blocks(num_tokens, 1) - shared))
+
+    def blocks_for_requests(self, num_requests: int, num_tokens: int, *, shared_tokens: int = 0) -> int:
+        """The inverse of concurrency: blocks that num_requests such requests need at once."""
+        shared = self._num_shared(num_tokens, shared_tokens)
+        return shared + num_requests * (self.most_blocks(num_tokens, 1) - shared)
+
+    def _num_shared(self, num_tokens: int, shared_tokens: int) -> int:
+        return min(shared_tokens, num_tokens - 1) // self.block_size * self.windows.count(None)
+
     def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
         """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
         low, high = 0, blocks_for(limit, self.block_size)  # spans
