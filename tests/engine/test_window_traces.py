@@ -47,19 +47,23 @@ def test_tokens_do_not_depend_on_pool_cache_chunks_or_running_ahead(windows, see
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
-    events = []
-    pool = TableShape(2, windows).most_blocks(9 + 9 + 14, 8)
-    sim = Simulation(pool, windows=windows, runs_ahead=runs_ahead, emit=events.append, trace_tokens=True)
-    fill(sim, num_requests=12).run()
-    state = check_events(events).state
-    assert sim.stats.num_preemptions > 0
-    assert sim.stats.num_cached_tokens > 0
-    assert sum(isinstance(event, WindowPassed) for event in events) > 10
-    assert list(state.free_block_ids) == list(sim.block_manager.free_block_ids)
-    assert state.hash_to_block_id == sim.block_manager.hash_to_block_id
-    explainer = Explainer()
-    fold(EventList(events), explainer)
-    explainer.finish()
+    num_preemptions = 0
+    for extra in (0, 2, 3, 5):
+        events = []
+        pool = TableShape(2, windows).most_blocks(9 + 9 + 14, 2) + extra
+        limits = {"runs_ahead": runs_ahead, "chunked_prefill_size": 2}
+        sim = Simulation(pool, windows=windows, emit=events.append, trace_tokens=True, **limits)
+        fill(sim, num_requests=12).run()
+        state = check_events(events).state
+        num_preemptions += sim.stats.num_preemptions
+        assert sim.stats.num_cached_tokens > 0
+        assert sum(isinstance(event, WindowPassed) for event in events) > 10
+        assert list(state.free_block_ids) == list(sim.block_manager.free_block_ids)
+        assert state.hash_to_block_id == sim.block_manager.hash_to_block_id
+        explainer = Explainer()
+        fold(EventList(events), explainer)
+        explainer.finish()
+    assert num_preemptions > 0
 
 
 def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():

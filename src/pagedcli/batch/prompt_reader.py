@@ -48,7 +48,8 @@ class PromptReader:
         windows: tuple[int | None, ...] = (None,),
         chunk_size: int = 1,
     ) -> None:
-        """`spec` is None for a tokenizer without a model, `num_blocks` for a pool of unknown size. See AdmissionLimits."""
+        """`spec` is None for a tokenizer without a model, `num_blocks` for a pool of unknown size; see AdmissionLimits
+        for the rest."""
         config = loaded.config
         columns = Columns.of(config.run)
         self.num_rows = 0  # so far
