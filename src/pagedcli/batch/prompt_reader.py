@@ -65,8 +65,8 @@ class PromptReader:
             config.engine.block_size,
             num_blocks,
             spec.vocab_size if spec else None,
-            windows,
-            chunk_size,
+            windows=windows,
+            chunk_size=chunk_size,
         )
         self._grammars = (
             Grammars(tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size) if spec else None

@@ -194,7 +194,8 @@ def _waterfall_table(profile: "Profile") -> Table:
     )
     notes = [
         f"bytes/block = {formula}",
-        f"{plural(profile.num_blocks, 'block')} of {size(decided.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
+        f"{plural(profile.num_blocks, 'block')} of {size(decided.block_bytes)} = {plural(num_slots, 'token')}"
+        f"{in_windows}",
     ]
     num_ranks = profile.config.tensor_parallel_size
     title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
