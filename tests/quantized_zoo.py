@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedcli.layers.quantized import QuantizedWeight
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
 
 
 def quantized_twins(source, folder, quantize, quantization_config):

@@ -18,8 +18,12 @@ from pagedcli.engine.forecast import predict_terms
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.machine import this_machine
 from pagedcli.errors import ConfigError, ModelError
-from pagedcli.models.loading import load_model
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.loading import load_model, weight_format
+from pagedcli.models.parameters import decoder_parameters, take_linear
 from pagedcli.models.reading import read_spec
+from pagedcli.models.sharding import shard_parameters, shard_spec
+from pagedcli.models.weights import CheckpointWeights
 
 CPU = torch.device("cpu")
 
@@ -230,3 +234,52 @@ def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
     predicted = predict_terms(config, spec, decided, machine).weights
     assert predicted == pytest.approx(engine.plan.weight_bytes, rel=0.05)
     assert decided.notes[-1] in engine.model.notes
+
+
+def layer_weights(path, parallel):
+    """Every linear layer of a rank's part of the first layer, dequantized."""
+    spec = read_spec(path)
+    stored = weight_format(None, spec)
+    shard_spec(spec, parallel)
+    parameters = shard_parameters(decoder_parameters(spec, stored), spec, parallel)
+    options = {"ignored": frozenset(), "dtype": torch.float32, "device": CPU}
+    tensors = CheckpointWeights(path).load(parameters, **options)
+    layers = {name: take_linear(tensors, f"layers.0.{name}", stored) for name in ("qkv", "out", "gate_up", "down")}
+    sizes = {"out": 128, "down": 128, "qkv": 64, "gate_up": 64}
+    made = {}
+    for name, (each, modules) in layers.items():
+        num_in = sizes[name] // (parallel.size if name in ("out", "down") else 1)
+        made[name] = each.torch_linear(modules, None, torch.float32)(torch.eye(num_in)).T
+    return made
+
+
+def test_ranks_of_a_parallel_group_have_the_parts_of_packed_weights(twins):
+    packed, _ = twins
+    whole = layer_weights(packed, ParallelContext())
+    if "act-order" in packed.parent.name:
+        with pytest.raises(ConfigError, match="whose groups are not neighbours"):
+            layer_weights(packed, ParallelContext(0, 2))
+        return
+    first, second = (layer_weights(packed, ParallelContext(rank, 2)) for rank in (0, 1))
+    for name in ("out", "down"):
+        assert torch.equal(torch.cat([first[name], second[name]], 1), whole[name])
+    for name, sizes in {"qkv": (64, 32, 32), "gate_up": (64, 64)}.items():
+        parts = zip(first[name].split(sizes), second[name].split(sizes), strict=True)
+        assert torch.equal(torch.cat([part for pair in parts for part in pair]), whole[name])
+
+
+def test_a_split_within_a_group_is_refused(plain_model, tmp_path):
+    packed, _ = quantized_twins(plain_model, tmp_path, *pack_quantized(4, 128))
+    with pytest.raises(ConfigError, match="groups of 128 that 'weight_scale' holds"):
+        layer_weights(packed, ParallelContext(0, 2))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_experts_of_packed_weights_give_the_logits_of_the_dequantized_ones(family, tmp_path, cpu_backend):
+    sizes = {"intermediate_size": 64} if family == "mixtral" else {"moe_intermediate_size": 64}
+    shared = {"shared_expert_intermediate_size": 64} if family == "qwen2-moe" else {}
+    source = tiny_model(family, tmp_path / "model", head_dim=32, **sizes, **shared)
+    packed, plain = quantized_twins(source, tmp_path, *pack_quantized())
+    exact = logits_of(plain, ReferenceAttention())
+    torch.testing.assert_close(logits_of(packed, ReferenceAttention()), exact, atol=1e-4, rtol=1e-4)
+    assert logits_of(packed, cpu_backend).shape == exact.shape

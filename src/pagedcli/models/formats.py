@@ -43,7 +43,7 @@ class StoredTensor:
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Its shape in the checkpoint. Raises: ModelError if its words would not be full."""
         pairs = (out_features, self.out_per), (in_features, self.in_per)
-        if self.dtype == torch.int32 and any(per is not None and size % per for size, per in pairs):
+        if self.dtype == torch.int32 and any(per in (4, 8) and size % per for size, per in pairs):
             raise ModelError(
                 f"{in_features} x {out_features} quantized weights do not fill the words of {self.suffix!r}",
                 hint="use the unquantized version of the model",

@@ -165,7 +165,7 @@ def _pack_quantized_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
         StoredTensor("weight_packed", torch.int32, in_per=per_word, init="bits"),
         _scales("weight_scale", q),
         StoredTensor("weight_zero_point", torch.int32, 0, 1, per_word, q.group_size, optional=q.symmetric, init=zeros),
-        StoredTensor("weight_g_idx", torch.int32, None, 1, optional=not q.act_order),
+        StoredTensor("weight_g_idx", torch.int32, None, 0, optional=not q.act_order),
     )
 
 
@@ -249,7 +249,8 @@ def _weight(
 ) -> QuantizedWeight:
     if zeros is None:
         zeros = torch.full(scales.shape, 1 << q.bits - 1)
-    if groups is not None and not (int(groups.min()) >= 0 and int(groups.max()) < scales.shape[1]):
+    groups = None if groups is None else groups - groups.min()  # a rank's part begins with a later one
+    if groups is not None and int(groups.max()) >= scales.shape[1]:
         raise ModelError(f"an input of quantized weights is in a group that is not one of the {scales.shape[1]}")
     return QuantizedWeight(codes, q.bits, scales, zeros.to(torch.uint8), q.group_size or codes.shape[1], groups)
 
