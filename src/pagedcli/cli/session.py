@@ -13,10 +13,11 @@ from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.metrics import MetricsFile
 from pagedcli.cli.progress import progress_view
-from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary, write_summary
+from pagedcli.cli.summary import engine_facts, resume_command, say_model, say_plan, say_summary, write_summary
 from pagedcli.cli.terminal import TerminalJson, say
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
+from pagedcli.inspection.findings import RunFacts, with_shared_prefixes
 from pagedcli.inspection.words import plural
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ def run_job(
     trace_tokens: bool = False,
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
+    facts_of_events: Callable[[], RunFacts] | None = None,
 ) -> int:
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
+    `facts_of_events` returns, once it has ended, what its events say about it; by default its counters do.
     Raises: PagedcliError for fatal errors.
     """
     work = OpenJob(job)
@@ -57,13 +60,17 @@ def run_job(
         raise
     quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
     result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
-    say_summary(result)
+    is_reordered = job.loaded.config.run.reorder == "prefix"
+    facts = engine_facts(engine, is_reordered=is_reordered)
+    if facts_of_events is not None:
+        facts = with_shared_prefixes(facts_of_events(), facts)
+    say_summary(result, facts)
     if work.lines.has_grown:
         say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
     if metrics is not None:
         metrics.update(result.stats, now=True)
     if job.summary_json is not None:
-        write_summary(job.summary_json, result)
+        write_summary(job.summary_json, result, facts)
     code = _exit_code(job, sink, result)
     if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
         return EXIT_FATAL

@@ -14,10 +14,12 @@ from pagedcli.cli.terminal import say
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
+from pagedcli.inspection.findings import RunFacts, advice, finding_lines
 from pagedcli.printable import printable
 
 if TYPE_CHECKING:
     from pagedcli.engine.engine_plan import Plan
+    from pagedcli.engine.llm_engine import LLMEngine
 
 
 def say_model(model: str) -> None:
@@ -48,8 +50,9 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say("prefix caching is off")
 
 
-def say_summary(result: BatchResult) -> None:
-    """Print the summary of a run."""
+def say_summary(result: BatchResult, facts: RunFacts | None = None) -> None:
+    """Print the summary of a run; given its facts, also what they say about the cache, and the change that would help
+    most."""
     stats = result.stats
     say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if stats.num_resumed:
@@ -73,11 +76,61 @@ def say_summary(result: BatchResult) -> None:
             f" ({100 * stats.peak_used_blocks / stats.num_blocks:.1f} %)"
         )
         say(f"  preemptions  {stats.num_preemptions:,}, {_count(stats.num_recomputed_tokens, 'token')} recomputed")
+        for label, text in [] if facts is None else finding_lines(facts):
+            say(f"  {label:<12} {text}")
     for name, count in sorted(result.ignored.items()):
         say(f"note: {_count(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
-def summary_document(result: BatchResult) -> dict[str, object]:
+def engine_facts(engine: "LLMEngine", *, is_reordered: bool) -> RunFacts:
+    """What the engine's counters say about a run."""
+    stats, plan, cache = engine.stats, engine.plan, engine.stats.cache
+    num_ideal = max(cache.num_ideal[plan.block_size], stats.num_cached_tokens)
+    counted = None if stats.num_evictions else (0, num_ideal - stats.num_cached_tokens)
+    return RunFacts(
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=plan.max_num_seqs,
+        prefix_caching=plan.enable_prefix_caching,
+        is_reordered=is_reordered,
+        num_steps=stats.num_steps,
+        num_looked_up=cache.num_looked_up,
+        num_hit=stats.num_cached_tokens,
+        num_ideal=num_ideal,
+        num_evicted=None if counted is None else counted[0],
+        num_in_flight=None if counted is None else counted[1],
+        longest_shared=cache.longest_shared,
+        gains={size: max(0, ideal - num_ideal) for size, ideal in cache.num_ideal.items() if size < plan.block_size},
+        num_generated=stats.num_generated_tokens,
+        num_computed=stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_generated_tokens
+        + stats.num_recomputed_tokens,
+        num_recomputed=stats.num_recomputed_tokens,
+        num_preemptions=stats.num_preemptions,
+        mean_waste=cache.mean_waste,
+        peak_waste=cache.peak_waste,
+        peak_used_blocks=stats.peak_used_blocks,
+        num_sequences=stats.num_requests_finished,
+        waiting_s={reason: ns * 1e-9 for reason, ns in cache.waiting_ns.items()},
+        running_s=cache.running_ns * 1e-9,
+    )  # fmt: skip
+
+
+def _findings_document(facts: RunFacts) -> dict[str, object]:
+    """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
+    looked_up = facts.num_looked_up
+    return {
+        "longest_shared_prefix_tokens": facts.longest_shared,
+        "ideal_hit_rate": facts.num_ideal / looked_up if looked_up else None,
+        "lost_tokens": {words: count for count, words in facts.lost()},
+        "mean_waste": facts.mean_waste,
+        "peak_waste": facts.peak_waste,
+        "waiting_s": facts.waiting_s,
+        "advice": advice(facts).text,
+        "advised_flag": advice(facts).setting,
+    }
+
+
+def summary_document(result: BatchResult, facts: RunFacts | None = None) -> dict[str, object]:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured.
 
     ttft_s: from admission of a row to its first token; queued_s: the part of it before the row's first step.
@@ -107,14 +160,15 @@ def summary_document(result: BatchResult) -> dict[str, object]:
         "recomputed_tokens": stats.num_recomputed_tokens,
         "kv_blocks": stats.num_blocks,
         "kv_blocks_peak": stats.peak_used_blocks,
+        "cache": None if facts is None else _findings_document(facts),
     }
 
 
-def write_summary(path: Path, result: BatchResult) -> None:
+def write_summary(path: Path, result: BatchResult, facts: RunFacts | None = None) -> None:
     """Raises: PagedcliError if the file cannot be written."""
     try:
         with whole_file(path, overwrite=True) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result))) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result, facts))) + b"\n")
     except OSError as error:
         raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
 

@@ -22,9 +22,13 @@ from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
+from pagedcli.inspection.findings import RunFacts
+from pagedcli.inspection.fold import Fold
 from pagedcli.inspection.names import NamedRequest, unknown_request
 from pagedcli.inspection.printers import PlainView, StepPrinter, print_ending
+from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_writer import TraceWriter
+from pagedcli.inspection.whole_run import WholeRun
 
 _VIEW = "View"
 
@@ -75,9 +79,7 @@ def trace(
       pagedcli trace prompts.jsonl --step 12 --format json | jq .sequences
     """  # fmt: skip
     if prompts == "-" and sys.stdin.isatty():
-        raise UsageError(
-            "cannot trace prompts typed on a terminal: the view needs the keyboard", hint="pass a JSONL file"
-        )
+        raise UsageError("cannot trace prompts typed on a terminal: its keys are the view's", hint="pass a JSONL file")
     if paused and not is_interactive(with_stdout=False):
         raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
     as_tables = no_live or step is not None or format_ is StepFormat.JSON
@@ -86,13 +88,10 @@ def trace(
         raise UsageError("-o - would mix rows with the view", hint="pass a file, or use pagedcli generate --record")
     job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
     job.check_files()
-    if follow is not None:
-        _check_named(follow, job)
-    request = None if follow is None else NamedRequest(follow)
-    as_json = format_ is StepFormat.JSON
+    request = None if follow is None else _named(follow, job)
     record_events = partial(_run, job, record_tokens=record_tokens, record_ids=not no_ids)
     if as_tables:
-        printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=as_json)
+        printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=format_ is StepFormat.JSON)
         code = record_events(printer.on_event)
         if step is not None and not printer.num_printed:
             raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
@@ -106,16 +105,16 @@ def trace(
     raise typer.Exit(code)
 
 
-def _check_named(name: str, job: Job) -> None:
+def _named(name: str, job: Job) -> NamedRequest:
     """Raises: UsageError if no row of the input has this id or index. An input that is read once is not checked."""
     lines, known = open_source(job.input_name, job.columns), []
     if lines.is_live or name.startswith("seq:"):
-        return
+        return NamedRequest(name)
     for line in lines:
         with suppress(RequestError):  # an error row when it is served
             row_id = read_head(decode_line(line.content), line.index, line.number, job.columns).id
             if name == str(row_id) or name.partition("/")[0] == str(line.index):
-                return
+                return NamedRequest(name)
             known.append(str(line.index if row_id is None else row_id))
     raise unknown_request(name, known, job.input_name)
 
@@ -146,7 +145,9 @@ def _run(
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
     """Generate with a view, and record a trace if the job names a file. Returns the exit code."""
-    observers = [on_event]
+    whole_run = WholeRun()
+    folding = Fold(PoolState(), whole_run)
+    observers: list[Emit] = [on_event, folding]
     with ExitStack() as stack:
         writer = None
         if job.record is not None:
@@ -157,12 +158,17 @@ def _run(
             for observer in observers:
                 observer(event)
 
+        def facts() -> RunFacts:
+            whole_run.finish(folding.state)
+            return whole_run.facts(folding.state)
+
         code = run_job(
             job,
             emit=emit,
             trace_tokens=record_tokens,
             terminal_is_taken=terminal_is_taken,
             stop_requested=stop_requested,
+            facts_of_events=facts,
         )
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Ids
 from typing import Any
 
 from pagedcli.engine.admission import AdmissionLimits, admit
+from pagedcli.engine.cache_counters import CacheCounters
 from pagedcli.engine.engine_plan import Plan, started
 from pagedcli.engine.executor import Executor, StepTokens
 from pagedcli.engine.forks import Forks
@@ -69,7 +70,7 @@ class EngineCore:
         )
         self._forks = Forks(self.scheduler, self._new_sequence)
         self.runs_ahead = plan.runs_ahead
-        self.stats = EngineStats()
+        self.stats = EngineStats(cache=CacheCounters(plan.block_size))
         self._builder = StepBuilder(
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
@@ -233,6 +234,7 @@ class EngineCore:
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             if seq.admitted_s is None:
                 seq.admitted_s = now_s
+                self.stats.cache.admit(seq)
             if seq.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
@@ -318,6 +320,7 @@ class EngineCore:
         """Release the blocks of ended sequences, and keep the output of requests that are now complete."""
         self.scheduler.finish(ended)
         for seq in ended:
+            self.stats.cache.finish(seq)
             request = self._requests[seq.request_id]
             request.num_unfinished -= 1
             if not request.num_unfinished:
@@ -358,6 +361,8 @@ class EngineCore:
         stats = self.stats
         stats.num_steps += 1
         stats.num_preemptions += work.num_preempted
+        stats.num_evictions = self.block_manager.num_evictions
+        stats.cache.count_step(work.blocked, self.scheduler, step_ns=clock.total_ns)
         stats.schedule_ns += clock.schedule_ns
         stats.forward_ns += clock.forward_ns
         stats.sample_ns += clock.sample_ns

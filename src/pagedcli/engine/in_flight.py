@@ -69,6 +69,10 @@ class StepClock:
         self._observer_ns = observer_ns
         self._last_ns = clock_ns() - observer_ns()
 
+    @property
+    def total_ns(self) -> int:
+        return self.schedule_ns + self.forward_ns + self.sample_ns
+
     def add_to(self, part: str) -> None:
         """Add the time since the last call to a part."""
         now_ns = self._clock_ns() - self._observer_ns()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagedcli.engine.beams import BeamSearch
+from pagedcli.engine.cache_counters import CacheCounters
 from pagedcli.engine.sequence import FinishReason, Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
 
@@ -59,6 +60,8 @@ class EngineStats:
     peak_used_blocks: int = 0  # blocks
     num_steps_ahead: int = 0  # steps launched before the tokens of the one before were read
     num_discarded_tokens: int = 0  # sampled for sequences that had already ended
+    num_evictions: int = 0  # blocks
+    cache: CacheCounters = field(default_factory=CacheCounters)
     schedule_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0

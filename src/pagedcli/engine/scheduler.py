@@ -32,6 +32,7 @@ class ScheduledStep:
     num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
     num_preempted: int = 0
+    blocked: WaitingReason | None = None  # why the first in the queue was not started
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
     groups: list[list[Sequence]] = field(default_factory=list)  # beams whose next step has been decided
 
@@ -100,9 +101,9 @@ class Scheduler:
         """
         work = ScheduledStep()
         budget = self._schedule_running(work)
-        blocked = self._admit_waiting(work, budget)
-        if self._emit is not None and blocked is not None:
-            self._report_waiting(self._next_waiting(), blocked)
+        work.blocked = self._admit_waiting(work, budget)
+        if self._emit is not None and work.blocked is not None:
+            self._report_waiting(self._next_waiting(), work.blocked)
         if report:
             self.report_scheduled(step, work)
         return work

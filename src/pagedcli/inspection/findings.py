@@ -2,7 +2,7 @@
 most. Computed from counts only. Used by the summaries of `generate` and `trace` and by the report's first screen.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagedcli.inspection.words import percent_text, plural, seconds_text
 
@@ -63,10 +63,21 @@ class RunFacts:
             (self.num_in_flight, "in flight in another sequence at the lookup"),
             (self.num_partial, "shared, but less than a block"),
         ]
-        lost = [(count, words) for count, words in known if count]
-        if self.num_evicted is None and self.num_ideal > self.num_hit:
-            lost.append((self.num_ideal - self.num_hit, "evicted, or in flight in another sequence"))
-        return sorted(lost, reverse=True)
+        if self.num_evicted is None:
+            known.append((self.most_evicted, "evicted, or in flight in another sequence"))
+        return sorted(((count, words) for count, words in known if count), reverse=True)
+
+    @property
+    def most_evicted(self) -> int:
+        """Lost to eviction; an upper bound if it was not counted."""
+        return max(0, self.num_ideal - self.num_hit) if self.num_evicted is None else self.num_evicted
+
+
+def with_shared_prefixes(facts: RunFacts, counted: RunFacts) -> RunFacts:
+    """Facts from events, with the prefixes shared below a block from the engine's counters: without the tokens, events
+    show only those that some full block contains."""
+    longest = max(facts.longest_shared, counted.longest_shared)
+    return replace(facts, longest_shared=longest, gains=counted.gains, is_reordered=counted.is_reordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +176,14 @@ def _block_size(facts: RunFacts) -> tuple[int, Advice | None]:
 
 
 def _pool(facts: RunFacts) -> tuple[int, Advice | None]:
-    saved = (facts.num_evicted or 0) + facts.num_recomputed
+    saved = facts.most_evicted + facts.num_recomputed
     if not saved:
         return 0, None
     parts = []
-    if facts.num_evicted:
+    if facts.most_evicted:
         more = facts.num_more_blocks
         least = "" if more is None else f" (to keep them takes at least {facts.num_blocks + more:,} blocks)"
-        parts.append(f"{facts.num_evicted:,} evicted before their next use{least}")
+        parts.append(f"{facts.most_evicted:,} evicted before their next use{least}")
     if facts.num_recomputed:
         enough = facts.num_enough_blocks
         most = "" if enough is None else f" (with {enough:,} blocks nothing is preempted)"
@@ -184,13 +195,12 @@ def _pool(facts: RunFacts) -> tuple[int, Advice | None]:
 
 def _order(facts: RunFacts) -> tuple[int, Advice | None]:
     """Rows with a common prefix one after another use it before it is evicted, without more memory."""
-    if facts.is_reordered or not facts.num_evicted or facts.num_recomputed > facts.num_evicted // 10:
+    evicted = facts.most_evicted
+    if facts.is_reordered or not evicted or facts.num_recomputed > evicted // 10:
         return 0, None
-    text = (
-        f"--reorder prefix, which starts rows with a common prefix one after another, would find up to "
-        f"{_share(facts, facts.num_evicted)} before they are evicted"
-    )
-    return facts.num_evicted + facts.num_recomputed + 1, Advice("--reorder", text)  # before a larger pool
+    order = "--reorder prefix, which starts rows with a common prefix one after another,"
+    text = f"{order} would find up to {_share(facts, evicted)} before they are evicted"
+    return evicted + facts.num_recomputed + 1, Advice("--reorder", text)  # before a larger pool
 
 
 def _limits(facts: RunFacts) -> Advice | None:

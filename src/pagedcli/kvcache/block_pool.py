@@ -71,6 +71,7 @@ class BlockPool:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self._policy: EvictionPolicy | None = make_policy(eviction)  # None: lru
+        self.num_evictions = 0
         self._emit = emit
         # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
         self._followers: dict[int | None, dict[int, None]] = {}
@@ -175,6 +176,7 @@ class BlockPool:
         return block_id
 
     def _evict(self, block: Block) -> None:
+        self.num_evictions += 1
         prefix = block.prefix
         assert prefix is not None
         # the entry may belong to another block of equal content

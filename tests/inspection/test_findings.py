@@ -1,0 +1,136 @@
+"""What a run says in words: facts from the events and from the engine's counters agree, and the advice follows them."""
+
+import random
+
+import pytest
+from scripted import Simulation
+from trace_harness import simulated
+
+from pagedcli.inspection.findings import RunFacts, advice, finding_lines, story
+from pagedcli.inspection.fold import EventList, Fold, fold
+from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.whole_run import WholeRun
+
+
+def facts_of(events):
+    run = WholeRun()
+    state = fold(EventList(events), run)
+    run.finish(state)
+    return run, run.facts(state)
+
+
+def simulation(prompts, *, num_blocks=64, block_size=16, **limits):
+    """A run of these prompts, and its facts from the events."""
+    run = WholeRun()
+    folding = Fold(PoolState(), run)
+    sim = Simulation(num_blocks, block_size, emit=folding, max_num_batched_tokens=4096, **limits)
+    for prompt in prompts:
+        sim.add(prompt, 4)
+    sim.run()
+    run.finish(folding.state)
+    return sim, run.facts(folding.state)
+
+
+def shared_prompts(num_shared, num_prompts=6, num_own=300):
+    return [[1] * num_shared + [10 + n] * num_own for n in range(num_prompts)]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+@pytest.mark.parametrize("num_shared", [15, 96, 240])
+def test_counters_and_events_agree(block_size, num_shared):
+    sim, facts = simulation(shared_prompts(num_shared), block_size=block_size, max_num_seqs=2)
+    cache = sim.stats.cache
+    assert cache.num_looked_up == facts.num_looked_up
+    assert cache.num_ideal[block_size] == facts.num_ideal == 5 * (num_shared // block_size * block_size)
+    assert cache.longest_shared == facts.longest_shared // 16 * 16 == num_shared // 16 * 16
+    assert sim.stats.num_cached_tokens == facts.num_hit
+    assert {
+        size: ideal - facts.num_ideal for size, ideal in cache.num_ideal.items() if size < block_size
+    } == facts.gains
+    assert cache.waiting_ns.keys() == facts.waiting_s.keys()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ceiling_of_the_counters_on_random_prompts(seed):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(2)] * rng.randrange(1, 90) + [rng.randrange(3)] * 9 for _ in range(30)]
+    sim, facts = simulation(prompts, num_blocks=300, max_num_seqs=1)
+    assert sim.stats.cache.num_ideal[16] == facts.num_ideal == facts.num_hit  # nothing is evicted, none overlap
+
+
+def test_waste_of_the_counters_is_that_of_the_events():
+    sim, facts = simulation([[n] * 40 for n in range(4)], max_num_seqs=4)
+    assert sim.stats.cache.peak_waste == pytest.approx((3 * 16 - 40) / 48)  # in the first step, which is sampled
+    assert facts.peak_waste == pytest.approx((3 * 16 - 40) / 48)
+
+
+def test_block_size_is_advised_where_smaller_blocks_would_be_shared():
+    _, facts = simulation(shared_prompts(240), block_size=256, max_num_seqs=1)
+    assert facts.num_ideal == 0
+    assert facts.gains == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128}
+    assert advice(facts).setting == "--block-size"
+    assert "--block-size 32 instead of 256 would find up to 1,120 tokens" in advice(facts).text  # 0.9 of the best gain
+    assert dict(finding_lines(facts))["prefixes"].startswith("longest shared 240 tokens = 0 blocks of 256; found 0.0 %")
+
+
+def test_the_counters_also_see_what_prompts_below_a_block_share():
+    sim, facts = simulation(shared_prompts(240, num_own=10), block_size=256, max_num_seqs=1)
+    assert facts.longest_shared == 0  # no block was ever full, so the events do not show it
+    assert sim.stats.cache.longest_shared == 240
+    assert sim.stats.cache.num_ideal == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128, 256: 0}
+
+
+def test_a_larger_pool_is_advised_after_preemptions_and_the_pool_it_names_is_enough():
+    prompts = [[n] * 40 for n in range(6)]
+    sim, facts = simulation(prompts, num_blocks=7, max_num_seqs=4, block_size=8)
+    preempted = facts_of(simulated(num_blocks=12, num_requests=40))[1]
+    assert preempted.num_recomputed
+    assert advice(preempted).setting in ("--num-gpu-blocks-override", "--reorder")
+    enough = preempted.num_enough_blocks
+    assert facts_of(simulated(num_blocks=enough, num_requests=40))[1].num_preemptions == 0
+    assert sim.stats.num_preemptions == facts.num_preemptions
+
+
+def test_order_is_advised_where_content_was_evicted_before_its_next_use():
+    prompts = [[1 + n % 3] * 64 + [50 + n] * 8 for n in range(12)]
+    _, facts = simulation(prompts, num_blocks=8, max_num_seqs=1)
+    assert facts.num_evicted
+    assert advice(facts).setting == "--reorder"
+    _, in_order = simulation(sorted(prompts), num_blocks=8, max_num_seqs=1)
+    assert in_order.num_evicted == 0
+    assert in_order.num_hit == facts.num_hit + facts.num_evicted  # as promised
+    assert advice(in_order).setting != "--reorder"
+
+
+def test_a_sequence_limit_is_advised_only_where_the_pool_has_room():
+    prompts = [[n] * 20 for n in range(12)]
+    _, facts = simulation(prompts, num_blocks=64, max_num_seqs=1)
+    assert advice(facts).setting == "--max-num-seqs"
+    _, full = simulation(prompts, num_blocks=2, max_num_seqs=1)
+    assert advice(full).setting is None
+
+
+def test_without_prefix_caching_the_advice_is_to_turn_it_on():
+    _, facts = simulation(shared_prompts(64), enable_prefix_caching=False)
+    assert advice(facts).setting == "--enable-prefix-caching"
+    assert "prefixes" not in dict(finding_lines(facts))
+    assert story(facts)[1] == "Prefix caching was off."
+
+
+def test_the_story_is_three_sentences_also_of_an_empty_run():
+    assert len(story(RunFacts(block_size=16, num_blocks=4, max_num_seqs=2))) == 3
+    for sentence in story(facts_of(simulated())[1]):
+        assert sentence[0].isupper() or sentence[0].isdigit()
+        assert sentence.endswith(".")
+
+
+def test_the_parts_of_a_requests_time_add_up():
+    run, facts = facts_of(simulated())
+    assert sum(row.num_output for row in run.requests) == facts.num_generated
+    for row in run.requests:
+        assert row.total_s == pytest.approx(run.time_at(row.last_step + 1) - run.time_at(row.first_step))
+        waited = row.seconds["waiting"] + row.seconds["preempted"]
+        assert sum(row.waited_for.values()) <= waited + 1e-12
+        assert row.ttft_s is not None
+        assert row.ttft_s <= row.total_s + 1e-12
+        assert row.why()
