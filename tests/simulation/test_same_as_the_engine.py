@@ -15,6 +15,7 @@ from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.simulation.recorded import read_recorded_run
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import simulate
+from pagedcli.simulation.sweep import POLICIES
 
 
 def decisions(events):
@@ -44,9 +45,15 @@ requests = st.tuples(prompts, st.integers(1, 7), st.sampled_from([1, 1, 2]), st.
     budget=st.integers(2, 9),
     chunk=st.sampled_from([None, 2, 5]),
     policy=st.sampled_from(["last", "largest"]),
+    eviction=st.sampled_from(POLICIES),
 )
-def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy):
-    limits = {"max_num_batched_tokens": budget, "chunked_prefill_size": chunk, "preemption_policy": policy}
+def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy, eviction):
+    limits = {
+        "max_num_batched_tokens": budget,
+        "chunked_prefill_size": chunk,
+        "preemption_policy": policy,
+        "eviction": eviction,
+    }
     expected, got = [], []
     run = Simulation(num_blocks, block_size, emit=expected.append, **limits)
     workload, outputs = Workload(), {}
@@ -76,17 +83,18 @@ def _rows(num_rows):
         yield {"prompt": f"{story} {'and so on ' * (index % 7)}{index % 50}", "max_tokens": 1 + index % 6}
 
 
-@pytest.mark.parametrize("num_rows", [40, 1000])
-def test_a_simulated_prompt_file_has_the_events_of_generate(tmp_path, num_rows):
+@pytest.mark.parametrize(("num_rows", "eviction"), [(1000, "lru"), (300, "next-use")])
+def test_a_simulated_prompt_file_has_the_events_of_generate(tmp_path, num_rows, eviction):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in _rows(num_rows)))
     pool = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "8", "--max-model-len", "128")
     pagedcli(
         "generate", prompts, "-o", out, "--num-gpu-blocks-override", "30", "--output-token-ids", *pool,
-        "--record", tmp_path / "run.jsonl",
+        "--record", tmp_path / "run.jsonl", "--eviction", eviction,
     )  # fmt: skip
     pagedcli(
         "simulate", prompts, "--pool", "30", "--outputs", out, *pool, "--record", tmp_path / "simulated.jsonl",
+        "--policy", eviction,
     )  # fmt: skip
     expected = decisions(TraceReader(tmp_path / "run.jsonl"))
     assert any(type(event).__name__ == "BlockEvicted" for event in expected)

@@ -107,6 +107,7 @@ def test_requests_larger_than_the_pool_are_refused_and_counted(trace):
     row = as_json(trace, "--pool", "15")["pools"][0]
     assert row["num_refused"] > 0
     assert list(row["refusals"]) == ["kv_cache_exceeded"]
+    assert as_json(trace, "--pool", "1", "--max-num-seqs", "2")["pools"][0]["num_refused"] == 60
 
 
 def test_bad_lines_give_exit_code_3_and_their_places(tmp_path):

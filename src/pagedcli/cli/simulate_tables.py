@@ -153,9 +153,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
 
 
 def _warmup_text(warmup: float) -> str:
-    return (
-        f"the first {warmup:.0%} of the requests fill the cache uncounted" if warmup else "no warm-up: first uses count"
-    )
+    return f"the first {warmup:.0%} of the requests fill the cache uncounted" if warmup else "no warm-up"
 
 
 def miss_table(points: Sequence[SweepPoint]) -> Table:

@@ -116,8 +116,9 @@ def simulate(
     core = SimulatedCore(plan, workload.hash_size, step_time=schedule.step_time, emit=emit)
     driver = _Driver(core, workload, schedule)
     while driver.feed():
-        for output in core.step():
-            driver.finish(output)
+        if core.has_unfinished_requests():
+            for output in core.step():
+                driver.finish(output)
         if observe is not None:
             observe(driver.num_done)
     return driver.result()
@@ -156,10 +157,11 @@ class _Driver:
         self._added_ns: dict[str, int] = {}
 
     def feed(self) -> bool:
-        """Add the requests that have arrived. False at the end of the run."""
+        """Add requests that have arrived. False at the end of the run."""
         core = self._core
-        while self._next < len(self._requests) and self._has_room():
-            request = self._requests[self._next]
+        for request in self._requests[self._next : self._next + self._max_unfinished]:  # as many as a run per step
+            if not self._has_room():
+                break
             arrival_ns = self._arrival_ns(request)
             if arrival_ns > core.clock.now_ns:
                 if core.has_unfinished_requests():
@@ -167,7 +169,7 @@ class _Driver:
                 core.clock.now_ns = arrival_ns  # nothing to do until then
             self._add(request)
         self._step_starts.append(core.clock.now_ns)
-        return core.has_unfinished_requests()
+        return core.has_unfinished_requests() or self._next < len(self._requests)
 
     def _has_room(self) -> bool:
         return self._core.num_unfinished_requests < self._max_unfinished or self._num_tokens < self._tokens_ahead
