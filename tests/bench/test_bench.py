@@ -3,12 +3,13 @@
 import json
 import random
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pagedcli.bench.busy import Busy, BusyWatch
-from pagedcli.bench.floor import MachineLimits, workload_floor
+from pagedcli.bench.floor import MachineLimits, layer_weights, touched_experts, workload_floor
 from pagedcli.bench.rates import MachineRates
 from pagedcli.bench.spread import Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
@@ -16,6 +17,7 @@ from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, rando
 from pagedcli.cli import bench_report
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
+from pagedcli.models.native_spec import native_spec
 from pagedcli.models.reading import read_spec
 
 # seconds on 37 GB/s and 464 GFLOP/s: the table of the machine on which the peers were measured
@@ -29,6 +31,20 @@ def test_floor_equals_the_published_one(name):
     floor = workload_floor(spec, workload, MachineLimits(37e9, 464e9))
     assert floor.total_s == pytest.approx(PUBLISHED_FLOOR[name], rel=0.01)
     assert floor.total_s == floor.prefill_s + floor.decode_s
+
+
+def test_the_floor_reads_each_expert_once_that_a_step_touches():
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
+    spec = native_spec(Path("."), {**sizes, **heads, **experts}, "qwen3_moe")
+    rest = 2 * 64 * (8 + 4) * 16 + 3 * 64 * 96 + 8 * 64  # attention, the MLP of layer 0, the router of layer 1
+    expert = 3 * 64 * 48
+    assert layer_weights(spec, 1) == pytest.approx(rest + 2 * expert)
+    assert layer_weights(spec, 10_000) == pytest.approx(rest + 8 * expert)
+    rng = random.Random(0)
+    counted = [len({each for _ in range(5) for each in rng.sample(range(8), 2)}) for _ in range(2000)]
+    assert touched_experts(8, 2, 5) == pytest.approx(sum(counted) / len(counted), rel=0.01)
 
 
 def test_floor_of_a_machine_twice_as_fast_is_half():

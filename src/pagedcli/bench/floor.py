@@ -1,7 +1,8 @@
 """The shortest time that a machine's memory and arithmetic allow for a workload. Pure arithmetic, free of torch.
 
 Per step, for linear layers and for attention each the larger of bytes over bandwidth and operations over the rate:
-every linear weight read once per step, each distinct byte of K and V once, all prompts computed in one packed step.
+every linear weight read once per step, each distinct byte of K and V once, all prompts computed in one packed step. Of
+a mixture of experts, those that the step's tokens go to are read, as many as a router without preferences would pick.
 """
 
 from dataclasses import dataclass
@@ -41,12 +42,12 @@ def workload_floor(
 ) -> Floor:
     """The floor of a workload whose requests all start at once. Units: itemsize in bytes per weight,
     head_itemsize of the output layer if it differs."""
-    layer = _weights_per_layer(spec) * spec.num_layers
     head = spec.vocab_size * spec.hidden_size
 
     def linear(tokens: int, sampled: int) -> float:
-        flops = 2 * (layer * tokens + head * sampled)
-        num_bytes = layer * itemsize + head * (itemsize if head_itemsize is None else head_itemsize)
+        flops = 2 * (layer_weights(spec, 1) * tokens + head * sampled)
+        num_bytes = layer_weights(spec, tokens) * itemsize
+        num_bytes += head * (itemsize if head_itemsize is None else head_itemsize)
         return max(num_bytes / limits.read_bytes_per_s, flops / limits.flop_per_s)
 
     def attention(distinct_tokens: int, seen_pairs: int) -> float:
@@ -67,9 +68,22 @@ def workload_floor(
     return Floor(prefill_s, decode_s)
 
 
-def _weights_per_layer(spec: ModelSpec) -> int:
+def layer_weights(spec: ModelSpec, num_tokens: int) -> float:
+    """Weights of all layers that a step of num_tokens reads; a single token is multiplied by as many."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # q, k, v and the output projection
-    return spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    experts, width = spec.experts, spec.hidden_size
+    if experts is None:
+        return spec.num_layers * width * (heads + 3 * spec.intermediate_size)
+    inner = touched_experts(experts.num_experts, experts.num_per_token, num_tokens) * experts.intermediate_size
+    sparse = experts.num_experts + 3 * (inner + (experts.shared_intermediate_size or 0))  # with the router
+    num_dense = len(experts.dense_layers)
+    mlps = num_dense * 3 * spec.intermediate_size + (spec.num_layers - num_dense) * sparse
+    return width * (spec.num_layers * heads + mlps)
+
+
+def touched_experts(num_experts: int, num_per_token: int, num_tokens: int) -> float:
+    """Expected number of different experts that tokens go to if each picks its own at random."""
+    return float(num_experts * (1 - (1 - num_per_token / num_experts) ** num_tokens))
 
 
 def _shared_prefix(prompts: list[list[int]]) -> int:

@@ -4,6 +4,7 @@ Source: Shazeer et al., Outrageously Large Neural Networks, ICLR 2017; Fedus et 
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -25,13 +26,28 @@ def weighted_sum(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weigh
 
     Shapes:  x [T, E]; weights, chosen [T, K] of route; returns [T, E].
     """
-    out = torch.zeros_like(x)
-    order = chosen.flatten().argsort(stable=True)
-    rows, weights = order // chosen.shape[1], weights.flatten()[order, None]
+    chosen, weights, order = by_expert(chosen, weights)
+    inputs = x.index_select(0, order // chosen.shape[1])
+    results = torch.empty_like(inputs)
     start = 0
     for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()):
         if count:
             part = slice(start, start + count)
-            out.index_add_(0, rows[part], experts[expert](x[rows[part]]).mul_(weights[part]))
+            results[part] = experts[expert](inputs[part])
             start += count
-    return out
+    return summed(results * weights.flatten()[order, None], order, chosen.shape[1])
+
+
+def by_expert(chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices of each token in the order of the experts, with their weights, and the order [T * K] in which all
+    choices, flattened, are sorted by expert."""
+    chosen, places = chosen.sort(-1)
+    return chosen, weights.gather(1, places), chosen.flatten().argsort(stable=True)
+
+
+def summed(results: Tensor, order: Tensor, num_per_token: int) -> Tensor:
+    """Each token's results added, from rows sorted by expert. index_add_ would do it, but on a CPU it starts all its
+    threads for a single row. Shapes: results [T * K, E], order [T * K] of by_expert; returns [T, E]."""
+    places = torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
+    num_tokens, width = order.shape[0] // num_per_token, results.shape[1]
+    return reduce(torch.add, results.index_select(0, places).view(num_tokens, num_per_token, width).unbind(1))

@@ -116,12 +116,13 @@ class GatedMlp:
     """down(activation(gate) * up)."""
 
     gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first
-    activation: Callable[[Tensor], Tensor]  # of layers.mlp: [T, 2I] -> [T, I]
+    activation: Callable[[Tensor], Tensor] | None  # of layers.mlp: [T, 2I] -> [T, I]; None: gate_up applies it
     down: Callable[[Tensor], Tensor]  # I -> E
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
-        return self.down(self.activation(self.gate_up(x)))
+        inner = self.gate_up(x)
+        return self.down(inner if self.activation is None else self.activation(inner))
 
 
 @dataclass(slots=True)

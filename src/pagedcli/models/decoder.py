@@ -167,7 +167,9 @@ class _Builder:
 
     def _expert(self, key: str) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
-        return GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._linear(f"{key}.down"))
+        in_gate = self.uses_cpu_kernels and self._spec.hidden_act in ("silu", "swish")
+        gate_up = self._linear(f"{key}.gate_up", gated=in_gate)
+        return GatedMlp(gate_up, None if in_gate else self._activation, self._linear(f"{key}.down"))
 
     def _unquantized(self, key: str) -> LinearLayer:
         return self._made(AS_STORED, [{"weight": self._tensors.pop(key)}], None)
@@ -181,19 +183,21 @@ class _Builder:
             self._tables[rope] = table.to(request.device)
         return self._tables[rope]
 
-    def _linear(self, key: str, *, with_bias: bool = True) -> LinearLayer:
+    def _linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
         weight_format, modules = take_linear(self._tensors, key, self._request.weight_format)
         bias = self._tensors.pop(f"{key}.bias", None)
         if not with_bias:
             bias = None
             modules = [{suffix: module[suffix] for suffix in module.keys() - {"bias"}} for module in modules]
-        return self._made(weight_format, modules, bias)
+        return self._made(weight_format, modules, bias, gated=gated)
 
-    def _made(self, weight_format: WeightFormat, modules: Modules, bias: Tensor | None) -> LinearLayer:
+    def _made(
+        self, weight_format: WeightFormat, modules: Modules, bias: Tensor | None, *, gated: bool = False
+    ) -> LinearLayer:
         dtype = self._request.dtype
         linear: LinearLayer
         if self.uses_cpu_kernels:
-            linear = weight_format.native_linear(modules, bias, dtype)
+            linear = weight_format.native_linear(modules, bias, dtype, gated=gated)
         else:
             linear = weight_format.torch_linear(modules, bias, dtype, kernels=self.kernels)
         self.linear_bytes += linear.nbytes
