@@ -4,18 +4,24 @@ Serves sets of prompts in their order, one after another, from pools of 5, 10, 2
 prints for each policy the prompt tokens computed again and how much of the gap between lru and the clairvoyant it
 closes. Sets: a synthetic tree with three levels; with --mooncake a trace by its hashes; with --mt-bench conversations
 made of its questions and of replies (the prompts of ifeval). --read-ahead compares windows of next-use. --write DIR
-writes the sets of prompts as JSONL, for `pagedcli generate`.
+writes the sets of prompts as JSONL. --wall ROUNDS times `pagedcli generate` on them, with lru and next-use in turns.
 """
 
 import argparse
 import json
 import random
+import statistics
+import subprocess
+import sys
+import tempfile
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from pagedcli.batch.run import READ_AHEAD_POOLS
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
 from pagedcli.engine.decide import model_folder
@@ -33,6 +39,7 @@ POLICIES: tuple[Eviction, ...] = ("lru", "fifo", "lfu", "prefix-lru")
 WINDOWS = (0.25, 0.5, 1, 2, 4, 8, 16)  # prompt tokens, in pools
 VOCAB_SIZE, LONGEST = 1024, 2000  # of the built-in model
 BLOCK_SIZE = 16
+WALL_POOL = 0.10  # of the unique blocks
 
 
 def tree_prompts(rng: random.Random) -> list[list[int]]:
@@ -140,7 +147,9 @@ class PromptSet:
         for share in POOLS:
             size = self.num_blocks(share)
             found = [self.tokens(unscheduled_hits(self.accesses, size, policy)) for policy in POLICIES]
-            found.append(self.tokens(windowed_hits(self.accesses, size, 4 * size * self.accesses.block_size)))
+            found.append(
+                self.tokens(windowed_hits(self.accesses, size, READ_AHEAD_POOLS * size * self.accesses.block_size))
+            )
             found += [self.bound(size), self.unconstrained(size)]
             lru, bound = found[0], found[-2]
             cells = [
@@ -160,6 +169,43 @@ class PromptSet:
             print(f"  {share:4.0%}  " + "".join(f"{_percent(tokens - lru, bound - lru):>12s}" for tokens in found))
 
 
+def print_wall_times(prompts: dict[str, list[list[int]]], num_rounds: int) -> None:
+    """Median seconds of whole runs on the built-in model, processes of the two policies in turns."""
+    print("seconds of generate, 8 sequences at a time, 8 tokens each: median (least, most), and prompt tokens computed")
+    with tempfile.TemporaryDirectory() as folder:
+        write_rows(Path(folder), prompts)
+        for name, each in prompts.items():
+            num_blocks = round(WALL_POOL * accesses_of(workload_of(each), BLOCK_SIZE).num_unique)
+            found: dict[str, list[float]] = {"lru": [], "next-use": []}
+            computed = {}
+            for _ in range(num_rounds):
+                for eviction in found:
+                    summary = generate(Path(folder), name, eviction, num_blocks)
+                    found[eviction].append(summary["elapsed_s"])
+                    computed[eviction] = summary["prompt_tokens"] - summary["cached_tokens"]
+            for eviction, times in found.items():
+                spread = f"{statistics.median(times):6.2f} ({min(times):.2f}, {max(times):.2f})"
+                print(f"  {name:6s} {num_blocks:5,} blocks  {eviction:9s} {spread}  {computed[eviction]:,}", flush=True)
+
+
+def generate(folder: Path, name: str, eviction: str, num_blocks: int) -> dict[str, Any]:
+    """The summary of a run in a process of its own."""
+    command: list[str | Path] = [
+        sys.executable, "-m", "pagedcli", "generate", folder / f"{name}.jsonl", "-o", folder / "out.jsonl",
+        "--overwrite", "--summary-json", folder / "summary.json", "--eviction", eviction,
+        "--num-gpu-blocks-override", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def write_rows(folder: Path, prompts: dict[str, list[list[int]]]) -> None:
+    for name, each in prompts.items():
+        rows = [json.dumps({"id": place, "prompt": ids, "max_tokens": 8}) for place, ids in enumerate(each)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
@@ -170,15 +216,17 @@ def main() -> None:
     parser.add_argument("--mt-bench", type=Path, metavar="FILE", help="MT-bench's questions")
     parser.add_argument("--replies", type=Path, metavar="FILE", help="prompts that serve as replies: ifeval's")
     parser.add_argument("--read-ahead", action="store_true", help="compare windows of next-use")
+    parser.add_argument("--wall", type=int, metavar="ROUNDS", help="time runs on the built-in model, and end")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write the sets of prompts as JSONL, and end")
     args = parser.parse_args()
     prompts = {"tree": tree_prompts(random.Random(1))}
     if args.mt_bench is not None:
         prompts["chats"] = chat_prompts(random.Random(1), args.mt_bench, args.replies)
     if args.write is not None:
-        for name, each in prompts.items():
-            rows = [json.dumps({"id": place, "prompt": ids, "max_tokens": 8}) for place, ids in enumerate(each)]
-            (args.write / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        write_rows(args.write, prompts)
+        return
+    if args.wall is not None:
+        print_wall_times(prompts, args.wall)
         return
     workloads = {name: (workload_of(each), BLOCK_SIZE) for name, each in prompts.items()}
     if args.mooncake is not None:
