@@ -153,6 +153,10 @@ def same_pool(sim, state):
     assert state.hashes == [block.hash for block in manager.blocks]
     assert list(state.free_block_ids) == list(manager.free_block_ids)
     assert state.hash_to_block_id == manager.hash_to_block_id
+    queue = manager._queue
+    if queue is not None:  # next-use knows who waits, and nobody else
+        assert queue._waiting.keys() == {seq.seq_id for seq in sim.scheduler.waiting}
+        assert bool(queue._uses) <= bool(queue._waiting)
 
 
 def tokens_of(prompt):

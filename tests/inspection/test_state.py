@@ -1,6 +1,7 @@
 """Folding the events of the real block manager gives back the real pool, exactly."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
@@ -256,6 +257,37 @@ def test_an_impossible_event_is_refused(event: object, message: str) -> None:
     fold(RequestAdded(0, "r0", 0, 5, 16, False))
     with pytest.raises(TraceError, match=message):
         fold(event)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("eviction", "evicted", "taken", "message"),
+    [
+        ("lru", 1, (2, 1), None),
+        ("lru", 0, (2, 0), "block 0 was taken, but the next free block is 1"),
+        ("lfu", 0, (2, 0), None),
+        ("lfu", 0, (2, 1), "block 1 was taken, but the next free block is 0"),
+        ("lfu", 0, (0,), "block 0 was taken, but the next free block is 2"),
+    ],
+)
+def test_cached_blocks_are_evicted_only_when_no_empty_one_is_left_and_by_lru_if_the_engine_says_so(
+    eviction: str, evicted: int, taken: tuple[int, ...], message: str | None
+) -> None:
+    fold = pool_fold()
+    fold(engine_started(3, 1, eviction=eviction))
+    for event in (
+        RequestAdded(0, "r0", 0, 2, 1, False),
+        PrefixLookedUp(0, "new", 2, 2, 0, 0, 0, 7, "no_match", 0),
+        BlocksAllocated(0, (0, 1)),
+        BlocksFilled(0, (0, 1), (7, 8)),
+        RequestFinished(0, "abort", 0),
+        BlocksReleased(0, (1, 0)),  # block 1 is the least recently used one, and block 2 is empty
+        RequestAdded(1, "r1", 0, 2, 1, False),
+        PrefixLookedUp(1, "new", 2, 2, 0, 0, 0, 9, "no_match", 0),
+        BlockEvicted(evicted, 7 + evicted),
+    ):
+        fold(event)
+    with nullcontext() if message is None else pytest.raises(TraceError, match=message):
+        fold(BlocksAllocated(1, taken))
 
 
 def test_events_before_the_start_are_refused() -> None:

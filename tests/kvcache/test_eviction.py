@@ -10,6 +10,7 @@ from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
 
 from pagedcli.events import Eviction
 from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.kvcache.prefix_hash import hash_block
 
 POLICIES = get_args(Eviction)
 
@@ -90,6 +91,24 @@ def test_next_use_counts_a_request_until_it_is_admitted():
     prefill(pool.manager, a)
     pool.manager.deallocate(a)
     assert pool.run("d").cached == "ad"
+
+
+def test_next_use_hashes_each_block_of_a_request_once():
+    hashed = []
+
+    def hash_function(tokens, prefix):
+        hashed.append(tokens)
+        return hash_block(tokens, prefix)
+
+    manager = BlockManager(8, 2, eviction="next-use", hash_function=hash_function)
+    seq = make_seq([1, 2, 3, 4, 5, 6, 7], 1)
+    manager.expect(seq)
+    assert len(hashed) == 3
+    prefill(manager, seq)
+    manager.expect(seq, first=True)
+    manager.deallocate(seq)
+    assert prefill(manager, seq) == 6
+    assert len(hashed) == 3
 
 
 def twins(eviction):
