@@ -63,9 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What recording a trace or watching a run costs.")
     parser.add_argument("--rounds", type=int, default=8, help="runs of each kind, in turns (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each sequence (default %(default)s)")
+    kinds = [".jsonl", ".jsonl.zst", *([APPLICATION] if sys.stderr.isatty() else [])]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="default: all that are possible here")
     args = parser.parse_args()
-    kinds = ["events off", ".jsonl", ".jsonl.zst", *([APPLICATION] if sys.stderr.isatty() else [])]
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ["events off", *args.kinds]}
     with tempfile.TemporaryDirectory() as folder:
         rate_of(None, args.tokens)
         for _ in range(args.rounds):

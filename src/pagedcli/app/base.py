@@ -15,10 +15,10 @@ from rich.text import Text
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.events import Print
-from textual.widgets import Static
 
 from pagedcli.app.deck import Deck, RunningDeck
 from pagedcli.app.dialogs import Ask, HelpPage
+from pagedcli.app.rows import Lines
 from pagedcli.printable import one_line
 
 _TICK_S = 0.1
@@ -77,7 +77,7 @@ class DeckApp(App[None]):
     def __init__(self, deck: Deck[Any], title: str) -> None:
         super().__init__()
         self.deck = deck
-        self.head_line = Static(id="head")
+        self.head_line = Lines(id="head")
         self.shown_title = one_line(title)
         self.was_interrupted = False
         self.printed: list[str] = []  # by others while the screen was open
@@ -141,7 +141,7 @@ class DeckApp(App[None]):
             *parts, " ", self.head() if deck.moment is not None else "", "  ", (self.shown_title, "dim")
         )
         if self.head_line.content != text:
-            self.head_line.update(text)
+            self.head_line.show(text, 1)
 
     def say(self, text: str) -> None:
         """Show a message in the head line until the next key."""

@@ -1,5 +1,7 @@
 """Screens above the main one: help, a story, and a line to type a step or a filter. Used by the applications."""
 
+from collections.abc import Sequence
+from textwrap import wrap
 from typing import ClassVar
 
 from rich.text import Text
@@ -10,6 +12,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from pagedcli.app.rows import Rows
+
+_WORD_WIDTH = 10  # in front of each line of a story
 
 
 class Page(ModalScreen[int | None]):
@@ -42,28 +46,42 @@ class HelpPage(Page):
 
 
 class StoryPage(Page):
-    """Facts about a sequence or a block, then what happened to it. Enter on a line gives its number to the caller."""
+    """Facts about a sequence, a block or a subtree, then lines, each with a word in front of it. With a hint, Enter on
+    a line closes the page and gives its number to the caller."""
 
-    def __init__(self, title: str, facts: Text, lines: list[Text], *, hint: str = "") -> None:
+    def __init__(self, title: str, facts: Text, lines: Sequence[tuple[str, str]], *, hint: str = "") -> None:
         super().__init__()
         self._title, self._facts, self._lines, self._hint = title, facts, lines, hint
+        self._rows = Rows(id="story", empty="nothing is known")
+        self._places: list[int] = []  # of each row its line
 
     def compose(self) -> ComposeResult:
         with Vertical(id="page") as page:
             page.border_title, page.border_subtitle = self._title, f"{self._hint}Esc closes"
             with VerticalScroll(id="facts", can_focus=False):
                 yield Static(self._facts)
-            yield Rows(id="story", empty="nothing is known")
+            yield self._rows
 
     def on_mount(self) -> None:
-        rows = self.query_one(Rows)
-        rows.show(None, range(len(self._lines)), lambda key, width: self._lines[key].copy())
-        rows.focus()
+        self._rows.focus()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._show_lines)
+
+    def _show_lines(self) -> None:
+        width = max(20, self._rows.scrollable_content_region.width - _WORD_WIDTH - 2)
+        rows = [
+            (place, word if part == 0 else "", text)
+            for place, (word, words) in enumerate(self._lines)
+            for part, text in enumerate(wrap(words, width))
+        ]
+        self._places = [place for place, _, _ in rows]
+        self._rows.show(None, range(len(rows)), lambda key, _: Text(f"{rows[key][1]:>{_WORD_WIDTH}}  {rows[key][2]}"))
 
     def on_rows_chosen(self, message: Rows.Chosen) -> None:
         message.stop()
         if self._hint:
-            self.dismiss(message.key)
+            self.dismiss(self._places[message.key])
 
 
 class Ask(ModalScreen[str | None]):

@@ -18,7 +18,7 @@ def sequence_facts(moment: Moment, seq: SeqState) -> Text:
     ended = f" ({seq.finish_reason})" if seq.finish_reason else ""
     lines = [
         f"request    {one_line(seq.label)}, sample {seq.sample_index}: {seq.status}{ended}",
-        f"prompt     {plural(seq.num_prompt_tokens, 'token')}, {seq.num_cached_tokens:,} of them found in the cache",
+        f"prompt     {plural(seq.num_prompt_tokens, 'token')}; the last lookup found {seq.num_cached_tokens:,} cached",
         f"generated  {seq.num_output_tokens:,} of at most {plural(seq.max_new_tokens, 'token')}",
         f"waited     {plural(seq.num_steps_waited(state.step_number), 'step')}",
         f"preempted  {plural(seq.num_preemptions, 'time')}, {seq.num_recomputed_tokens:,} tokens computed again",

@@ -182,9 +182,8 @@ class KVApp(DeckApp):
     def on_rows_chosen(self, message: Rows.Chosen) -> None:
         branch = self._shown.get(message.key) if message.rows is self._tree else None
         if branch is not None:
-            now_s = self._picture.seconds
-            lines = [Text(_block_line(branch, place)) for place in range(len(branch.nodes))]
-            self.push_screen(StoryPage(branch_label(branch, None), _branch_facts(branch, self._decode, now_s), lines))
+            lines = [_block_line(branch, place) for place in range(len(branch.nodes))]
+            self.push_screen(StoryPage(branch_label(branch, None), _branch_facts(branch, self._decode), lines))
 
 
 def _figures(picture: Picture) -> Text:
@@ -242,7 +241,7 @@ def _server(scraper: "Scraper") -> Text:
     return Text("\n".join(f"server, {window}: {', '.join(parts)}" for window, parts in lines.items()))
 
 
-def _branch_facts(branch: Branch, decode: Decode | None, now_s: float) -> Text:
+def _branch_facts(branch: Branch, decode: Decode | None) -> Text:
     first = branch.nodes[0]
     before = "nothing: it begins a prompt" if first.parent is None else f"block {hash_text(first.parent)}"
     lines = [
@@ -258,10 +257,10 @@ def _branch_facts(branch: Branch, decode: Decode | None, now_s: float) -> Text:
     return Text("\n".join(lines))
 
 
-def _block_line(branch: Branch, place: int) -> str:
+def _block_line(branch: Branch, place: int) -> tuple[str, str]:
     node = branch.nodes[place]
     state = f"{node.num_copies} resident" if node.cause is None else node.cause
-    return f"block {branch.depth + place:6,}  {hash_text(node.hash)}  {node.num_tokens:4} tokens  {state}"
+    return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {node.num_tokens} tokens, {state}"
 
 
 def _seconds(value: float | None) -> str:

@@ -8,14 +8,14 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
-from textual.widgets import Footer, Static
+from textual.widgets import Footer
 
 from pagedcli.app.base import DeckApp
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.dialogs import Ask, StoryPage
 from pagedcli.app.facts import block_facts, sequence_facts
 from pagedcli.app.pool_decks import LiveDeck, PoolDeck
-from pagedcli.app.rows import Rows
+from pagedcli.app.rows import Lines, Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.panels import hits_table, percent, work_lines
@@ -86,8 +86,8 @@ class PoolApp(DeckApp):
         self._list = SequenceList()
         self._map = BlockMap(id="map")
         self._sequences = Rows(id="sequences", empty="no sequences")
-        self._selected = Static(id="selected")
-        self._figures = Static(id="figures")
+        self._selected = Lines(id="selected")
+        self._figures = Lines(id="figures")
         self._events = Rows(id="events", empty="nothing yet")
         self._has_followed = False
         self._has_shown_end = False
@@ -158,12 +158,10 @@ class PoolApp(DeckApp):
         """The map with the blocks of the selected sequence, and what its row has no room for."""
         seq = self._selected_seq(moment)
         self._map.show(moment, moment.followed_blocks().union([] if seq is None else seq.held_block_ids))
-        text = (
-            ""
-            if seq is None
-            else f"seq {seq.seq_id}: {SequenceRows(moment, self._list).last_column(seq, 3 * self.size.width)}"
-        )
-        self._selected.update(Text(text, "dim"))
+        width = max(1, self._selected.size.width)
+        text = "" if seq is None else SequenceRows(moment, self._list).last_column(seq, 3 * width - 12)
+        text = "" if seq is None else f"seq {seq.seq_id}: {text}"
+        self._selected.show(Text(text, "dim"), -(-len(text) // width))
 
     def _selected_seq(self, moment: Moment) -> SeqState | None:
         seq_id = self._sequences.cursor_key
@@ -176,10 +174,13 @@ class PoolApp(DeckApp):
             trends.append(f"{name} ").append(spark(trend, width), style).append(
                 f" {percent(trend[-1] if trend else None)}  "
             )
-        lines: list[RenderableType] = [hits_table(moment), trends]
+        figures: list[RenderableType] = [hits_table(moment), trends]
+        num_lines = 4
         if self.size.height >= 30:
-            lines.append(work_lines(moment))
-        self._figures.update(Group(*lines))
+            work = work_lines(moment)
+            figures.append(work)
+            num_lines += len(work.wrap(self.console, max(1, self._figures.size.width)))
+        self._figures.show(Group(*figures), num_lines)
 
     def _show_events(self, moment: Moment) -> None:
         self._events.show_lines(reversed(moment.last_words(100)))
@@ -236,12 +237,7 @@ class PoolApp(DeckApp):
 
     def _tell(self, title: str, facts: Text, story: Story) -> None:
         can_go = not isinstance(self.deck, LiveDeck)
-        now = self._moment.state.step_number
-        lines = [
-            Text(f"{'step ' + str(step) if step is not None else 'before':>10}  {words}",
-                 "dim" if step is not None and now is not None and step > now else "")
-            for step, words in story
-        ]  # fmt: skip
+        lines = [("before" if step is None else f"step {step}", words) for step, words in story]
 
         def go(place: int | None) -> None:
             step = None if place is None else story[place][0]

@@ -15,7 +15,7 @@ from pagedcli.inspection.replay import Landmark, Replay, landmark
 from pagedcli.inspection.stories import Story, block_story, sequence_story
 
 _KEPT_EVENTS = 100_000  # of a running engine, for stories
-_INTERVAL_S = 0.1  # least time between two moments
+_INTERVAL_S, _MOST_S = 0.1, 1.0  # least time between two moments, and how far a slow screen may stretch it
 _DRAW_SHARE = 0.02  # largest share of the time that the screen's thread may take
 
 
@@ -170,7 +170,9 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         if is_new:
             self._shown, self._shown_s, self._shown_cpu_s = moment, now_s, cpu_s
         else:
-            interval_s = max(_INTERVAL_S, (cpu_s - self._shown_cpu_s) / _DRAW_SHARE)
+            is_full_speed = self.speed is None and not self.paused  # else the engine has time to spare
+            drawing_s = (cpu_s - self._shown_cpu_s) / _DRAW_SHARE if is_full_speed else 0.0
+            interval_s = max(_INTERVAL_S, min(_MOST_S, drawing_s))
             self._wants_moment = self._wants_moment or now_s - self._shown_s >= interval_s
         return is_new
 

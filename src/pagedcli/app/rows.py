@@ -1,4 +1,4 @@
-"""A list that scrolls under a heading. Only the visible rows are built, so that long lists cost nothing.
+"""A list that scrolls under a heading, and a text. Both redraw no more than they must.
 
 Used by every screen of the application.
 """
@@ -8,6 +8,7 @@ from contextlib import suppress
 from textwrap import wrap
 from typing import ClassVar
 
+from rich.console import RenderableType
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -17,13 +18,28 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.widgets import Static
 
 _CURSOR = Style(reverse=True)
 _CURSOR_ELSEWHERE = Style(bold=True)
 
 
+class Lines(Static):
+    """A text whose number of lines is known, so that the screen is laid out again only when that changes."""
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self._num_lines: int | None = None
+
+    def show(self, content: RenderableType, num_lines: int) -> None:
+        """Show another text."""
+        self.update(content, layout=num_lines != self._num_lines)
+        self._num_lines = num_lines
+
+
 class Rows(ScrollView):
-    """Shows `row(key, width)` for each key. The cursor stays on its key while the rows around it change."""
+    """A list of which only the visible rows are built, so that long lists cost nothing. Shows `row(key, width)`
+    for each key. The cursor stays on its key while the rows around it change."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", show=False),

@@ -36,13 +36,7 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
     has_token = False
     for step, event in events:
         words = None
-        if isinstance(event, RequestWaiting) and event.seq_id == seq_id:
-            reason = event_words(event, state) or ""
-            if wait is not None and wait[0] == event.reason:
-                story[wait[1]] = (story[wait[1]][0], f"{reason}; until step {step}")
-                continue
-            wait, words = (event.reason, len(story)), reason
-        elif isinstance(event, StepScheduled):
+        if isinstance(event, StepScheduled):
             words = _prompt_tokens(seq_id, event)
         elif isinstance(event, TokensSampled):
             if not has_token and seq_id in event.seq_ids:
@@ -50,11 +44,24 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
         elif isinstance(event, StepFailed):
             words = "the step failed: it waits again" if seq_id in event.seq_ids else None
         elif seq_id in event_seq_ids(event):
-            words = event_words(event, state)
-            wait = None
+            words = _without_name(event_words(event, state) or "", name)
+            if isinstance(event, RequestWaiting):
+                if wait is not None and wait[0] == event.reason:
+                    story[wait[1]] = (story[wait[1]][0], f"{words}; until step {step}")
+                    continue
+                wait = (event.reason, len(story))
+            else:
+                wait = None
         if words is not None:
-            story.append((step, words.replace(f" {name}:", ":", 1)))
+            story.append((step, words))
     return story
+
+
+def _without_name(words: str, name: str) -> str:
+    """The words without the sequence that the story is about."""
+    for preposition in ("of", "to", "with"):
+        words = words.removesuffix(f" {preposition} {name}")
+    return words.replace(f" {name}:", ":", 1)
 
 
 def _prompt_tokens(seq_id: int, event: StepScheduled) -> str | None:
