@@ -69,7 +69,7 @@ class StoryPage(Page):
         self.call_after_refresh(self._show_lines)
 
     def _show_lines(self) -> None:
-        width = max(20, self._rows.scrollable_content_region.width - _WORD_WIDTH - 2)
+        width = max(20, self._rows.text_width - _WORD_WIDTH - 2)
         rows = [
             (place, word if part == 0 else "", text)
             for place, (word, words) in enumerate(self._lines)

@@ -78,6 +78,11 @@ class Rows(ScrollView):
         return self._keys[self._cursor] if self._keys else None
 
     @property
+    def text_width(self) -> int:
+        """Room for a row, next to a scrollbar that may not be there yet."""
+        return self.outer_size.width - self.scrollbar_size_vertical
+
+    @property
     def _num_headings(self) -> int:
         return self._heading is not None
 
@@ -102,7 +107,7 @@ class Rows(ScrollView):
 
     def show_lines(self, lines: Iterable[str], style: str = "") -> None:
         """Show lines of text, the long ones wrapped."""
-        width = max(20, self.scrollable_content_region.width)
+        width = max(20, self.text_width)
         rows = [row for line in lines for row in (wrap(line, width, subsequent_indent="    ") or [""])]
         self.show(None, range(len(rows)), lambda key, width: Text(rows[key], style))
 

@@ -110,4 +110,4 @@ def _name_width(width: int) -> int:
     """Room for the request's id: what the other columns leave, where there is no last column."""
     if width < 110:
         return min(24, max(8, width - _FIXED_WIDTH))
-    return 12 if width < 140 else 24
+    return 14 if width < 140 else 24

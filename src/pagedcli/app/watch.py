@@ -1,5 +1,6 @@
 """Runs an engine, or the fold of a server's events, in a thread under its application."""
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +11,9 @@ from pagedcli.app.deck import RunningDeck
 
 T = TypeVar("T")
 _WAIT_S = 0.1
+_SWITCH_S = (
+    0.0005  # a thread that waits for the interpreter gets it within this: the screen's must not hold up the work
+)
 
 
 def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
@@ -32,10 +36,13 @@ def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
     while not deck.has_started.wait(_WAIT_S):
         pass
     if not deck.has_ended:
+        switch_s = sys.getswitchinterval()
         with on_signals(deck.request_stop):
             try:
+                sys.setswitchinterval(_SWITCH_S)
                 app.show()
             finally:  # the screen may have failed: the run does not
+                sys.setswitchinterval(switch_s)
                 deck.release()
             while thread.is_alive():
                 thread.join(_WAIT_S)
