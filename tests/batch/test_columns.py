@@ -209,6 +209,12 @@ def test_equal_prompts_of_one_line_draw_different_samples_and_the_same_ones_agai
     assert harness.rows([line]) == [row]
 
 
+def test_plan_counts_every_prompt_of_a_line(tmp_path):
+    several = [{"prompt": [[5] * 20, [5] * 20 + [6]]}, {"prompt": [[7], [10**6]]}]
+    plan = json.loads(pagedcli("plan", written(tmp_path / "a", several), "--format", "json", expect=3).stdout)
+    assert (plan["num_rows"], plan["num_bad_rows"], plan["num_prompt_tokens"]) == (2, 1, 41)
+
+
 def test_one_prompt_that_cannot_be_served_fails_its_line_alone(harness):
     bad, good = harness.rows([{"prompt": [[5], [10**6], [6]]}, {"prompt": "Hello"}])
     assert bad["error"]["code"] == "invalid_token_id"
