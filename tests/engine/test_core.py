@@ -1,6 +1,8 @@
 """The engine core over a scripted executor, whose tokens come from what its cache holds: whatever the pool, the limits,
 one step ahead, forks, grammars, aborts and steps that raise, every request gets the tokens that it gets alone."""
 
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation, likeliest
 
+from pagedcli.config import EngineConfig
+from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.errors import RequestError
 from pagedcli.inspection.check import TraceChecker
 from pagedcli.sampling_params import SamplingParams
@@ -301,3 +305,18 @@ def test_beams_are_those_of_the_textbook(width):
             outputs += sim.step()
         wanted = beam_search(prompt, width, 6, seed % 10, length_penalty=0.5)
         assert [sample.token_ids for sample in outputs[0].samples] == wanted
+
+
+def test_an_engine_that_nobody_uses_is_gone_without_the_garbage_collector():
+    """Its KV cache may be most of the memory: the next engine needs it at once."""
+    core = LLMEngine(EngineConfig(num_gpu_blocks_override=8, max_model_len=64))
+    core.add_request("a", [1, 2], SamplingParams(n=2, max_tokens=3))
+    while core.has_unfinished_requests():
+        core.step()
+    runner = weakref.ref(core.runner)
+    gc.disable()
+    try:
+        del core
+        assert runner() is None
+    finally:
+        gc.enable()

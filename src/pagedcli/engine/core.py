@@ -68,7 +68,7 @@ class EngineCore:
             trace_tokens=trace_tokens,
             emit=self._emit,
         )
-        self._forks = Forks(self.scheduler, self._new_sequence)
+        self._forks = Forks(self.scheduler)
         self.runs_ahead = plan.runs_ahead
         self.stats = EngineStats(cache=CacheCounters(plan.block_size))
         self._builder = StepBuilder(
@@ -302,7 +302,7 @@ class EngineCore:
                 ended.append(seq)
         for request in searches.values():
             if request.error is None:
-                beams = self._forks.advance_beams(request, now_s)
+                beams = self._forks.advance_beams(request, now_s, self._new_sequence)
                 sampled += beams
                 if beams[0].finish_reason is not None:
                     ended += beams
@@ -333,7 +333,7 @@ class EngineCore:
     # ------------------------------------------------------------------ parts
 
     def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
-        return self._forks.fork_samples(self._requests, sampled)
+        return self._forks.fork_samples(self._requests, sampled, self._new_sequence)
 
     def _recover(self, step: int) -> None:
         """Rebuild a consistent state after a step that raised, perhaps in the middle of a change."""

@@ -10,13 +10,17 @@ from pagedcli.engine.outputs import Request
 from pagedcli.engine.scheduler import Scheduler
 from pagedcli.engine.sequence import Sequence
 
+NewSequence = Callable[..., Sequence]  # makes one, as Sequence() does, with the next seq_id
+
 
 class Forks:
-    """Forks sequences in the scheduler; `new_sequence` makes one, as Sequence() does, with the next seq_id."""
+    """Forks sequences in the scheduler.
 
-    def __init__(self, scheduler: Scheduler, new_sequence: Callable[..., Sequence]) -> None:
+    Does not refer to the engine: a cycle would keep its KV cache until the garbage collector runs.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._new_sequence = new_sequence
 
     def will_fork(self, request: Request, seq: Sequence) -> bool:
         """Whether more samples of the sequence's request start once its prompt is computed."""
@@ -24,7 +28,7 @@ class Forks:
         return params.n > 1 and params.beam_width is None and seq.sample_index == 0 and len(request.seqs) < params.n
 
     def fork_samples(
-        self, requests: Mapping[str, Request], sampled: list[Sequence]
+        self, requests: Mapping[str, Request], sampled: list[Sequence], new_sequence: NewSequence
     ) -> tuple[list[Sequence], list[int] | None]:
         """Fork the other samples of requests whose prompt this step computes; they share its logits.
 
@@ -37,13 +41,13 @@ class Forks:
         for row, parent in parents:
             request = requests[parent.request_id]
             for _ in range(len(request.seqs), parent.params.n):
-                child = self._new_sample(request)
+                child = _new_sample(request, new_sequence)
                 if self._scheduler.fork(parent, child):
                     sampled.append(child)
                     rows.append(row)
         return sampled, rows
 
-    def advance_beams(self, request: Request, now_s: float) -> list[Sequence]:
+    def advance_beams(self, request: Request, now_s: float, new_sequence: NewSequence) -> list[Sequence]:
         """Continue the beams of a request, which all have candidates, with the tokens that its search chooses.
         Returns them, best first, with a finish reason if the search has ended."""
         search = request.search = request.search or BeamSearch(request.seqs[0])
@@ -52,7 +56,7 @@ class Forks:
         for continuation, beam in zip(continuations, search.places(continuations), strict=True):
             parent = continuation.parent
             if beam is None:
-                beam = self._new_sample(request)
+                beam = _new_sample(request, new_sequence)
                 beam.first_token_s = parent.first_token_s
                 request.num_unfinished += 1
                 forked = self._scheduler.fork(parent, beam)
@@ -63,23 +67,24 @@ class Forks:
         search.continue_with(beams, continuations, now_s)
         return beams
 
-    def _new_sample(self, request: Request) -> Sequence:
-        """A further sequence of a request, with its prompt alone."""
-        first = request.seqs[0]
-        child = self._new_sequence(
-            first.request_id,
-            first.token_ids[: first.num_prompt_tokens],
-            first.params,
-            max_new_tokens=first.max_new_tokens,
-            seed=first.seed,
-            sample_index=len(request.seqs),
-            eos_token_ids=first.eos_token_ids,
-            cache_salt=first.cache_salt,
-            stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
-            guide=request.make_guide() if request.make_guide is not None else None,
-            arrived_s=first.arrived_s,
-            row_id=first.row_id,
-        )
-        child.admitted_s = first.admitted_s
-        request.seqs.append(child)
-        return child
+
+def _new_sample(request: Request, new_sequence: NewSequence) -> Sequence:
+    """A further sequence of a request, with its prompt alone."""
+    first = request.seqs[0]
+    child = new_sequence(
+        first.request_id,
+        first.token_ids[: first.num_prompt_tokens],
+        first.params,
+        max_new_tokens=first.max_new_tokens,
+        seed=first.seed,
+        sample_index=len(request.seqs),
+        eos_token_ids=first.eos_token_ids,
+        cache_salt=first.cache_salt,
+        stop_checker=request.make_stop_checker() if request.make_stop_checker is not None else None,
+        guide=request.make_guide() if request.make_guide is not None else None,
+        arrived_s=first.arrived_s,
+        row_id=first.row_id,
+    )
+    child.admitted_s = first.admitted_s
+    request.seqs.append(child)
+    return child
