@@ -19,8 +19,8 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "kv-cache.md"
 class Story:
     """A pool and some sequences; the tokens that a model would sample are given by the story."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.manager = BlockManager(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, *, windows: tuple[int | None, ...] = (None,)) -> None:
+        self.manager = BlockManager(num_blocks, block_size, windows=windows)
         self.seqs: dict[str, Sequence] = {}
         self.lines: list[str] = []
 
@@ -36,6 +36,7 @@ class Story:
     def append(self, name: str, token_id: int) -> list[tuple[int, int]]:
         seq = self.seqs[name]
         seq.token_ids.append(token_id)
+        self.manager.release_unseen(seq)
         copies = self.manager.may_append(seq)
         seq.num_computed_tokens += 1
         return copies
@@ -198,10 +199,27 @@ def copy_on_write() -> str:
     return story.text()
 
 
+def window() -> str:
+    """A sequence that outgrows its window."""
+    story = Story(4, 2, windows=(4,))
+    seq = story.start("A", [1, 2])
+    story.say("tokens  blocks held  block table")
+    for token_id in range(3, 12):
+        story.append("A", token_id)
+        table = ["-" if block_id is None else block_id for block_id in seq.block_table]
+        held = len(seq.block_table) - seq.block_table.count(None)
+        story.say(f"{token_id:6}  {held:11}  {' '.join(map(str, table))}")
+    story.end("A")
+    story.start("B", [*range(1, 11), 99])
+    hit = story.seqs["B"].block_table
+    story.say(f"B begins with A's first 10 tokens: {story.num_cached} cached, of {hit.count(None)} blocks none is needed")
+    return story.text()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (pool, eviction, two_long_prompts, growth, shared_block, three_prompts, whole_prompt_cached,
-                     copy_on_write)
+                     copy_on_write, window)
 }  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n```text\n)(.*?)(\n```)", re.DOTALL)
 

@@ -190,3 +190,11 @@ def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
     worker.process.wait(60)
     assert "cuda:99" in worker.obituary()
     assert not (tmp_path / "ran").exists()
+
+
+def test_two_ranks_release_the_blocks_out_of_a_window(tmp_path, close):
+    path = tiny_model("gemma2", tmp_path, sliding_window=12)
+    config = {"num_gpu_blocks_override": 60, "block_size": 4, "max_model_len": 120}
+    prompts = ragged_prompts(4)
+    expected = run(make_engine(path, **config), prompts, PARAMS[0])
+    assert run(close(make_engine(path, tensor_parallel_size=2, **config)), prompts, PARAMS[0]) == expected

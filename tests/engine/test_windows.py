@@ -8,6 +8,7 @@ from model_zoo import tiny_model
 from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
+from pagedcli.engine.cuda_graphs import DecodeGraphs
 from pagedcli.errors import BackendError
 from pagedcli.kvcache.groups import cache_groups
 from pagedcli.models.reading import read_spec
@@ -83,3 +84,29 @@ def test_tokens_equal_transformers_past_the_window_through_each_backend(windowed
     except BackendError as error:
         pytest.skip(error.message)
     assert run(engine, PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_samples_and_steps_ahead_on_padded_batches_give_the_same_tokens(name, tmp_path):
+    family, overrides = MODELS[name]
+    path = tiny_model(family, tmp_path, sliding_window=WINDOW, **overrides)
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=40, seed=1, ignore_eos=True)
+    config = {"attention_backend": "reference", "block_size": 4, "max_model_len": 160, "num_gpu_blocks_override": 80}
+    expected = run(make_engine(path, **config), PROMPTS[:3], params)
+    engine = make_engine(path, **config, async_scheduling=True)
+    runner = engine.runner
+    runner.graphs = DecodeGraphs(
+        runner.model, runner.state, runner.parallel, max_model_len=runner.max_model_len, capture=False
+    )
+    assert run(engine, PROMPTS[:3], params) == expected
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_beams_of_a_model_with_windows_do_not_depend_on_the_pool(name, tmp_path):
+    family, overrides = MODELS[name]
+    path = tiny_model(family, tmp_path, sliding_window=WINDOW, **overrides)
+    params = SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True)
+    config = {"block_size": 4, "max_model_len": 160, "num_gpu_blocks_override": 400}
+    expected = run(make_engine(path, **config, enable_prefix_caching=False), PROMPTS[:3], params)
+    config |= {"num_gpu_blocks_override": 150, "chunked_prefill_size": 7}
+    assert run(make_engine(path, **config), PROMPTS[:3], params) == expected
