@@ -212,7 +212,9 @@ def window() -> str:
     story.end("A")
     story.start("B", [*range(1, 11), 99])
     hit = story.seqs["B"].block_table
-    story.say(f"B begins with A's first 10 tokens: {story.num_cached} cached, of {hit.count(None)} blocks none is needed")
+    story.say(
+        f"B begins with A's first 10 tokens: {story.num_cached} cached, of {hit.count(None)} blocks none is needed"
+    )
     return story.text()
 
 
