@@ -2,9 +2,11 @@
 
 import random
 
+import msgspec
 import pytest
 from scripted import Simulation
 
+from pagedcli.errors import TraceError
 from pagedcli.events import StepFinished, WindowPassed
 from pagedcli.inspection.check import TraceChecker, check_events
 from pagedcli.inspection.explain import Explainer
@@ -92,3 +94,17 @@ def test_a_request_longer_than_the_pool_is_served_if_its_window_fits():
     sim.add(list(range(90)), 150)
     sim.run()
     assert sim.seqs[0].num_output_tokens == 150
+
+
+@pytest.mark.parametrize("windows", [(3,), (4, None)])
+def test_a_release_that_is_missing_or_of_another_block_is_found(windows):
+    events = []
+    pool = TableShape(2, windows).most_blocks(32, 2) + 2
+    fill(Simulation(pool, windows=windows, emit=events.append, chunked_prefill_size=2)).run()
+    places = [i for i, event in enumerate(events) if isinstance(event, WindowPassed)]
+    for place in places[::5]:
+        event = events[place]
+        for block_ids in ((), tuple((block_id + 1) % pool for block_id in event.block_ids), event.block_ids * 2):
+            changed = [msgspec.structs.replace(event, block_ids=block_ids)] if block_ids else []
+            with pytest.raises(TraceError):
+                check_events([*events[:place], *changed, *events[place + 1 :]])

@@ -140,7 +140,7 @@ class Scheduler:
                 continue
             if num_new > 1:
                 num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
-            if manager.shape.has_windows:
+            if manager.has_windows:
                 manager.release_unseen(seq)
             while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
                 num_fitting = self._num_fitting_tokens(seq)
@@ -181,7 +181,7 @@ class Scheduler:
         )
         if not ready or len(beams) > budget:
             return 0
-        if manager.shape.has_windows:
+        if manager.has_windows:
             for beam in beams:
                 manager.release_unseen(beam)
         while manager.num_fork_blocks(beams) > manager.num_free_blocks:

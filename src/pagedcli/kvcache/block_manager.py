@@ -37,7 +37,7 @@ class BlockManager(PrefixLookup):
 
         With windows an upper bound: blocks shared at first may be released before others are taken.
         """
-        if not self.shape.has_windows:
+        if not self.has_windows:
             num_left = len(seq.token_ids) - self.num_computed_after(seq, hit)
             return self.num_new_blocks(seq, hit, num_left) + hit.num_free
         return self.shape.most_blocks(len(seq.token_ids), chunk)

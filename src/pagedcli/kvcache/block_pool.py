@@ -66,6 +66,7 @@ class BlockPool:
         self.shape = shape
         self.block_size = block_size
         self.num_groups = shape.num_groups
+        self.has_windows = shape.has_windows
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))

@@ -48,7 +48,7 @@ class PrefixLookup(BlockPool):
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, 0, num_asked)
         self._extend_prefixes(seq, num_asked)
-        block_ids = self._seen_blocks(seq) if self.shape.has_windows else self._leading_blocks(seq, 0)
+        block_ids = self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
         held = [block_id for block_id in block_ids if block_id is not None]
         num_free = sum(self.blocks[block_id].ref_count == 0 for block_id in held)
         return PrefixHit(tuple(block_ids), num_free, len(block_ids) // self.num_groups, num_asked)
