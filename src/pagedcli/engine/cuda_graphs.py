@@ -22,6 +22,7 @@ from pagedcli.engine.transfer import packed_size, unpack
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
+from pagedcli.models.decoder import groups_experts
 from pagedcli.models.spec import ModelSpec
 
 LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
@@ -46,7 +47,7 @@ def why_no_graphs(
         return "enforce_eager"
     if spec.is_fallback:
         return f"{spec.architecture} runs through transformers"
-    if spec.experts is not None:
+    if spec.experts is not None and not groups_experts(spec, backend):
         return "the host counts the tokens of each expert"
     if not backend.capabilities.graph_safe:
         return f"backend {backend.name} needs lengths on the host"

@@ -21,7 +21,7 @@ def route(logits: Tensor, num_per_token: int, *, renormalize: bool) -> tuple[Ten
     return weights.to(logits.dtype), experts
 
 
-def weighted_sum(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights: Tensor, chosen: Tensor) -> Tensor:
+def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """For each token the weighted sum of its experts' results, added in the order of the experts.
 
     Shapes:  x [T, E]; weights, chosen [T, K] of route; returns [T, E].

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
-from pagedcli.layers.experts import route, weighted_sum
+from pagedcli.layers.experts import route
 from pagedcli.layers.fused import fused_layers
 from pagedcli.layers.norm import add_rms_norm, rms_norm
 from pagedcli.layers.parallel import ParallelContext
@@ -141,7 +141,7 @@ class Experts:
     """A mixture of gated MLPs, with or without a shared one for every token."""
 
     router: Callable[[Tensor], Tensor]  # E -> X
-    experts: list[GatedMlp]
+    mixture: Callable[[Tensor, Tensor, Tensor], Tensor]  # arguments and result of layers.experts.weighted_sum
     num_per_token: int
     renormalize: bool
     shared: GatedMlp | None
@@ -151,7 +151,7 @@ class Experts:
     def __call__(self, x: Tensor, _step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         weights, chosen = route(self.router(x), self.num_per_token, renormalize=self.renormalize)
-        out = weighted_sum(x, self.experts, weights, chosen)
+        out = self.mixture(x, weights, chosen)
         if self.shared is not None and self.shared_gate is not None:
             out += self.shared_gate(x).sigmoid() * self.shared(x)
         return self.parallel.all_reduce(out)

@@ -4,12 +4,14 @@ One of the decoders of models.loading. If attention runs on the project's CPU ke
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
-from pagedcli.layers.fused import stores_in_one_pass
+from pagedcli.layers.experts import weighted_sum
+from pagedcli.layers.fused import fused_layers, stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
@@ -157,13 +159,24 @@ class _Builder:
         shared = experts.shared_intermediate_size is not None
         return Experts(
             router=self._unquantized(f"{key}.router"),
-            experts=[self._expert(f"{key}.experts.{i}") for i in range(experts.num_experts)],
+            mixture=self._mixture([f"{key}.experts.{i}" for i in range(experts.num_experts)]),
             num_per_token=experts.num_per_token,
             renormalize=experts.renormalize,
             shared=self._expert(f"{key}.shared_expert") if shared else None,
             shared_gate=self._unquantized(f"{key}.shared_gate") if shared else None,
             parallel=self._request.parallel,
         )
+
+    def _mixture(self, keys: list[str]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """All experts of a layer."""
+        if not groups_experts(self._spec, self._request.backend):
+            return partial(weighted_sum, [self._expert(key) for key in keys])
+        from pagedcli.layers.triton_experts import GroupedExperts
+
+        gate_up, down = ([self._tensors.pop(f"{key}.{name}.weight") for key in keys] for name in ("gate_up", "down"))
+        grouped = GroupedExperts(gate_up, down)
+        self.linear_bytes += grouped.nbytes
+        return grouped
 
     def _expert(self, key: str) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
@@ -223,6 +236,12 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
     if has_cpu_kernels(spec, backend):
         return "cpu"
     return "triton" if backend.capabilities.fused_store else "torch"
+
+
+def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
+    """Whether the Triton kernel computes all experts of a layer together."""
+    is_plain = spec.quantization is None and not spec.mlp_bias and spec.hidden_act in ("silu", "swish")
+    return is_plain and linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 
 def refusal(needs: DecoderNeeds) -> str | None:
