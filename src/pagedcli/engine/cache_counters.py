@@ -72,7 +72,8 @@ class CacheCounters:
         manager, size = scheduler.block_manager, self.block_size
         slots = (manager.num_blocks - manager.num_free_blocks) * size
         if slots:
-            unfilled = sum(-seq.num_computed_tokens % size for seq in scheduler.running)  # of their last blocks
+            # of their last blocks, one in each group
+            unfilled = manager.num_groups * sum(-seq.num_computed_tokens % size for seq in scheduler.running)
             self._num_slots += slots
             self._num_unfilled += unfilled
             self.mean_waste = self._num_unfilled / self._num_slots

@@ -70,6 +70,8 @@ class TraceReader:
         for line in self._lines:
             if self.line_number == 1:
                 self._check_first(line)
+            elif not line.strip():
+                raise TraceError(f"{self.place}: an empty line, where each has an event")
             try:
                 event = self._decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
