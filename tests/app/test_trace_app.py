@@ -214,3 +214,25 @@ def test_moments_are_copied_only_when_the_screen_asks():
     for _ in range(10):
         sim.step()
     assert len(copies) == 2
+
+
+def test_every_key_may_come_before_the_first_step():
+    deck = LiveDeck()
+    app = PoolApp(deck, "pagedcli trace")
+
+    async def script(pilot):
+        for key in (*"sazpem.,+-<>[]", "tab", "up", "enter", "z", "right", "enter", "escape", "space"):
+            await press(pilot, key)
+        assert "waiting for the first one" in screen_text(app)
+
+    drive(app, script)
+
+
+def test_brackets_in_a_filter_are_no_markup():
+    run = Run(paused=True)
+
+    async def script(pilot):
+        await until(pilot, at_step(run, 0))
+        assert "with '[/x]'" in await press(pilot, "/", *"[/x]", "enter")
+
+    run.under(script)

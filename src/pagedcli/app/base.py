@@ -137,9 +137,8 @@ class DeckApp(App[None]):
         speed = "" if deck.speed is None else f"{deck.speed:g} {deck.unit}s/s"
         state = "PAUSED" if deck.paused else speed
         parts = [(f" {part} ", "bold yellow") for part in (state, deck.place, self._said) if part]
-        text = Text.assemble(
-            *parts, " ", self.head() if deck.moment is not None else "", "  ", (self.shown_title, "dim")
-        )
+        figures = Text("waiting for the first one ...", "italic") if deck.moment is None else self.head()
+        text = Text.assemble(*parts, " ", figures, "  ", (self.shown_title, "dim"), no_wrap=True, overflow="ellipsis")
         if self.head_line.content != text:
             self.head_line.show(text, 1)
 
@@ -161,6 +160,10 @@ class DeckApp(App[None]):
             self.deck.request_stop()
         else:
             self.exit()
+
+    async def action_quit(self) -> None:
+        """Ctrl-Q, which Textual binds."""
+        self.action_leave()
 
     def action_interrupt(self) -> None:
         self.was_interrupted = not isinstance(self.deck, RunningDeck)  # else its work tells

@@ -8,6 +8,7 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
@@ -57,7 +58,7 @@ class StoryPage(Page):
 
     def compose(self) -> ComposeResult:
         with Vertical(id="page") as page:
-            page.border_title, page.border_subtitle = self._title, f"{self._hint}Esc closes"
+            page.border_title, page.border_subtitle = Content(self._title), f"{self._hint}Esc closes"
             with VerticalScroll(id="facts", can_focus=False):
                 yield Static(self._facts)
             yield self._rows

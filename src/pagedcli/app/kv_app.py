@@ -75,6 +75,7 @@ class KVApp(DeckApp):
         self._sort = 0
         self._filter = ""
         self._tree = Rows(id="tree", empty="no blocks")
+        self._shown: dict[int, Branch] = {}  # by row
         self._figures = Static(id="figures")
         self._notes = Rows(id="notes")
 
@@ -126,8 +127,8 @@ class KVApp(DeckApp):
         if self._sort:
             keys = (lambda b: b.num_tokens, lambda b: len(b.nodes), lambda b: b.num_children)
             rows.sort(key=lambda row: -keys[self._sort - 1](row[0]))
-        self._shown = {hash(branch.nodes[0].hash): branch for branch, _, _ in rows}
-        cells = {hash(branch.nodes[0].hash): (branch, share, label) for branch, share, label in rows}
+        cells = {id(branch.nodes[0]): (branch, share, label) for branch, share, label in rows}
+        self._shown = {key: branch for key, (branch, _, _) in cells.items()}
 
         def row(key: int, width: int) -> Text:
             branch, share, label = cells[key]
@@ -141,7 +142,7 @@ class KVApp(DeckApp):
 
         self._tree.show(self._heading, list(cells), row)
         matching = f" with {one_line(self._filter)!r}" if self._filter else ""
-        self._tree.border_title = f"prefix tree: its largest subtrees{matching}"
+        self._tree.show_title(f"prefix tree: its largest subtrees{matching}")
 
     def _heading(self, width: int) -> Text:
         sorted_by = _SORTS[self._sort]

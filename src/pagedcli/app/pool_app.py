@@ -152,7 +152,7 @@ class PoolApp(DeckApp):
         title = self._list.title(len(seq_ids))
         if step is not None and step.waiting is not None and moment.state.engine is not None:
             title += f"; seq {step.waiting.seq_id}: {waiting_reason(step.waiting, moment.state.engine)}"
-        self._sequences.border_title = title
+        self._sequences.show_title(title)
 
     def _show_selected(self, moment: Moment) -> None:
         """The map with the blocks of the selected sequence, and what its row has no room for."""
@@ -188,7 +188,8 @@ class PoolApp(DeckApp):
     # ------------------------------------------------------------------ keys
 
     def on_rows_moved(self, message: Rows.Moved) -> None:
-        self._show_selected(self._moment)
+        if self.pool_deck.moment is not None:
+            self._show_selected(self._moment)
 
     def on_rows_heading_clicked(self, message: Rows.HeadingClicked) -> None:
         self.action_sort()

@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.events import Click
 from textual.geometry import Size
 from textual.message import Message
@@ -104,6 +105,10 @@ class Rows(ScrollView):
         if at is not None:
             self._follow_cursor()
         self.refresh()
+
+    def show_title(self, title: str) -> None:
+        """A title that may contain anything: brackets are no markup."""
+        self.border_title = Content(title)
 
     def show_lines(self, lines: Iterable[str], style: str = "") -> None:
         """Show lines of text, the long ones wrapped."""

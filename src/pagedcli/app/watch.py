@@ -28,6 +28,7 @@ def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
         try:
             outcome.set_result(work())
         except BaseException as error:
+            deck.closes_at_end = True  # so that its message is seen
             outcome.set_exception(error)
         deck.finish()
 

@@ -93,10 +93,6 @@ class Moment(View[PoolState]):
         other.pool_trend, other.hit_trend = self.pool_trend.copy(), self.hit_trend.copy()
         return other
 
-    def last_events(self) -> list[tuple[int | None, Event]]:
-        """The events that are kept, each with its step, oldest first."""
-        return list(self._events)
-
     def last_words(self, most: int, *, of_step: int | None = None) -> list[str]:
         """The last events as text, oldest first; the evictions of a step share a line."""
         entries = [entry for entry in self._events if of_step is None or entry[0] == of_step]
