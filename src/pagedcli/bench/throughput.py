@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,10 +16,12 @@ from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Spread
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.engine.decide import DTYPES
+from pagedcli.engine.decide import DTYPES, decide
 from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.engine.machine import this_machine
 from pagedcli.engine.outputs import EngineStats, RequestOutput
 from pagedcli.kvcache.budget import INT4_BYTES, head_bytes
+from pagedcli.models.packed_formats import packed_format
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
@@ -94,7 +96,7 @@ def run_workload(
     generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
     warm_up_s = time.perf_counter() - started
     on_cpu = engine.runner.device.type == "cpu"
-    dtype, int8 = DTYPES[engine.plan.dtype], config.quantization is not None
+    dtype, int8 = DTYPES[engine.plan.dtype], _weight_bytes(engine).rounds_activations
     runs, machines, busy = [], [], []
     before = measure_rates(dtype, int8=int8) if on_cpu else None
     for place, workload in enumerate(workloads):
@@ -184,16 +186,32 @@ def throughput_row(result: Throughput, workload: Workload) -> dict[str, Any]:
 
 
 def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
-    itemsize = DTYPES[result.engine.plan.dtype].itemsize
-    quantization = result.engine.config.quantization
-    weight_size = {"int8": 1.0, "int4": INT4_BYTES}.get(quantization or "", itemsize)
-    head_size = itemsize if quantization is None else 1.0
-    spec, plan = result.engine.spec, result.engine.plan
+    spec, plan, weights = result.engine.spec, result.engine.plan, _weight_bytes(result.engine)
     kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
     floor = workload_floor(
-        spec, workload, machine.limits, itemsize=weight_size, head_itemsize=head_size, kv_itemsize=kv_size
+        spec, workload, machine.limits, itemsize=weights.layers, head_itemsize=weights.head, kv_itemsize=kv_size
     )
     return floor.total_s
+
+
+class _WeightBytes(NamedTuple):
+    """Bytes per weight of the layers and of the output layer, and whether activations are rounded for them."""
+
+    layers: float
+    head: float
+    rounds_activations: bool
+
+
+def _weight_bytes(engine: LLMEngine) -> _WeightBytes:
+    itemsize, quantization, spec = DTYPES[engine.plan.dtype].itemsize, engine.config.quantization, engine.spec
+    if spec.quantization is not None:
+        stored, width = packed_format(spec.quantization), spec.hidden_size
+        kernels = decide(engine.config, spec, this_machine()).kernels
+        rounds = kernels == "cpu" and stored.kernel_refusal(kernels) is None
+        return _WeightBytes(stored.kept_bytes(width, width, itemsize, kernels) / width**2, itemsize, rounds)
+    if quantization is None:
+        return _WeightBytes(itemsize, itemsize, False)
+    return _WeightBytes(INT4_BYTES if quantization == "int4" else 1.0, 1.0, True)
 
 
 def _copy(stats: EngineStats) -> EngineStats:

@@ -54,6 +54,10 @@ class Widened(_Stored):
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading; activations are not rounded"
 
+    def kernel_refusal(self, kernels: Kernels) -> str | None:
+        """See Packed.kernel_refusal."""
+        return "no kernel reads FP8 weights"
+
     def kept_bytes(self, out_features: int, in_features: int, itemsize: int, kernels: Kernels) -> int:
         """Bytes of a layer's weight in memory; itemsize is that of the model's dtype."""
         return out_features * in_features * itemsize

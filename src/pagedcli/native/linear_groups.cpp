@@ -3,6 +3,8 @@
 
 #include "packed_groups.h"
 
+#include <type_traits>
+
 namespace {
 
 #if defined(USE_AVX512)
@@ -20,10 +22,12 @@ struct Activations {
     int64_t chunks, stride;
 };
 
-// sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`.
-template <int R, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
-__attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t blocks,
+// sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`. BLOCKS of a chunk, or 0:
+// any number.
+template <int R, int BLOCKS, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
+__attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t num_blocks,
                                         const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+    const int64_t blocks = BLOCKS ? BLOCKS : num_blocks;
     vf acc[R][PANEL_VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = loadf(sums + r * PANEL + v * VL);
@@ -59,7 +63,8 @@ void multiply_packed(const Linear& l, int64_t p, int64_t blocks, const Activatio
                      const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
     with_packing(l, p, [&](auto header, auto codes) {
         with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-            multiply<R(), decltype(header), decltype(codes)>(x, row, header, blocks, chunk, first, end, sums);
+            constexpr int BLOCKS = std::is_same_v<decltype(header), ByteHeader> ? 1 : 0;
+            multiply<R(), BLOCKS, decltype(header), decltype(codes)>(x, row, header, blocks, chunk, first, end, sums);
         });
     });
 }
@@ -111,7 +116,8 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
                     multiply_packed(l, p, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
                 else
                     with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-                        multiply<R(), FloatHeader, Unpacked>(x, begin + row, {}, blocks, unpacked, c, stop, to);
+                        const auto run = blocks == 1 ? multiply<R(), 1, FloatHeader, Unpacked> : multiply<R(), 0, FloatHeader, Unpacked>;
+                        run(x, begin + row, {}, blocks, unpacked, c, stop, to);
                     });
             }
         }
