@@ -92,6 +92,7 @@ SCHEME = PACKED["config_groups"]["group_0"]
         ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
         ({**PACKED, "config_groups": {"a": SCHEME, "b": SCHEME}}, "2 groups of layers"),
         ({**PACKED, "config_groups": {"a": {**SCHEME, "weights": None}}}, "only activations are quantized"),
+        ({**PACKED, "ignore": []}, "its output layer is quantized, too"),
         ({**PACKED, "format": "int-quantized"}, "strategy group"),
         ({**PACKED, "format": "float-quantized"}, "4-bit int weights in this format"),
     ],
@@ -118,7 +119,11 @@ def test_a_family_without_a_native_decoder_and_a_second_quantization_are_refused
     [
         (AWQ, "model.layers.0.mlp.gate_proj", "lm_head"),
         ({**AWQ, "modules_to_not_convert": ["mlp.gate"]}, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.gate"),
-        ({**PACKED, "ignore": ["re:.*down_proj"]}, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"),
+        (
+            {**PACKED, "ignore": ["lm_head", "re:.*down_proj"]},
+            "model.layers.0.mlp.up_proj",
+            "model.layers.0.mlp.down_proj",
+        ),
         ({**GPTQ, "dynamic": {"-:.*layers\\.0.*": {}}}, "model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj"),
         (
             {**GPTQ, "modules_in_block_to_quantize": [["mlp.up_proj"]]},

@@ -96,7 +96,8 @@ class StoredQuantization:
 
 
 def read_quantization(config: dict[str, Any], where: Path) -> StoredQuantization | None:
-    """The quantization of a checkpoint by its config.json at `where`; None if it has none.
+    """The quantization of a checkpoint by its config.json at `where`; None if it has none. A tied output layer is never
+    quantized.
 
     Raises: ModelError that names the method and the reason if its weights cannot be read.
     """
@@ -111,6 +112,8 @@ def read_quantization(config: dict[str, Any], where: Path) -> StoredQuantization
     stored = _READERS[method](content, where)
     for pattern in (*stored.targets, *stored.skipped):
         _check_pattern(pattern, where)
+    if method == "compressed-tensors" and not config.get("tie_word_embeddings") and stored.covers("lm_head"):
+        raise refusal(where, method, "its output layer is quantized, too")
     return stored
 
 
