@@ -21,6 +21,8 @@ def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
     state = fold(reader, view)
     view.finish()
     assert state.engine is not None, "a trace begins with the engine"
+    if any(state.engine.windows):
+        raise UsageError(f"{path}: the model has sliding windows, which simulate does not model")
     workload = view.workload
     workload.notes += reader.notes
     if not workload.requests:
