@@ -79,8 +79,7 @@ def generate(
       pagedcli generate data.jsonl --field question --id-field qid --keep label -o out.jsonl
       pagedcli generate prompts.jsonl -o out.jsonl --verify 20  (20 rows once more at the end, each alone)
 
-    Exit codes: 0 success, 1 fatal error or rows that --verify found different, 2 wrong usage or configuration,
-    3 finished with error rows, 130 interrupted.
+    Exit codes: 0 success, 1 fatal error or --verify found a difference, 2 wrong usage, 3 error rows, 130 interrupted.
     """  # fmt: skip
     loaded = load_config(config, flags)
     if show_config:
