@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagedcli.inspection.words import percent_text, plural
 from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.stack_distance import LruCurve, lru_curve, stack_distances
@@ -46,7 +47,7 @@ def _doubling(curve: LruCurve, pools: Sequence[int]) -> list[str]:
     for size in pools:
         before, after = curve.hits_at(size)[1], curve.hits_at(2 * size)[1]
         if after - before >= _NOTABLE * curve.num_tokens:
-            gains.append(f"from {_percent(before, curve)} to {_percent(after, curve)} at {size:,} blocks")
+            gains.append(f"from {_percent(before, curve)} to {_percent(after, curve)} at {plural(size, 'block')}")
     if not gains:
         return ["Doubling any of these pools gains less than 0.1 points."]
     return [f"Doubling the memory raises the hit rate {', '.join(gains)} (LRU without running requests)."]
@@ -54,14 +55,14 @@ def _doubling(curve: LruCurve, pools: Sequence[int]) -> list[str]:
 
 def _in_use(points: Sequence[SweepPoint]) -> list[str]:
     runs = [point.run for point in points if point.run is not None]
-    if not runs:
+    most = max((run.peak_used_blocks for run in runs), default=0)
+    if not most:
         return []
-    most = max(run.peak_used_blocks for run in runs)
-    sentences = [f"Running requests use up to {most:,} blocks at once; the rest of a pool is the cache."]
+    sentences = [f"Running requests use up to {plural(most, 'block')} at once; the rest of a pool is the cache."]
     preempted = [run for run in runs if run.num_preemptions]
     if preempted:
         largest = max(run.plan.num_blocks for run in preempted)
-        sentences.append(f"Requests are preempted in pools of up to {largest:,} blocks.")
+        sentences.append(f"Requests are preempted in pools of up to {plural(largest, 'block')}.")
     return sentences
 
 
@@ -73,9 +74,8 @@ def _policies(points: Sequence[SweepPoint]) -> list[str]:
                  if point.num_blocks == size}  # fmt: skip
         best = max(rates, key=lambda policy: rates[policy])
         if "lru" in rates and rates[best] - rates["lru"] >= _NOTABLE:
-            sentences.append(
-                f"{best} gets {_share(rates[best])} instead of {_share(rates['lru'])} (lru) at {size:,} blocks."
-            )
+            gain = f"{percent_text(rates[best])} instead of {percent_text(rates['lru'])} (lru)"
+            sentences.append(f"{best} gets {gain} at {plural(size, 'block')}.")
     return sentences
 
 
@@ -86,9 +86,11 @@ def _reordering(sweep: Sweep, pools: Sequence[int]) -> list[str]:
     before = sweep.curve.hits_at(size)[1] / sweep.curve.num_tokens
     after = sorted_curve.hits_at(size)[1] / sorted_curve.num_tokens
     if after - before < _NOTABLE:
-        return [f"Sorting by prefix (--reorder prefix) gains nothing at {size:,} blocks: {_share(after)}."]
-    rise = f"from {_share(before)} to {_share(after)}"
-    return [f"Sorting by prefix (--reorder prefix) raises the hit rate {rise} at {size:,} blocks."]
+        return [
+            f"Sorting by prefix (--reorder prefix) gains nothing at {plural(size, 'block')}: {percent_text(after)}."
+        ]
+    rise = f"from {percent_text(before)} to {percent_text(after)}"
+    return [f"Sorting by prefix (--reorder prefix) raises the hit rate {rise} at {plural(size, 'block')}."]
 
 
 def prefix_order(accesses: Accesses) -> Ints:
@@ -130,7 +132,7 @@ def _block_sizes(sweep: Sweep, pool: int) -> list[str]:
         return []
     own = f"{_percent(sweep.curve.hits_at(pool)[1], sweep.curve)}, {_percent(sweep.curve.ceiling[1], sweep.curve)}"
     return [
-        f"Hit rates by block size, with the memory of {pool:,} blocks of {size:,} and without a limit: "
+        f"Hit rates by block size, with the memory of {plural(pool, 'block')} of {size:,} and without a limit: "
         f"{size:,}: {own}; {'; '.join(texts)}."
     ]
 
@@ -142,8 +144,4 @@ def _rates(workload: Workload, block_size: int, pool: int, warmup: float) -> str
 
 
 def _percent(tokens: int, curve: LruCurve) -> str:
-    return _share(tokens / max(1, curve.num_tokens))
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return percent_text(tokens / max(1, curve.num_tokens))
