@@ -81,16 +81,18 @@ class PoolState(BlockLedger):
 
     def num_unfilled_slots(self) -> int:
         """Slots of blocks in use without a token: internal fragmentation."""
+        size, num_groups = self.block_size, self.num_groups
         seen: set[int] = set()
         unfilled = 0
         for seq in self.seqs.values():
-            first = seq.num_computed_tokens // self.block_size * self.num_groups
+            if not seq.block_table:
+                continue
+            first = seq.num_computed_tokens // size * num_groups
             for index in range(first, len(seq.block_table)):
                 block_id = seq.block_table[index]
                 if block_id is not None and block_id not in seen and self.hashes[block_id] is None:
                     seen.add(block_id)
-                    start = index // self.num_groups * self.block_size
-                    unfilled += self.block_size - max(0, seq.num_computed_tokens - start)
+                    unfilled += size - max(0, seq.num_computed_tokens - index // num_groups * size)
         return unfilled
 
     def copy(self) -> "PoolState":

@@ -78,8 +78,10 @@ class WholeRun(View[PoolState]):
 
     def apply(self, event: Event, state: PoolState) -> None:
         """Take in an event that the state has."""
-        for view in (self.stats, self.series, self.timelines, self.explainer):
-            view.apply(event, state)
+        self.stats.apply(event, state)
+        self.series.apply(event, state)
+        self.timelines.apply(event, state)
+        self.explainer.apply(event, state)
 
     def finish(self, state: PoolState) -> None:
         """Call once, after the last event."""
