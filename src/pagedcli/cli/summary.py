@@ -46,6 +46,8 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:
         say(f"minimum cacheable prefix: {_count(plan.block_size, 'token')} (one block)")
+        if plan.eviction != "lru":
+            say(f"eviction: {plan.eviction}")
     else:
         say("prefix caching is off")
 
