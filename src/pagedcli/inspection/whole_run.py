@@ -50,7 +50,7 @@ class RequestRow:
     def why(self) -> str:
         """Where the time went, largest part first."""
         words = {
-            "waiting": f"waiting{self._waited_for()}",
+            "waiting": "waiting",
             "prefill": f"computing {plural(self.num_prompt, 'prompt token')} ({self.num_cached:,} cached)",
             "decode": f"generating {plural(self.num_output, 'token')}",
             "preempted": f"preempted {plural(self.num_preemptions, 'time')}, "
@@ -58,12 +58,12 @@ class RequestRow:
         }
         parts = sorted(self.seconds.items(), key=lambda item: -item[1])
         shown = "; ".join(f"{seconds_text(part)} {words[status]}" for status, part in parts if part)
-        return f"{seconds_text(self.total_s)}: {shown}" if shown else "no step took part in it"
+        return f"{seconds_text(self.total_s)}: {shown}{self._waited_for()}" if shown else "no step took part in it"
 
     def _waited_for(self) -> str:
         reasons = sorted(self.waited_for.items(), key=lambda item: -item[1])
         known = [f"{WAITING_WORDS[reason]} {seconds_text(part)}" for reason, part in reasons if part]
-        return f" ({', '.join(known)})" if known else ""
+        return f"; it waited for: {', '.join(known)}" if known else ""
 
 
 class WholeRun(View[PoolState]):
