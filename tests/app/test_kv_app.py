@@ -3,9 +3,6 @@
 import threading
 
 import pytest
-
-pytest.importorskip("textual")
-
 from app_harness import drive, press, screen_text, settle, shown
 from kv_event_harness import message, removed, stored
 

@@ -3,9 +3,6 @@
 import re
 
 import pytest
-
-pytest.importorskip("textual")
-
 from app_harness import drive, press, screen_text, shown
 from trace_harness import simulated
 

@@ -5,9 +5,6 @@ import threading
 import time
 
 import pytest
-
-pytest.importorskip("textual")
-
 from app_harness import drive, press, screen_text, settle
 from scripted import Simulation
 

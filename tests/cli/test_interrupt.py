@@ -62,7 +62,6 @@ def test_an_interrupt_leaves_no_half_written_file(tmp_path):
 
 def interrupted_on_a_terminal(*arguments):
     """The exit code and the output of a command that gets Ctrl-C while its screen is shown."""
-    pytest.importorskip("textual")
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}

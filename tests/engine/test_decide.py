@@ -114,6 +114,7 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
         ({"kv_cache_dtype": "int8"}, gpu_machine(), "int8 needs a CPU"),
         ({"attention_backend": "cpu", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no C.. compiler"),
         ({"attention_backend": "triton"}, gpu_machine((7, 5)), "compute capability 8.0"),
+        ({"eviction": "fifo", "enable_prefix_caching": False}, gpu_machine(), "nothing is cached"),
         ({"quantization": "int8"}, gpu_machine(), "no decoder runs Qwen3ForCausalLM with weights int8"),
         ({"quantization": "int8", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no decoder runs"),
     ],

@@ -83,7 +83,7 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: Inpu
 
 def read_ahead(plan: Plan) -> int:
     """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them."""
-    if plan.eviction != "next-use" or not plan.enable_prefix_caching:
+    if plan.eviction != "next-use":
         return 0
     return min(READ_AHEAD_POOLS * plan.num_slots, MOST_READ_AHEAD)
 

@@ -83,6 +83,11 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     max_model_len = resolve_max_model_len(config, spec)
     check_length(spec, max_model_len)
     spec = spec.within(max_model_len)
+    if config.eviction != "lru" and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"eviction is {config.eviction}, but without prefix caching nothing is cached that could be evicted",
+            hint="leave out --eviction, or --no-enable-prefix-caching",
+        )
     own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
     device = rank_device(config, machine, rank)
     gpu = machine.gpus[device.index] if device.type == "cuda" else None
