@@ -96,6 +96,20 @@ def test_yarn_mscale_and_untruncated_borders_equal_transformers(tmp_path):
     assert_same_logits(actual, transformers_logits(path, sequences))
 
 
+def test_longrope_past_its_original_length_is_transformers_for_sequences_that_long(tmp_path_factory, tmp_path):
+    """Original length 16: transformers takes the long factors for all positions of sequences of 20 and 33 tokens."""
+    options = {"original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    factors = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    path = tiny_model("phi3-longrope", tmp_path / "model", rope_parameters={**rope, **factors, **options}, **options)
+    sequences = [list(range(3, 23)), list(range(40, 73))]
+    model = load(path)
+    actual = paged_logits(model, ReferenceAttention(), sequences, num_prompt=[20, 33], block_size=4, chunk=7)
+    assert_same_logits(actual, transformers_logits(path, sequences))
+    assert "over 16" in model.notes[-1]
+    assert not load(path, max_model_len=16).notes
+
+
 def test_a_window_that_hides_nothing_is_no_window(tmp_path):
     path = tiny_model("mistral", tmp_path, sliding_window=95)
     sequences, num_prompt = ragged_sequences()

@@ -46,7 +46,7 @@ def both(parameters, tmp_path):
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies_and_table_equal_transformers_to_the_last_bit(name, tmp_path):
     theirs, rope = both(ROPES[name], tmp_path)
-    assert torch.equal(inverse_frequencies(rope, HEAD_DIM), theirs.inv_freq)
+    assert torch.equal(inverse_frequencies(rope, HEAD_DIM, 512), theirs.inv_freq)
     assert rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     positions = torch.tensor([0, 1, 7, 127, 128, 511])
     for dtype in (torch.float32, torch.bfloat16):
@@ -66,7 +66,7 @@ def test_llama3_by_hand():
         high_freq_factor=4.0,
         original_max_position_embeddings=40,
     )
-    torch.testing.assert_close(inverse_frequencies(rope, 4), torch.tensor([1.0, 0.1 / 8]))
+    torch.testing.assert_close(inverse_frequencies(rope, 4, 40), torch.tensor([1.0, 0.1 / 8]))
     assert 2 * math.pi < 40 / 4 < 40 / 1 < 20 * math.pi
 
 

@@ -24,6 +24,7 @@ from pagedcli.models.decoder import linear_kernels
 from pagedcli.models.formats import AS_STORED, Kernels
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
+from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 
@@ -83,21 +84,12 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     max_model_len = resolve_max_model_len(config, spec)
     check_length(spec, max_model_len)
     spec = spec.within(max_model_len)
-    if config.eviction != "lru" and not config.enable_prefix_caching:
-        raise ConfigError(
-            f"eviction is {config.eviction}, but without prefix caching nothing is cached that could be evicted",
-            hint="leave out --eviction, or --no-enable-prefix-caching",
-        )
     own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
     device = rank_device(config, machine, rank)
     gpu = machine.gpus[device.index] if device.type == "cuda" else None
     dtype = resolve_dtype(config.dtype, spec)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
-    if kv_dtype == torch.int8 and spec.is_fallback:
-        raise ConfigError(
-            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
-            hint="use --kv-cache-dtype auto",
-        )
+    _check_cache(config, spec, kv_dtype)
     attention = AttentionSpec(
         device=device,
         dtype=dtype,
@@ -118,7 +110,9 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
     kernels = linear_kernels(spec, choice.kind)
     notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
-    note = stored.note(dtype, kernels)
+    if (note := stored.note(dtype, kernels)) is not None:
+        notes += (note,)
+    notes += rope_notes(spec.rope, max_model_len)
     no_graphs = why_no_graphs(config, spec, device, choice.kind)
     return Decisions(
         device=device,
@@ -147,7 +141,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
         graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
         no_graphs=no_graphs,
-        notes=notes if note is None else (*notes, note),
+        notes=notes,
     )
 
 
@@ -247,13 +241,28 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """Most tokens of prompt and output together. Raises: ConfigError if the model has fewer positions."""
     limit = spec.max_position_embeddings
     if config.max_model_len is None:
-        return min(limit, LONGEST_DEFAULT)
+        exact = spec.rope.exact_length if spec.rope is not None else None
+        return min(limit, exact or LONGEST_DEFAULT)
     if config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}",
             hint=f"use --max-model-len {limit} or less",
         )
     return config.max_model_len
+
+
+def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -> None:
+    """Raises: ConfigError for settings of the cache that exclude each other or the model."""
+    if kv_dtype == torch.int8 and spec.is_fallback:
+        raise ConfigError(
+            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
+            hint="use --kv-cache-dtype auto",
+        )
+    if config.eviction != "lru" and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"eviction is {config.eviction}, but without prefix caching nothing is cached that could be evicted",
+            hint="leave out --eviction, or --no-enable-prefix-caching",
+        )
 
 
 def _check_tables(config: EngineConfig, spec: ModelSpec, max_model_len: int, *, itemsize: int, available: int) -> None:

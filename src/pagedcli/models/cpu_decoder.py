@@ -14,6 +14,7 @@ from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.parameters import decoder_parameters, take_linear
+from pagedcli.models.rope import rope_notes
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
@@ -45,6 +46,7 @@ class CpuDecoder:
         self.spec = spec
         note = request.weight_format.note(request.dtype, "cpu")
         self.notes: tuple[str, ...] = () if note is None else (note,)
+        self.notes += rope_notes(spec.rope, request.max_model_len)
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
         self._format, self._dtype = request.weight_format, request.dtype

@@ -20,7 +20,7 @@ from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, Gat
 from pagedcli.models.formats import AS_STORED, Kernels, Modules, WeightFormat
 from pagedcli.models.layer_step import layer_steps
 from pagedcli.models.parameters import decoder_parameters, take_linear
-from pagedcli.models.rope import RopeSpec
+from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
@@ -49,6 +49,7 @@ class Decoder:
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
         if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
             self.notes += (note,)
+        self.notes += rope_notes(spec.rope, request.max_model_len)
         vectors = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() == 1 and "[" not in key)
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend

@@ -106,5 +106,5 @@ def check_length(spec: ModelSpec, max_model_len: int) -> None:
     if spec.attention_chunk is not None and max_model_len > spec.attention_chunk:
         raise chunk_refusal(spec.architecture, spec.attention_chunk, max_model_len)
     limit = spec.rope.exact_length if spec.rope is not None else None
-    if limit is not None and max_model_len > limit:
+    if limit is not None and max_model_len > limit and spec.rope is not None and not spec.rope.long_factor:
         raise length_refusal(spec.architecture, limit, "longrope", max_model_len)

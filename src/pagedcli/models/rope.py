@@ -31,17 +31,29 @@ class RopeSpec:
     truncate: bool = True  # yarn: round both limits to whole dimensions
     partial: float = 1.0  # fraction of each head that is rotated, its first elements
     short_factor: tuple[float, ...] = ()  # longrope: factor of each wavelength up to the original length
+    long_factor: tuple[float, ...] = ()  # longrope: beyond it
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
 
     @property
     def exact_length(self) -> int | None:
-        """Tokens above which a sequence's angles would depend on the rest of its batch; None: no limit."""
+        """longrope: tokens up to which a model computes as it was trained without extension; None: no such limit."""
         return self.original_max_position_embeddings if self.type == "longrope" else None
 
     @property
     def stretched_length(self) -> int:
         """The length that yarn extends to: users enable it without raising max_position_embeddings, as Qwen advises."""
         return int((self.original_max_position_embeddings or 0) * self.factor) if self.type == "yarn" else 0
+
+
+def rope_notes(rope: RopeSpec | None, max_model_len: int) -> tuple[str, ...]:
+    """Notes for the user on a model that serves requests of up to max_model_len tokens."""
+    exact = rope.exact_length if rope is not None else None
+    if exact is None or max_model_len <= exact:
+        return ()
+    return (
+        f"longrope: as max_model_len is over {exact}, all requests use the factors for long texts, as in vLLM;"
+        f" transformers uses them only for sequences over {exact} tokens",
+    )
 
 
 class _RopeJson(msgspec.Struct):
@@ -60,6 +72,7 @@ class _RopeJson(msgspec.Struct):
     truncate: bool = True
     partial_rotary_factor: float | None = None
     short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 class _ConfigJson(msgspec.Struct):
@@ -134,6 +147,7 @@ def read_rope_spec(
             partial=partial,
             original_max_position_embeddings=original,
             short_factor=tuple(rope.short_factor),
+            long_factor=tuple(rope.long_factor or ()),
             attention_factor=rope.attention_factor or by_length,
         )
     return RopeSpec(theta=theta, partial=partial)

@@ -14,12 +14,14 @@ _ROWS = 2**14  # positions computed at a time
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of every position.
 
+    longrope has two sets of factors. A table longer than the original length uses the long ones for all positions, as
+    cached keys of one sequence must agree; transformers uses the short ones for sequences up to the original length.
     Shapes:  returns [P, R] of dtype, R the rotated part of D: R/2 cosines, then R/2 sines,
              computed in float32 and then rounded.
     Units:   num_positions P in tokens.
     """
     size = int(head_dim * rope.partial)
-    frequencies = inverse_frequencies(rope, size)
+    frequencies = inverse_frequencies(rope, size, num_positions)
     table = torch.empty((num_positions, size), dtype=dtype)
     for start in range(0, num_positions, _ROWS):  # in float32 a million positions would take gigabytes
         rows = table[start : start + _ROWS]
@@ -28,7 +30,7 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torc
     return table
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
     """Radians per token of each rotated pair, [D/2] float32.
 
     Source:  Su et al., RoFormer, 2021 (default); kaiokendev 2023 (linear); Llama 3.1 (llama3); Peng et al., YaRN, 2023.
@@ -41,9 +43,11 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "longrope":
-        if len(rope.short_factor) != head_dim // 2:
-            raise ModelError(f"rope's short_factor has {len(rope.short_factor)} entries, not {head_dim // 2}")
-        return 1.0 / (torch.tensor(rope.short_factor) * rope.theta**wavelength_steps)
+        is_long = rope.exact_length is not None and num_positions > rope.exact_length
+        name, factors = ("long_factor", rope.long_factor) if is_long else ("short_factor", rope.short_factor)
+        if len(factors) != head_dim // 2:
+            raise ModelError(f"rope's {name} has {len(factors)} entries, not {head_dim // 2}")
+        return 1.0 / (torch.tensor(factors) * rope.theta**wavelength_steps)
     if rope.type == "llama3":
         return _llama3(rope, frequencies)
     return frequencies
