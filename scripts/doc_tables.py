@@ -4,10 +4,10 @@ Each function with a docstring is one table. A fenced block in the document that
 what the function of that name returns; tests/test_docs.py compares them, --write renews them.
 """
 
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from table_blocks import renew
 
 from pagedcli.engine.sequence import Sequence
 from pagedcli.kvcache.block_manager import BlockManager
@@ -223,23 +223,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (pool, eviction, two_long_prompts, growth, shared_block, three_prompts, whole_prompt_cached,
                      copy_on_write, window)
 }  # fmt: skip
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n```text\n)(.*?)(\n```)", re.DOTALL)
-
-
-def tables_in(document: str) -> dict[str, str]:
-    """Name and text of each table in the document."""
-    return {match[2]: match[3] for match in _BLOCK.finditer(document)}
-
-
-def main() -> None:
-    document = DOCUMENT.read_text(encoding="utf-8")
-    renewed = _BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[4], document)
-    if "--write" in sys.argv:
-        DOCUMENT.write_text(renewed, encoding="utf-8")
-    print(
-        "up to date" if renewed == document else "renewed" if "--write" in sys.argv else "out of date: run with --write"
-    )
 
 
 if __name__ == "__main__":
-    main()
+    renew(DOCUMENT, TABLES)

@@ -4,7 +4,6 @@ A table follows `<!-- table: name -->` and is what the function of that name ret
 --write renews them. `transformers` and `refused` ask the installed transformers (some 20 s).
 """
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from table_blocks import renew
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -141,23 +141,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 FAST: dict[str, Callable[[], str]] = {each.__name__: each for each in (native, rounding, checkpoints)}
 TABLES = FAST | {each.__name__: each for each in (version, through_transformers, refused)}
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
-
-
-def tables_in(document: str) -> dict[str, str]:
-    """Name and text of each table in the document."""
-    return {match[2]: match[3] for match in _BLOCK.finditer(document)}
-
-
-def main() -> None:
-    document = DOCUMENT.read_text(encoding="utf-8")
-    renewed = _BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[4], document)
-    if "--write" in sys.argv:
-        DOCUMENT.write_text(renewed, encoding="utf-8")
-    print(
-        "up to date" if renewed == document else "renewed" if "--write" in sys.argv else "out of date: run with --write"
-    )
 
 
 if __name__ == "__main__":
-    main()
+    renew(DOCUMENT, TABLES)

@@ -2,12 +2,14 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))  # the scripts import table_blocks
 
 
 def script(name):
@@ -15,6 +17,10 @@ def script(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def tables_in(document):
+    return script("table_blocks").tables_in(document)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def model_tables():
 
 @pytest.fixture(scope="module")
 def models_page(model_tables):
-    return model_tables.tables_in(model_tables.DOCUMENT.read_text(encoding="utf-8"))
+    return tables_in(model_tables.DOCUMENT.read_text(encoding="utf-8"))
 
 
 def test_families_and_formats_of_the_models_page_are_those_of_the_code(model_tables, models_page):
@@ -47,7 +53,7 @@ def test_the_models_page_says_what_runs_through_transformers(model_tables, model
 
 
 def test_every_table_of_the_document_is_what_the_code_gives(doc_tables):
-    tables = doc_tables.tables_in(doc_tables.DOCUMENT.read_text(encoding="utf-8"))
+    tables = tables_in(doc_tables.DOCUMENT.read_text(encoding="utf-8"))
     assert set(tables) == set(doc_tables.TABLES)
     for name, text in tables.items():
         assert text == doc_tables.TABLES[name](), f"{name}: run python scripts/doc_tables.py --write"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linear_harness import assert_rows_are_independent
 from quantized_zoo import exact_activations, random_weight
 
 from pagedcli.errors import BackendError, ModelError
@@ -54,14 +55,7 @@ def test_activations_of_two_bytes_are_rounded_once_more(library, dtype):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_row_does_not_depend_on_the_other_rows(library, threads, bits):
     linear = NativeLinear(library, random_weight(97, 352, bits=bits, group_size=64), dtype=torch.float32)
-    x = torch.randn(90, 352)
-    whole = linear(x)
-    torch.set_num_threads(threads)
-    try:
-        for tokens in (1, 5, 6, 40):
-            assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:])
-    finally:
-        torch.set_num_threads(1)
+    assert_rows_are_independent(linear, 352, threads)
 
 
 def test_weights_take_their_bits_and_three_bytes_per_group_and_row(library):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linear_harness import assert_rows_are_independent
 
 from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
@@ -57,14 +58,7 @@ def test_groups_of_one_sign_and_of_zeros_keep_their_values(library, sign):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_row_does_not_depend_on_the_other_rows(library, threads):
     linear, _, _ = layer_and_weight(library)
-    x = torch.randn(90, 352)
-    whole = linear(x)
-    torch.set_num_threads(threads)
-    try:
-        for tokens in (1, 5, 6, 40):
-            assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:])
-    finally:
-        torch.set_num_threads(1)
+    assert_rows_are_independent(linear, 352, threads)
 
 
 def test_int4_takes_less_memory_than_int8_and_picks_one_of_its_likeliest_tokens(library):

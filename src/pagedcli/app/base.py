@@ -116,7 +116,7 @@ class DeckApp(App[None]):
         if self.deck.moment is not None:
             self.show_moment()
 
-    # ------------------------------------------------------------------ for subclasses
+    # ------------------------------------------------------------------ for subclasses (an App cannot be an ABC)
 
     def show_moment(self) -> None:
         """Fill the panels."""

@@ -5,6 +5,7 @@ Nothing here draws.
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
@@ -12,7 +13,7 @@ M = TypeVar("M")
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0, None)  # steps per second, None: full speed
 
 
-class Deck(Generic[M]):
+class Deck(ABC, Generic[M]):
     """A source of moments with play, pause and speed. A method that cannot do what its key asks for returns why."""
 
     unit = "step"  # what one press of `.` advances by
@@ -23,23 +24,23 @@ class Deck(Generic[M]):
         self._speed_index = SPEEDS.index(speed)
 
     @property
+    @abstractmethod
     def moment(self) -> M | None:
         """What to show; None: nothing yet. It does not change until `poll`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """Where it is, for the head line."""
-        raise NotImplementedError
 
     @property
     def speed(self) -> float | None:
         """Steps per second, None: full speed."""
         return SPEEDS[self._speed_index]
 
+    @abstractmethod
     def poll(self) -> bool:
         """Called several times per second. Whether `moment` is another one."""
-        raise NotImplementedError
 
     def toggle_pause(self) -> str:
         self.paused = not self.paused
@@ -49,21 +50,21 @@ class Deck(Generic[M]):
         """The next speed, or with -1 the one before."""
         self._speed_index = max(0, min(self._speed_index + by, len(SPEEDS) - 1))
 
+    @abstractmethod
     def step(self, count: int) -> str:
         """Move by some steps, back if negative, and pause."""
-        raise NotImplementedError
 
+    @abstractmethod
     def go_to(self, number: int) -> str:
         """Move to a step by its number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def go_to_end(self, *, last: bool) -> str:
         """Move to the first or the last step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def jump(self, name: str, *, backward: bool) -> str:
         """Move to the next or previous preemption, eviction or miss."""
-        raise NotImplementedError
 
 
 class RunningDeck(Deck[M]):
@@ -102,16 +103,18 @@ class Recording(Deck[M]):
         self._last_poll = time.monotonic()
 
     @property
+    @abstractmethod
     def position(self) -> int:
-        raise NotImplementedError
+        """Number of the current stop, from 0."""
 
     @property
+    @abstractmethod
     def last(self) -> int:
-        raise NotImplementedError
+        """Number of the last stop."""
 
+    @abstractmethod
     def go(self, position: int) -> None:
         """Move there; between 0 and `last`."""
-        raise NotImplementedError
 
     def poll(self) -> bool:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from typing import cast
 
@@ -22,13 +23,13 @@ _DRAW_SHARE = 0.02  # largest share of the time that the screen's thread may tak
 class PoolDeck(Deck[Moment]):
     """A deck that tells stories, too."""
 
+    @abstractmethod
     def sequence_story(self, seq_id: int) -> Story:
         """What happened to a sequence."""
-        raise NotImplementedError
 
+    @abstractmethod
     def block_story(self, block_id: int) -> Story:
         """What happened to a block."""
-        raise NotImplementedError
 
 
 class ReplayDeck(Recording[Moment], PoolDeck):
