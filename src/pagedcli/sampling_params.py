@@ -167,6 +167,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature < GREEDY_BELOW
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that a request runs: its beams, or its samples."""
+        return self.beam_width or self.n
+
+    @property
     def stop_strings(self) -> list[str]:
         if self.stop is None:
             return []

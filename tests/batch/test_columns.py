@@ -272,3 +272,29 @@ def test_names_of_columns_are_checked_where_a_run_is_configured():
         Columns.of(RunConfig(output_field="sample"), kind="csv")
     assert Columns.of(RunConfig(output_field="sample")).answer == "sample"
     assert Columns.of(RunConfig(keep=" a, b ,")).keep == ("a", "b")
+
+
+# ---------------------------------------------------------------------- beams
+
+
+def test_tables_have_the_scores_of_beams_that_rows_have(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = [
+        {"prompt": PROMPT, "beam_width": 3, "n": 2, "max_tokens": 3},
+        {"prompt": PROMPT, "beam_width": 2, "max_tokens": 3},
+        {"prompt": PROMPT, "max_tokens": 2},
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": PROMPT, "num_beams": 2, "max_tokens": 3}},
+    ]
+    prompts = written(tmp_path / "in.jsonl", lines)
+    for kind in ("jsonl", "csv", "parquet"):
+        pagedcli("generate", prompts, "-o", tmp_path / f"out.{kind}", *FAST)
+    two, one, plain, openai = rows_of(tmp_path / "out.jsonl")
+    scores = [sample["beam_score"] for sample in [*two["outputs"], one, *openai["response"]["body"]["choices"]]]
+    assert all(score < 0 for score in scores)
+    assert "beam_score" not in plain
+    cells = [line["beam_score"] for line in csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text()))]
+    assert [float(cell) for cell in cells if cell] == scores
+    assert cells[3] == ""
+    table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [sample["beam_score"] for sample in table[0]["outputs"]] == scores[:2]
+    assert [row["beam_score"] for row in table] == [None, scores[2], None, scores[3]]

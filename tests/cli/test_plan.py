@@ -139,7 +139,7 @@ def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
 def test_waste_blocks_and_pools_by_hand():
     found = PromptSurvey()
     for line in range(4):
-        found.add(line, [line] * 20, 10)  # 30 tokens: two blocks of 16, two slots unfilled
+        found.add(line, [line] * 20, 11)  # 30 tokens in the cache: two blocks of 16, two slots unfilled
     row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
     assert (row["waste"], row["num_blocks"], row["longest_table"]) == (2 / 32, 8, 2)
     assert [row["num_blocks"] for row in found.pool_rows(16, max_num_seqs=3)] == [2, 6, 8]
@@ -151,12 +151,12 @@ def test_waste_blocks_and_pools_by_hand():
 
 def test_samples_of_a_prompt_share_its_full_blocks_and_need_their_own_for_the_rest():
     found = PromptSurvey()
-    found.add(0, list(range(40)), 20, n=3)  # at 16: 2 full blocks of the prompt, and for each sample 2 of its own
-    found.add(1, list(range(100, 110)), 6)  # 1 block
+    found.add(0, list(range(40)), 20, num_seqs=3)  # at 16: 2 full blocks of the prompt, 2 for each sample
+    found.add(1, list(range(100, 110)), 7)  # 1 block
     row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
     assert row["num_blocks"] == 2 + 3 * 2 + 1
-    assert row["waste"] == pytest.approx(1 - (32 + 3 * 28 + 16) / (9 * 16))
-    assert found.output_tokens == 66
+    assert row["waste"] == pytest.approx(1 - (32 + 3 * 27 + 16) / (9 * 16))
+    assert found.output_tokens == 67
     pools = {row["enough_for"]: row["num_blocks"] for row in found.pool_rows(16, 4)}
     assert pools["the 4 longest sequences at once: no preemption"] == 9
     assert found.recommended_num_blocks(16, 3) == 8

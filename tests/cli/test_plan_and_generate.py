@@ -3,7 +3,13 @@
 import json
 import random
 
+import pytest
 from cli_harness import pagedcli, rows_of
+from scripted import Simulation
+
+from pagedcli.errors import RequestError
+from pagedcli.inspection.prompt_survey import PromptSurvey
+from pagedcli.sampling_params import SamplingParams
 
 POOL = ("--num-gpu-blocks-override", "8", "--max-model-len", "160", "--max-num-seqs", "4")
 IDS = (0, 1, 5, 700, 1023, 1024, -1, 2**31, 2**63 - 1, 2**63)
@@ -25,19 +31,78 @@ def random_row(rng):
     }.items():
         if rng.random() < 0.25:
             row[name] = rng.choice(values)
+    if rng.random() < 0.1:
+        row |= {"prompt": [5] * rng.choice((1, 30, 60)), "beam_width": rng.choice((1, 2, 4, 5, 200, 400))}
     return row
 
 
-def test_plan_and_generate_agree_on_every_row_and_reason(tmp_path):
+@pytest.mark.parametrize(
+    "changes", [(), ("--no-enable-prefix-caching", "--max-num-seqs", "250", "--max-num-batched-tokens", "250")]
+)
+def test_plan_and_generate_agree_on_every_row_and_reason(tmp_path, changes):
     rng = random.Random(0)
     prompts = tmp_path / "in.jsonl"
-    lines = [json.dumps(random_row(rng)) for _ in range(150)] + ["{broken", '{"prompt": "a", "id": "x"}'] * 2
+    lines = [json.dumps(random_row(rng)) for _ in range(180)] + ["{broken", '{"prompt": "a", "id": "x"}'] * 2
     prompts.write_text("".join(line + "\n" for line in lines))
-    rows = rows_of(pagedcli("generate", prompts, *POOL, expect=3).stdout)
+    rows = rows_of(pagedcli("generate", prompts, *POOL, *changes, expect=3).stdout)
     refused = [row["error"] for row in rows if row["error"] is not None]
-    planned = json.loads(pagedcli("plan", prompts, *POOL, "--format", "json", expect=3).stdout)
+    planned = json.loads(pagedcli("plan", prompts, *POOL, *changes, "--format", "json", expect=3).stdout)
     bad = [{"code": row["code"], "message": row["message"], "line": row["line"]} for row in planned["bad_rows"]]
     assert bad == refused
     codes = {error["code"] for error in refused}
     assert {"invalid_token_id", "context_length_exceeded", "kv_cache_exceeded", "empty_prompt"} <= codes
+    assert any("beam_width is" in error["message"] for error in refused)
     assert planned["num_valid_rows"] == len(rows) - len(refused) > 20
+
+
+def random_request(rng):
+    """A prompt and its parameters: plain, several samples, or beams."""
+    kind = rng.choice(({}, {}, {"n": 3}, {"beam_width": 3, "n": 2}))
+    prompt = [rng.randrange(10, 13) for _ in range(rng.randint(1, 14))]
+    return prompt, SamplingParams(max_tokens=rng.randint(1, 12), temperature=0, ignore_eos=True, **kind)
+
+
+def add_all(sim, requests):
+    for prompt, params in requests:
+        sim.add(prompt, params=params)
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (4, None), (3, 3, None)])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pools_of_a_plan_are_enough_for_what_they_say_and_no_larger_than_needed(windows, caching, seed):
+    rng = random.Random(seed)
+    limits = {"windows": windows, "enable_prefix_caching": caching, "chunked_prefill_size": rng.choice((2, 8))}
+    requests = [random_request(rng) for _ in range(10)]
+    survey = PromptSurvey(windows, limits["chunked_prefill_size"], caching)
+    for row, (prompt, params) in enumerate(requests):
+        is_beam_search = params.beam_width is not None
+        survey.add(row, prompt, params.max_tokens, num_seqs=params.num_sequences, is_beam_search=is_beam_search)
+    for block_size in (1, 2, 8):
+        alone, at_once, *kept = (row["num_blocks"] for row in survey.pool_rows(block_size, 4))
+        for num_blocks in {alone, at_once, *kept}:
+            sim = Simulation(num_blocks, block_size, max_model_len=40, **limits)
+            add_all(sim, requests)
+            sim.run()
+            assert sim.stats.num_generated_tokens == survey.output_tokens
+            assert num_blocks < at_once or sim.stats.num_preemptions == 0
+            assert num_blocks not in kept or sim.stats.num_evictions == 0
+        small = Simulation(alone - 1, block_size, max_model_len=40, **limits)
+        with pytest.raises(RequestError, match="the pool has"):
+            add_all(small, requests)
+
+
+@pytest.mark.parametrize(
+    ("windows", "kind"), [((None,), {}), ((None,), {"n": 4}), ((5,), {}), ((4, None), {}), ((3, 3, None), {})]
+)
+@pytest.mark.parametrize("num_prompt", [3, 20])
+def test_a_run_uses_as_many_blocks_at_once_as_the_plan_says(windows, kind, num_prompt):
+    num_seqs = kind.get("n", 1)
+    survey = PromptSurvey(windows)  # one token of a sequence per step
+    survey.add(0, [5] * num_prompt, 30, num_seqs=num_seqs)
+    num_blocks = survey.pool_rows(4, num_seqs)[1]["num_blocks"]
+    sim = Simulation(num_blocks, 4, windows=windows, max_model_len=60, chunked_prefill_size=1)
+    sim.add([5] * num_prompt, params=SamplingParams(max_tokens=30, temperature=0, **kind))
+    sim.run()
+    assert sim.stats.peak_used_blocks == num_blocks
+    assert sim.stats.num_preemptions == 0

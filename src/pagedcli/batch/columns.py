@@ -16,7 +16,7 @@ from pagedcli.errors import RequestError, UsageError
 OutputKind = Literal["jsonl", "csv", "parquet"]
 ALL = "all"
 _ROW_FIELDS = frozenset(
-    ("index", "id", "custom_id", "response", "error", "outputs", "finish_reason", "stop_reason")
+    ("index", "id", "custom_id", "response", "error", "outputs", "finish_reason", "stop_reason", "beam_score")
 ) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids")}
 _IDS = ("id", "custom_id")
 METRICS = ("queued_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "recomputed_tokens")

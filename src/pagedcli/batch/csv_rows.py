@@ -38,6 +38,7 @@ def _header(columns: Columns, kept: list[str]) -> list[str]:
         columns.answer,
         "finish_reason",
         "stop_reason",
+        "beam_score",
         *counts,
         "logprobs",
         "prompt_logprobs",
@@ -69,6 +70,7 @@ def _samples(row: dict[str, Any], answer: str, kept: list[str]) -> list[dict[str
             answer: _text(sample, answer),
             "finish_reason": sample["finish_reason"],
             "stop_reason": sample.get("stop_reason"),
+            "beam_score": sample.get("beam_score"),
         }
         | {
             name: _json(sample[name])

@@ -105,9 +105,7 @@ class Intake:
             seed = seed_for(self._options.seed, index)
             changes["seed"] = seed_for(seed, place) if place else seed
         if params.max_tokens is not None and not (request.max_tokens_given or self._options.max_tokens_given):
-            room = limits.max_model_len - num_prompt
-            if limits.num_blocks is not None:  # the last token is never written to the cache
-                room = min(room, limits.num_blocks * limits.block_size - num_prompt + 1)
+            room = limits.room_for(num_prompt, params.beam_width or 1)
             if max(params.min_tokens, 1) <= room < params.max_tokens:
                 changes["max_tokens"] = room
         return msgspec.structs.replace(params, **changes) if changes else params

@@ -23,7 +23,7 @@ _ROW_GROUP_ROWS = 16_384
 _ROW_GROUP_BYTES = 64 * 2**20  # of the columns carried along, uncompressed
 _JSON_FIELDS = ("messages", "body", "response_format", "chat_template_kwargs", "logit_bias")  # may be JSON in a string
 ANSWER_COLUMNS = (
-    *("text", "finish_reason", "stop_reason", "usage", "error", "token_ids", "outputs"),
+    *("text", "finish_reason", "stop_reason", "beam_score", "usage", "error", "token_ids", "outputs"),
     *("token_logprobs", "prompt_token_logprobs"),
 )
 
@@ -244,7 +244,8 @@ def answer_schema(columns: Columns | None = None) -> Any:
     metrics = [("metrics", pa.struct(numbers))] if columns.metrics else []
     alternative = pa.struct([("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))])
     position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
-    sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string()), *token_ids]
+    sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string())]
+    sample += [("beam_score", pa.float64()), *token_ids]
     # `logprobs` and `prompt_logprobs` are how many the row asks for
     sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
@@ -295,6 +296,7 @@ def _sample(sample: dict[str, Any], name: str) -> dict[str, Any]:
         name: sample["message"]["content"] if "message" in sample else sample.get(name, sample.get("text")),
         "finish_reason": sample["finish_reason"],
         "stop_reason": None if stop_reason is None else str(stop_reason),
+        "beam_score": sample.get("beam_score"),
         "token_ids": sample.get("token_ids"),
         "prompt_token_logprobs": sample.get("prompt_logprobs"),
         "token_logprobs": logprobs.get("content") if isinstance(logprobs, dict) else logprobs,

@@ -10,7 +10,7 @@ from pagedcli.batch.intake import Intake, Prepared, PreparedPrompt, Refused
 from pagedcli.batch.job import batch_options
 from pagedcli.batch.sources import check_kept, open_source
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import LoadedConfig
+from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.engine.admission import AdmissionLimits, admit
 from pagedcli.engine.decide import resolve_max_model_len
 from pagedcli.errors import RequestError
@@ -26,7 +26,8 @@ class PlannedPrompt:
     line_number: int
     token_ids: list[int]
     num_new_tokens: int  # that each sample may generate; 0: unknown
-    num_samples: int
+    num_seqs: int  # samples, or beams
+    is_beam_search: bool
     cache_salt: str | None
 
 
@@ -43,30 +44,19 @@ class PromptReader:
         input_name: str,
         folder: Path,
         spec: ModelSpec | None,
-        *,
-        num_blocks: int | None = None,
-        windows: tuple[int | None, ...] = (None,),
-        chunk_size: int = 1,
+        limits: AdmissionLimits | None = None,
     ) -> None:
-        """`spec` is None for a tokenizer without a model, `num_blocks` for a pool of unknown size; see AdmissionLimits
-        for the rest."""
+        """`spec` is None for a tokenizer without a model, `limits` for an engine whose pool is unknown."""
         config = loaded.config
         columns = Columns.of(config.run)
         self.num_rows = 0  # so far
         self.max_model_len = None if spec is None else resolve_max_model_len(config.engine, spec)  # tokens
+        self._limits = limits or limits_without_pool(config.engine, spec)
         self._lines = open_source(input_name, columns)
         check_kept(self._lines, columns)
         self._limit = config.run.limit
         tokenizer = Tokenizer(
             folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
-        )
-        self._limits = AdmissionLimits(
-            self.max_model_len or _NO_LIMIT,
-            config.engine.block_size,
-            num_blocks,
-            spec.vocab_size if spec else None,
-            windows=windows,
-            chunk_size=chunk_size,
         )
         self._grammars = (
             Grammars(tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size) if spec else None
@@ -107,5 +97,23 @@ class PromptReader:
         for prompt, num_new in zip(taken.prompts, num_new_tokens, strict=True):
             known = self.max_model_len is not None or prompt.params.max_tokens is not None
             yield PlannedPrompt(
-                taken.head.line_number, prompt.token_ids, num_new if known else 0, prompt.params.n, taken.cache_salt
+                taken.head.line_number,
+                prompt.token_ids,
+                num_new if known else 0,
+                prompt.params.num_sequences,
+                prompt.params.beam_width is not None,
+                taken.cache_salt,
             )
+
+
+def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> AdmissionLimits:
+    """What a request must fit into where the pool is not known; nor the model's length if `spec` is None."""
+    return AdmissionLimits(
+        _NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),
+        engine.block_size,
+        None,
+        None if spec is None else spec.vocab_size,
+        engine.max_num_seqs,
+        engine.max_num_batched_tokens,
+        engine.enable_prefix_caching,
+    )

@@ -41,7 +41,7 @@ class _Sample:
         """How the sample ended; with stop strings or tokens also the one that ended it. Of a beam also its score."""
         ending: dict[str, Any] = {"finish_reason": self.output.finish_reason}
         if self.output.score is not None:
-            ending["score"] = self.output.score
+            ending["beam_score"] = self.output.score
         return ending | {"stop_reason": self.output.stop_reason} if self.stops else ending
 
 

@@ -69,9 +69,7 @@ RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
 # irrelevant for predictions
 _UNPLANNED = {
     "load_format",
-    "enable_prefix_caching",
     "eviction",
-    "chunked_prefill_size",
     "preemption_policy",
     "async_scheduling",
     "seed",

@@ -21,6 +21,7 @@ from pagedcli.inspection.words import plural
 from pagedcli.kvcache.groups import TableShape
 
 if TYPE_CHECKING:
+    from pagedcli.engine.admission import AdmissionLimits
     from pagedcli.models.spec import ModelSpec
 
 _MAX_SHOWN = 10
@@ -80,10 +81,7 @@ def run_plan(
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
     folder, spec = prompt_model(loaded, tokenizer)
     pool, expected = _expect(config.engine, spec)
-    limits = {}
-    if pool is not None and pool.num_blocks:
-        limits = {"num_blocks": pool.num_blocks, "windows": pool.tables.windows, "chunk_size": pool.chunk_size}
-    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, **limits)
+    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=None if pool is None else pool.limits)
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
     tables = _tables(scan, config, pool)
@@ -103,8 +101,11 @@ class _Pool:
     block_bytes: int
     num_blocks: int
     reason: str
-    tables: TableShape
-    chunk_size: int  # most tokens of one sequence in a step
+    limits: "AdmissionLimits"  # num_blocks None if none fits: rows are judged by the rest
+
+    @property
+    def tables(self) -> TableShape:
+        return self.limits.tables
 
 
 def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | None, EngineFacts | str | None]:
@@ -112,6 +113,7 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | Non
     reason takes their place: the rest of the plan is still useful."""
     if spec is None:
         return None, None
+    from pagedcli.engine.admission import AdmissionLimits
     from pagedcli.engine.decide import decide
     from pagedcli.engine.fitting import forecast
     from pagedcli.engine.machine import this_machine
@@ -124,8 +126,18 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | Non
     found = forecast(engine, spec, decided, machine)
     pool = None
     if found is not None:
-        tables, chunk_size = decided.table_shape, decided.chunk_size
-        pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason, tables, chunk_size)
+        limits = AdmissionLimits(
+            decided.max_model_len,
+            decided.block_size,
+            found.num_blocks or None,
+            spec.vocab_size,
+            decided.max_num_seqs,
+            decided.max_num_batched_tokens,
+            engine.enable_prefix_caching,
+            decided.table_shape.windows,
+            decided.chunk_size,
+        )
+        pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason, limits)
     return pool, EngineFacts.of_decisions(decided)
 
 
@@ -269,11 +281,10 @@ def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) ->
     if pool is None:
         return Table("pools", f"Pools at block size {block_size}", columns, rows)
     for row in rows:
-        num_blocks = row["num_blocks"] * pool.tables.num_groups
-        row["kv_cache_bytes"] = num_blocks * pool.block_bytes
-        row["fits"] = num_blocks <= pool.num_blocks
+        row["kv_cache_bytes"] = row["num_blocks"] * pool.block_bytes
+        row["fits"] = row["num_blocks"] <= pool.num_blocks
     columns += [Column("kv_cache_bytes", "KV cache", size), Column("fits", "fits here")]
-    longest = max(plan.total_lengths)
+    longest = plan.most_cached_tokens()
     at_once = pool.tables.concurrency(pool.num_blocks, longest)
     notes = [
         f"this machine ({pool.device}): {plural(pool.num_blocks, 'block')},"
@@ -281,9 +292,7 @@ def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) ->
         f"that holds {decimal(at_once)} of the longest row ({longest:,} tokens) at once, without sharing",
     ]
     if pool.tables.has_windows:
-        notes.append(
-            "the table counts all tokens of a row in every layer, also those that windows release while it runs"
-        )
-    if at_once < 1:
+        notes.append("blocks of layers with a window: at most those that a sequence holds at once")
+    if rows[0]["num_blocks"] > pool.num_blocks:
         notes.append("rows that need more blocks than the pool has are invalid here, but included in these tables")
     return Table("pools", f"Pools at block size {block_size}", columns, rows, notes)

@@ -11,6 +11,7 @@ from pagedcli.inspection.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
     from pagedcli.batch.intake import Refused
+    from pagedcli.engine.admission import AdmissionLimits
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = (
@@ -26,7 +27,7 @@ class PromptScan:
 
     spec: "ModelSpec | None"  # None: a tokenizer's folder without config.json
     max_model_len: int | None  # tokens
-    plan: PromptSurvey = field(default_factory=PromptSurvey)
+    plan: PromptSurvey
     num_rows: int = 0
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
@@ -70,25 +71,34 @@ def scan_prompts(
     spec: "ModelSpec | None",
     *,
     shares: SharePlan | None = None,
-    **pool: Any,
+    limits: "AdmissionLimits | None" = None,
 ) -> PromptScan:
     """Survey the prompts of a file, and count the rows that a run would refuse.
 
-    `pool`: its limits, as fields of AdmissionLimits. Rows that do not fit into it are invalid, but part of the plan.
+    `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
     from pagedcli.batch.intake import Refused
     from pagedcli.batch.prompt_reader import PromptReader
 
-    reader = PromptReader(loaded, input_name, folder, spec, **pool)
-    scan = PromptScan(spec, reader.max_model_len)
+    reader = PromptReader(loaded, input_name, folder, spec, limits)
+    survey = PromptSurvey(shares_prompts=loaded.config.engine.enable_prefix_caching)
+    if limits is not None:
+        survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
+    scan = PromptScan(spec, reader.max_model_len, survey)
     for row in reader:
         if isinstance(row, Refused):
             scan.refuse(row)
             continue
-        n, salt = row.num_samples, row.cache_salt
-        scan.plan.add(row.line_number, row.token_ids, row.num_new_tokens, n=n, cache_salt=salt)
+        scan.plan.add(
+            row.line_number,
+            row.token_ids,
+            row.num_new_tokens,
+            num_seqs=row.num_seqs,
+            is_beam_search=row.is_beam_search,
+            cache_salt=row.cache_salt,
+        )
         if shares is not None:
-            shares.add(row.token_ids, row.num_new_tokens * n, salt)
+            shares.add(row.token_ids, row.num_new_tokens * row.num_seqs, row.cache_salt)
     scan.num_rows, scan.ignored = reader.num_rows, reader.ignored
     return scan

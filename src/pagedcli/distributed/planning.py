@@ -56,7 +56,7 @@ def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, b
             if not all(0 <= token_id < _LARGEST_ID for token_id in token_ids):
                 token_ids = []  # the engine will reject it
             num_more = sum(len(prompt.token_ids) for prompt in more)
-            num_new = sum((prompt.params.max_tokens or 0) * prompt.params.n for prompt in taken.prompts)
+            num_new = sum((prompt.params.max_tokens or 0) * prompt.params.num_sequences for prompt in taken.prompts)
             plan.keys.add(token_ids, num_more + num_new, taken.cache_salt)
     plan.ignored = dict(intake.parser.ignored)
     return plan

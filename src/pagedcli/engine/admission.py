@@ -25,6 +25,7 @@ class AdmissionLimits:
 
     @classmethod
     def of(cls, plan: Plan) -> "AdmissionLimits":
+        """Those of an engine."""
         return cls(
             plan.max_model_len,
             plan.block_size,
@@ -44,23 +45,20 @@ class AdmissionLimits:
 
     def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
         """Blocks that sequences of num_tokens with a common prompt take at most."""
-        most = self.tables.most_blocks(num_tokens, self.chunk_size)
-        return most if width == 1 else width * most - (width - 1) * self._num_shared(num_prompt)
+        return self.tables.blocks_of_request(
+            num_prompt, num_tokens, width, chunk=self.chunk_size, shares_prompt=self.enable_prefix_caching
+        )
 
     def room_for(self, num_prompt: int, width: int) -> int:
-        """Tokens that each of `width` sequences with a common prompt may generate."""
+        """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
         room = self.max_model_len - num_prompt
         if self.num_blocks is not None:
-            shared = self._num_shared(num_prompt) if width > 1 else 0
+            shares = width > 1 and self.enable_prefix_caching
+            shared = self.tables.prompt_blocks(num_prompt) if shares else 0
             own = (self.num_blocks - shared) // width
             # the last generated token is never written to the cache
             room = min(room, self.tables.longest(shared + own, self.chunk_size, self.max_model_len) - num_prompt + 1)
-        return max(room, 1)
-
-    def _num_shared(self, num_prompt: int) -> int:
-        """Blocks of a prompt that several sequences share to their end: those of layers without a window."""
-        shared = num_prompt // self.block_size if self.enable_prefix_caching else 0
-        return shared * self.windows.count(None)
+        return room
 
 
 def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionLimits) -> int:
@@ -74,7 +72,9 @@ def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionL
     _check_ids(prompt_token_ids, params, limits.vocab_size)
     width = params.beam_width or 1
     _check_beams(width, params, limits)
-    max_new_tokens = params.max_tokens if params.max_tokens is not None else limits.room_for(num_prompt, width)
+    max_new_tokens = params.max_tokens
+    if max_new_tokens is None:
+        max_new_tokens = max(1, limits.room_for(num_prompt, width))
     if num_prompt + max_new_tokens > limits.max_model_len:
         raise RequestError(
             "context_length_exceeded",

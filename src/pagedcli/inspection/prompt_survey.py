@@ -16,6 +16,7 @@ import xxhash
 
 from pagedcli.inspection.memory_report import BLOCK_SIZES
 from pagedcli.kvcache.budget import blocks_for
+from pagedcli.kvcache.groups import TableShape
 
 SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
 MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
@@ -96,46 +97,48 @@ class _Shared:
 
 @dataclass(slots=True)
 class _Tally:
-    """Totals at one block size, in tokens and blocks over all prompts."""
+    """Totals at one block size over all prompts, in tokens and in spans: blocks of each group of layers."""
 
     hit_tokens: int = 0
-    num_blocks: int = 0  # of prompt and output; samples of a prompt share its full blocks
-    num_tokens: int = 0  # in those blocks
-    hit_blocks: int = 0
+    num_spans: int = 0  # of prompt and output; the sequences of a request share the full blocks of its prompt
+    num_tokens: int = 0  # in those spans
+    hit_spans: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What a request's blocks depend on. Lengths in tokens."""
 
-    num_total: int  # of one sample, prompt and output
-    num_samples: int = 1
-    num_prompt: int = 0  # 0 for a single sample, which shares no blocks
+    num_cached: int  # of one sequence, prompt and output; the last generated token is never cached
+    num_seqs: int = 1
+    num_prompt: int = 0  # 0 for a single sequence, which shares no blocks
+    at_once: bool = False  # whether all sequences must fit at once: beams
 
-    def shared_blocks(self, block_size: int) -> int:
-        return self.num_prompt // block_size
-
-    def num_blocks(self, block_size: int) -> int:
-        """Blocks at full length; the samples share the full blocks of their prompt."""
-        shared = self.shared_blocks(block_size)
-        return shared + self.num_samples * (blocks_for(self.num_total, block_size) - shared)
+    def num_spans(self, block_size: int) -> int:
+        """Blocks of each group of layers at full length; the sequences share the full blocks of their prompt."""
+        shared = self.num_prompt // block_size
+        return shared + self.num_seqs * (blocks_for(self.num_cached, block_size) - shared)
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens in those blocks."""
-        shared = self.shared_blocks(block_size) * block_size
-        return shared + self.num_samples * (self.num_total - shared)
+        shared = self.num_prompt // block_size * block_size
+        return shared + self.num_seqs * (self.num_cached - shared)
 
 
 @dataclass(slots=True)
 class PromptSurvey:
     """The fold over a file's prompts. Rows are numbered as the caller likes (line numbers)."""
 
+    # of the engine that is planned for:
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers, see kvcache.groups
+    chunk_size: int = 1  # most tokens of one sequence in a step
+    shares_prompts: bool = True  # whether the sequences of a request share the blocks of their prompt
     num_prompts: int = 0
     prompt_tokens: int = 0
-    output_tokens: int = 0  # maximum that the rows may generate, over all samples
+    output_tokens: int = 0  # maximum that the rows may generate, over all samples and beams
     num_repeated: int = 0  # prompts equal to an earlier one
     prompt_lengths: Counter[int] = field(default_factory=Counter)
-    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sample
+    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sequence
     _shapes: Counter[_Shape] = field(default_factory=Counter)
     _index: PrefixIndex = field(default_factory=PrefixIndex)
     _whole: PrefixIndex = field(default_factory=PrefixIndex)  # whole prompts
@@ -143,33 +146,41 @@ class PromptSurvey:
     _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
 
     def add(
-        self, row: int, token_ids: Sequence[int], max_tokens: int, *, n: int = 1, cache_salt: str | None = None
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        num_seqs: int = 1,
+        is_beam_search: bool = False,
+        cache_salt: str | None = None,
     ) -> None:
-        """Count a prompt with n samples of at most max_tokens tokens each. Token ids fit into 64 bits.
+        """Count a prompt with num_seqs samples, or beams, of at most max_tokens tokens each. Token ids fit into 64
+        bits.
 
         Hits are those of an unlimited cache of the earlier prompts, without generated tokens; the last token is never a
         hit, because its logits give the next token.
         """
         num_prompt = len(token_ids)
-        num_total = num_prompt + max_tokens
+        num_cached = num_prompt + max(0, max_tokens - 1)
         *digests, whole = prefix_digests(token_ids, cache_salt)
         num_known = self._index.num_known(digests)
         self._note_shared(row, digests[:num_known])
         self._index.add(digests[num_known:], row)
         self.num_prompts += 1
         self.prompt_tokens += num_prompt
-        self.output_tokens += n * max_tokens
+        self.output_tokens += num_seqs * max_tokens
         self.num_repeated += self._whole.first_row(whole) is not None
         self._whole.add([whole], row)
         self.prompt_lengths[num_prompt] += 1
-        self.total_lengths[num_total] += 1
-        shape = _Shape(num_total) if n == 1 else _Shape(num_total, n, num_prompt)
+        self.total_lengths[num_prompt + max_tokens] += 1
+        shape = _Shape(num_cached) if num_seqs == 1 else _Shape(num_cached, num_seqs, num_prompt, is_beam_search)
         self._shapes[shape] += 1
         for size, tally in self._tallies.items():
-            hit_blocks = num_known * UNIT // size
-            tally.hit_tokens += min(hit_blocks * size, num_prompt - 1)
-            tally.hit_blocks += hit_blocks
-            tally.num_blocks += shape.num_blocks(size)
+            hit_spans = num_known * UNIT // size
+            tally.hit_tokens += min(hit_spans * size, num_prompt - 1)
+            tally.hit_spans += hit_spans
+            tally.num_spans += shape.num_spans(size)
             tally.num_tokens += shape.num_tokens(size)
 
     def _note_shared(self, row: int, digests: Sequence[int]) -> None:
@@ -195,16 +206,16 @@ class PromptSurvey:
         """
         rows = []
         for size, tally in self._tallies.items():
-            slots = tally.num_blocks * size
+            slots = tally.num_spans * size
             rows.append(
                 {
                     "block_size": size,
                     "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
                     "hit_tokens": tally.hit_tokens,
                     "waste": 1 - tally.num_tokens / slots if slots else 0.0,
-                    "num_blocks": tally.num_blocks - tally.hit_blocks,
-                    "num_slots": slots - tally.hit_blocks * size,
-                    "longest_table": blocks_for(max(self.total_lengths, default=0), size),
+                    "num_blocks": self._all_blocks(size),
+                    "num_slots": slots - tally.hit_spans * size,
+                    "longest_table": self._tables(size).num_entries(self.most_cached_tokens()),
                 }
             )
         return rows
@@ -269,15 +280,19 @@ class PromptSurvey:
             for b in range(min(buckets), max(buckets) + 1)
         ]
 
+    def most_cached_tokens(self) -> int:
+        """Tokens of the longest sequence that are in the cache at its end."""
+        return max((shape.num_cached for shape in self._shapes), default=0)
+
     def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
         """Pool sizes, in blocks, and what each is enough for. The last row exists only for block sizes in BLOCK_SIZES,
         whose hits are counted."""
-        num_seqs = min(max_num_seqs, sum(shape.num_samples * count for shape, count in self._shapes.items()))
+        num_seqs = min(max_num_seqs, sum(shape.num_seqs * count for shape, count in self._shapes.items()))
         rows = [
-            {"enough_for": "the longest row alone", "num_blocks": self._longest_blocks(1, block_size)},
+            {"enough_for": "every row alone: none is refused", "num_blocks": self._blocks_alone(block_size)},
             {
                 "enough_for": f"the {num_seqs:,} longest sequences at once: no preemption",
-                "num_blocks": self._longest_blocks(max_num_seqs, block_size),
+                "num_blocks": self._blocks_at_once(max_num_seqs, block_size),
             },
         ]
         if block_size in self._tallies:
@@ -290,28 +305,38 @@ class PromptSurvey:
 
     def recommended_num_blocks(self, block_size: int, max_num_seqs: int) -> int:
         """The smallest pool that guarantees no preemption, at a block size of BLOCK_SIZES."""
-        return min(self._longest_blocks(max_num_seqs, block_size), self._all_blocks(block_size))
+        return min(self._blocks_at_once(max_num_seqs, block_size), self._all_blocks(block_size))
 
-    def _longest_blocks(self, num_seqs: int, block_size: int) -> int:
+    def _tables(self, block_size: int) -> TableShape:
+        return TableShape(block_size, self.windows)
+
+    def _blocks_of(self, shape: _Shape, block_size: int, num_seqs: int) -> int:
+        return self._tables(block_size).blocks_of_request(
+            shape.num_prompt, shape.num_cached, num_seqs, chunk=self.chunk_size, shares_prompt=self.shares_prompts
+        )
+
+    def _blocks_alone(self, block_size: int) -> int:
+        """Blocks that the request of each row needs at least: those of one sample, or of all beams."""
+        blocks = (self._blocks_of(shape, block_size, shape.num_seqs if shape.at_once else 1) for shape in self._shapes)
+        return max(blocks, default=0)
+
+    def _blocks_at_once(self, num_seqs: int, block_size: int) -> int:
         """An upper bound on the blocks of requests with num_seqs sequences in total, without sharing between requests.
         Rows are not split: the last one may exceed num_seqs."""
-
-        def per_sequence(shape: _Shape) -> float:
-            return shape.num_blocks(block_size) / shape.num_samples
-
+        blocks = {shape: self._blocks_of(shape, block_size, shape.num_seqs) for shape in self._shapes}
         num_blocks = 0
-        for shape in sorted(self._shapes, key=per_sequence, reverse=True):
-            num_rows = min(self._shapes[shape], blocks_for(num_seqs, shape.num_samples))
-            num_blocks += num_rows * shape.num_blocks(block_size)
-            num_seqs -= num_rows * shape.num_samples
+        for shape in sorted(self._shapes, key=lambda shape: blocks[shape] / shape.num_seqs, reverse=True):
+            num_rows = min(self._shapes[shape], blocks_for(num_seqs, shape.num_seqs))
+            num_blocks += num_rows * blocks[shape]
+            num_seqs -= num_rows * shape.num_seqs
             if num_seqs <= 0:
                 break
         return num_blocks
 
     def _all_blocks(self, block_size: int) -> int:
-        """Blocks of all rows together, shared ones once."""
+        """Blocks of all rows together, shared ones once, none released before the end."""
         tally = self._tallies[block_size]
-        return tally.num_blocks - tally.hit_blocks
+        return (tally.num_spans - tally.hit_spans) * len(self.windows)
 
 
 def percentile(lengths: Counter[int], share: float) -> int:

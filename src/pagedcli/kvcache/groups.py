@@ -86,6 +86,20 @@ class TableShape:
         """most_in_group of all groups together."""
         return sum(self.most_in_group(group, num_tokens, chunk) for group in range(self.num_groups))
 
+    def blocks_of_request(
+        self, num_prompt: int, num_tokens: int, num_seqs: int, *, chunk: int, shares_prompt: bool = True
+    ) -> int:
+        """Most blocks that the sequences of a request hold at once while each grows to num_tokens. Several sequences
+        share the full blocks of their prompt, to their end in layers without a window, if prefixes are cached."""
+        most = self.most_blocks(num_tokens, chunk)
+        if num_seqs == 1:
+            return most
+        return num_seqs * most - (num_seqs - 1) * self.prompt_blocks(num_prompt) * shares_prompt
+
+    def prompt_blocks(self, num_prompt: int) -> int:
+        """Full blocks of a prompt in layers without a window."""
+        return num_prompt // self.block_size * self.windows.count(None)
+
     def concurrency(self, num_blocks: int, num_tokens: int, *, shared_tokens: int = 0) -> float:
         """Requests that generate up to num_tokens tokens each and fit into a pool at once, if all share their first
         shared_tokens tokens.
@@ -103,7 +117,7 @@ class TableShape:
         return shared + num_requests * (self.most_blocks(num_tokens, 1) - shared)
 
     def _num_shared(self, num_tokens: int, shared_tokens: int) -> int:
-        return min(shared_tokens, num_tokens - 1) // self.block_size * self.windows.count(None)
+        return self.prompt_blocks(min(shared_tokens, num_tokens - 1))
 
     def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
         """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
