@@ -21,7 +21,7 @@ from pagedcli.distributed.coordinator import Coordinator
 from pagedcli.distributed.merge import merge_parts
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.distributed.planning import plan_input
-from pagedcli.distributed.worker import Worker, WorkerJob
+from pagedcli.distributed.worker import Worker
 from pagedcli.engine.decide import model_folder
 from pagedcli.errors import PagedcliError, UsageError
 
@@ -69,7 +69,7 @@ def cut(input_file, path, *, num_workers=2, flags=None):
     plan = plan_input(source, tokenizer, options, block_size=16)
     folder = PartFolder(path)
     folder.cut(source, *plan.parts(num_workers), plan.duplicates, fingerprint)
-    return folder, WorkerJob(path, loaded.config, max_tokens_given=True)
+    return folder, loaded
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def parts(single, tmp_path):
 
 
 def test_parts_made_in_any_order_are_the_rows_of_one_process(single, parts, tmp_path):
-    folder, job = parts
-    worker = Worker(job)
+    folder, loaded = parts
+    worker = Worker(folder.path, loaded)
     numbers = list(range(folder.manifest.num_parts))
     threads = [threading.Thread(target=worker.run_part, args=(number,)) for number in reversed(numbers)]
     for thread in threads:
@@ -105,15 +105,15 @@ def test_every_row_is_in_one_part_and_parts_hold_rows_that_begin_alike(parts):
 
 
 def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single, parts, tmp_path):
-    folder, job = parts
-    worker = Worker(job)
+    folder, loaded = parts
+    worker = Worker(folder.path, loaded)
     assert worker.run_part(0)
     worker.stop()
     assert not worker.run_part(1)
     assert folder.missing() == list(range(1, folder.manifest.num_parts))
     with pytest.raises(UsageError, match=r"15 of 16 parts.*are not done"):
         merge_parts(folder.path, tmp_path / "merged.jsonl")
-    again = Worker(job)
+    again = Worker(folder.path, loaded)
     for number in folder.missing():
         assert again.run_part(number)
     merge_parts(folder.path, tmp_path / "merged.jsonl")
@@ -122,8 +122,8 @@ def test_a_stopped_worker_keeps_its_rows_and_the_next_one_makes_the_rest(single,
 
 @pytest.mark.parametrize("num_bytes", [30, 700, 1500])
 def test_a_part_is_resumed_from_a_torn_journal(single, parts, tmp_path, num_bytes):
-    folder, job = parts
-    worker = Worker(job)
+    folder, loaded = parts
+    worker = Worker(folder.path, loaded)
     kept = {}
 
     def finish(sink, read):
@@ -142,13 +142,13 @@ def test_a_part_is_resumed_from_a_torn_journal(single, parts, tmp_path, num_byte
     part.unlink()
     journal_path(part).write_bytes(kept[part][:num_bytes])  # killed while it wrote a row
     assert not folder.is_done(2)
-    assert Worker(job).run_part(2)
+    assert Worker(folder.path, loaded).run_part(2)
     assert rows(part) == expected
 
 
 def test_a_part_that_is_not_as_it_was_written_is_not_merged(parts, tmp_path):
-    folder, job = parts
-    worker = Worker(job)
+    folder, loaded = parts
+    worker = Worker(folder.path, loaded)
     for number in folder.missing():
         worker.run_part(number)
     part = folder.part(3)
@@ -159,13 +159,13 @@ def test_a_part_that_is_not_as_it_was_written_is_not_merged(parts, tmp_path):
 
 
 def test_an_error_in_the_engine_ends_the_part_and_keeps_its_rows(parts):
-    folder, job = parts
-    worker = Worker(job)
+    folder, loaded = parts
+    worker = Worker(folder.path, loaded)
     worker._stream.engine.step = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         worker.run_part(0)
     assert not folder.is_done(0)
-    assert Worker(job).run_part(0)
+    assert Worker(folder.path, loaded).run_part(0)
 
 
 def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
@@ -177,8 +177,8 @@ def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
 
 
 def test_overwrite_removes_the_files_of_the_run_alone(parts):
-    folder, job = parts
-    Worker(job).run_part(0)
+    folder, loaded = parts
+    Worker(folder.path, loaded).run_part(0)
     (folder.path / "mine.txt").write_text("precious")
     folder.clear()
     assert [each.name for each in folder.path.iterdir()] == ["mine.txt"]
@@ -191,8 +191,8 @@ def test_a_table_is_cut_and_merged_with_all_its_columns(tmp_path):
     table = pa.table({"prompt": [f"Story {i % 3}: once {i}" for i in range(30)], "label": list(range(30))})
     pq.write_table(table, tmp_path / "in.parquet", row_group_size=7)
     pagedcli("generate", tmp_path / "in.parquet", "-o", tmp_path / "out.parquet", *CLI_FLAGS)
-    folder, job = cut(tmp_path / "in.parquet", tmp_path / "parts")
-    worker = Worker(job)
+    folder, loaded = cut(tmp_path / "in.parquet", tmp_path / "parts")
+    worker = Worker(folder.path, loaded)
     for number in folder.missing():
         worker.run_part(number)
     assert pq.read_table(folder.part(0)).column_names[:2] == ["prompt", "label"]
@@ -216,8 +216,8 @@ def test_parts_have_the_columns_of_one_process(tmp_path, suffix):
     flags = [word for name, value in names.items() for word in (f"--{name.replace('_', '-')}", value)]
     source, single, merged = (tmp_path / f"{name}{suffix}" for name in ("in", "single", "merged"))
     pagedcli("generate", source, "-o", single, *flags, *CLI_FLAGS)
-    folder, job = cut(source, tmp_path / "parts", flags={f"run.{name}": value for name, value in names.items()})
-    worker = Worker(job)
+    folder, loaded = cut(source, tmp_path / "parts", flags={f"run.{name}": value for name, value in names.items()})
+    worker = Worker(folder.path, loaded)
     for number in folder.missing():
         worker.run_part(number)
     merge_parts(folder.path, merged)
@@ -230,8 +230,8 @@ def test_parts_have_the_columns_of_one_process(tmp_path, suffix):
 def test_ids_that_no_vocabulary_has_are_error_rows_and_not_the_end_of_the_run(tmp_path):
     prompts = [[-1], [2**63 - 1], [2**70], [1, 2, 3]]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    folder, job = cut(tmp_path / "in.jsonl", tmp_path / "parts")
-    worker = Worker(job)
+    folder, loaded = cut(tmp_path / "in.jsonl", tmp_path / "parts")
+    worker = Worker(folder.path, loaded)
     for number in folder.missing():
         worker.run_part(number)
     merge_parts(folder.path, tmp_path / "merged.jsonl")

@@ -31,7 +31,7 @@ from pagedcli.batch.sinks import FileSink, Sink, StreamSink
 from pagedcli.batch.sources import check_kept, open_source
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import LoadedConfig
+from pagedcli.config import Config, LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import check_distinct, check_new, is_stream
 from pagedcli.models.reading import read_spec
@@ -114,6 +114,12 @@ def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, i
     )
 
 
+def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder, with the run's chat template. Raises: ModelError, UsageError."""
+    run, engine = config.run, config.engine
+    return Tokenizer(folder, chat_template=run.chat_template, trust_remote_code=engine.trust_remote_code)
+
+
 def check_summary_json(path: Path | None, *, resume: bool) -> None:
     """Refuse to replace a file, except the summary of the run that is resumed. Raises: UsageError."""
     check_new("--summary-json", path, replaceable=SUMMARY_BEGINNING if resume else None)
@@ -158,9 +164,7 @@ class OpenJob:
         folder = model_folder(config.engine)
         # a broken config.json is refused as such, before transformers blames the tokenizer
         read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
-        self._tokenizer = Tokenizer(
-            folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
-        )
+        self._tokenizer = open_tokenizer(config, folder)
         self._fingerprint = run_fingerprint(config, folder, self._tokenizer, shard=self.job.shard_name)
 
     def open_sink(self, stdout: BinaryIO) -> Sink:

@@ -7,9 +7,8 @@ from pathlib import Path
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.intake import Intake, Prepared, PreparedPrompt, Refused
-from pagedcli.batch.job import batch_options
+from pagedcli.batch.job import batch_options, open_tokenizer
 from pagedcli.batch.sources import check_kept, open_source
-from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.engine.admission import AdmissionLimits, admit
 from pagedcli.engine.decide import resolve_max_model_len
@@ -55,9 +54,7 @@ class PromptReader:
         self._lines = open_source(input_name, columns)
         check_kept(self._lines, columns)
         self._limit = config.run.limit
-        tokenizer = Tokenizer(
-            folder, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
-        )
+        tokenizer = open_tokenizer(config, folder)
         self._grammars = (
             Grammars(tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size) if spec else None
         )

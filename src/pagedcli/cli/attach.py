@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pagedcli.cli.kv_recording import fold_capture, kv_decoder, open_capture
 from pagedcli.cli.kv_tables import metrics_table, summary_tables
+from pagedcli.cli.options import option
 from pagedcli.cli.tables import Format, FormatOption, Table, print_tables
 from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.errors import UsageError
@@ -29,44 +30,31 @@ _WAIT_S = 0.1
 _LINE_S = 10.0
 
 
-def _option(*names: str, help: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False, **limits)
-
-
-Endpoints = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or a recording.", show_default=False
-    ),
-]
-Replays = Annotated[
-    list[str] | None, _option(metavar="ENDPOINT", help="Replay endpoint for missed messages; one per publisher.")
-]
-MetricsUrl = Annotated[
-    str | None, _option(metavar="URL", help="Also show the server's own metrics, from its /metrics page.")
-]
-Tokenized = Annotated[str | None, _option("-m", "--model", help="Decode prefixes with this model's tokenizer.")]
-Recording = Annotated[Path | None, _option(metavar="FILE.jsonl[.zst]", help="Record all messages to a file.")]
-Seconds = Annotated[float | None, _option(metavar="SECONDS", min=0, help="Stop after this time.")]
-IdleSeconds = Annotated[
-    float | None, _option(metavar="SECONDS", min=0, help="Stop when no message has arrived for this long.")
-]
-
-
 def attach(
-    endpoints: Endpoints,
+    endpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or a recording.", show_default=False
+        ),
+    ],
     *,
-    replay: Replays = None,
-    topic: Annotated[str, _option(help="Only messages whose topic starts with this.")] = "",
-    metrics: MetricsUrl = None,
-    model: Tokenized = None,
-    record: Recording = None,
+    replay: Annotated[
+        list[str] | None, option(metavar="ENDPOINT", help="Replay endpoint for missed messages; one per publisher.")
+    ] = None,
+    topic: Annotated[str, option(help="Only messages whose topic starts with this.")] = "",
+    metrics: Annotated[
+        str | None, option(metavar="URL", help="Also show the server's own metrics, from its /metrics page.")
+    ] = None,
+    model: Annotated[str | None, option("-m", "--model", help="Decode prefixes with this model's tokenizer.")] = None,
+    record: Annotated[Path | None, option(metavar="FILE.jsonl[.zst]", help="Record all messages to a file.")] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Include token ids in the recording; by default only digests.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
-    duration: Seconds = None,
-    idle: IdleSeconds = None,
+    duration: Annotated[float | None, option(metavar="SECONDS", min=0, help="Stop after this time.")] = None,
+    idle: Annotated[
+        float | None, option(metavar="SECONDS", min=0, help="Stop when no message has arrived for this long.")
+    ] = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Print only the final summary.")] = False,
     format_: FormatOption = Format.TABLE,
 ) -> None:
@@ -97,7 +85,9 @@ def attach(
         return
     check_files({}, {"--record": record}, overwrite=overwrite)
     with as_exceptions(), ExitStack() as stack:
-        subscriber = _subscriber(stack, endpoints, replay or [], topic)
+        from pagedcli.kvevents.sockets import Subscriber
+
+        subscriber = stack.enter_context(Subscriber(endpoints, replay or [], topic=topic))
         scraper = None if metrics is None else _scraper(stack, metrics)
         writer = None if record is None else stack.enter_context(CaptureWriter(record, endpoints, tokens=tokens))
         session = _Session(subscriber, writer, keep_tokens=decode is not None)
@@ -141,12 +131,6 @@ def _print(tables: list[Table], state: KVState, format_: Format) -> None:
     if format_ is Format.JSON:
         tables = [table for table in tables if table.key != "figures"]
     print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
-
-
-def _subscriber(stack: ExitStack, endpoints: list[str], replays: list[str], topic: str) -> "Subscriber":
-    from pagedcli.kvevents.sockets import Subscriber
-
-    return stack.enter_context(Subscriber(endpoints, replays, topic=topic))
 
 
 def _scraper(stack: ExitStack, url: str) -> "Scraper":

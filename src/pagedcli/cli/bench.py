@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from pagedcli.cli.bench_report import (
     read_earlier,
     result_tables,
 )
-from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
+from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables
 from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig, load_config
@@ -33,25 +34,13 @@ bench = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_WORKLOAD = "Workload"
-
-
-def _option(help_: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(help=help_, metavar=metavar, rich_help_panel=_WORKLOAD, **limits)
-
-
-NumPrompts = Annotated[int, _option("Number of requests.", "N", min=1)]
-InputLen = Annotated[int, _option("Maximum prompt tokens, not counting the shared prefix.", "N", min=1)]
-OutputLen = Annotated[int, _option("Maximum tokens to generate.", "N", min=1)]
+_workload = partial(option, panel="Workload", metavar="N", show_default=True)
+InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
+OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 Repeat = Annotated[int, typer.Option(help="Number of timed passes; medians are reported.", min=1, metavar="N")]
 Compare = Annotated[
     Path | None,
-    typer.Option(
-        "--compare",
-        metavar="FILE.json",
-        help="Compare with an earlier measurement, printed with --format json.",
-        show_default=False,
-    ),
+    option(metavar="FILE.json", help="Compare with an earlier measurement, printed with --format json."),
 ]
 
 
@@ -60,13 +49,14 @@ Compare = Annotated[
 def throughput(
     *,
     preset: Annotated[
-        list[str] | None, _option("Predefined workload (repeatable): " + ", ".join(PRESETS) + ".", "NAME")
+        list[str] | None,
+        _workload(help="Predefined workload (repeatable): " + ", ".join(PRESETS) + ".", metavar="NAME"),
     ] = None,
-    num_prompts: NumPrompts = 32,
+    num_prompts: Annotated[int, _workload(help="Number of requests.", min=1)] = 32,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
-    range_ratio: Annotated[float, _option("Draw lengths from [X * length, length].", "X")] = 1.0,
-    prefix_len: Annotated[int, _option("Length of a prefix shared by all prompts, in tokens.", "N", min=0)] = 0,
+    range_ratio: Annotated[float, _workload(help="Draw lengths from [X * length, length].", metavar="X")] = 1.0,
+    prefix_len: Annotated[int, _workload(help="Length of a prefix shared by all prompts, in tokens.", min=0)] = 0,
     repeat: Repeat = 3,
     compare: Compare = None,
     config: ConfigFile = None,
@@ -111,7 +101,7 @@ def throughput(
 def latency(
     *,
     batch_size: Annotated[
-        list[int] | None, _option("Number of simultaneous requests (repeatable). Default: 1, 8, 32.", "N", min=1)
+        list[int] | None, _workload(help="Number of simultaneous requests (repeatable). Default: 1, 8, 32.", min=1)
     ] = None,
     input_len: InputLen = 128,
     output_len: OutputLen = 64,
@@ -150,7 +140,7 @@ def latency(
 def kernels(
     *,
     tokens: Annotated[
-        list[int] | None, _option("Tokens per step (repeatable). Default: 1, 8, 32, 512.", "N", min=1)
+        list[int] | None, _workload(help="Tokens per step (repeatable). Default: 1, 8, 32, 512.", min=1)
     ] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,

@@ -3,18 +3,17 @@
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedcli.batch.job import check_summary_json, input_files
+from pagedcli.batch.job import Job, check_summary_json, input_files
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
 from pagedcli.cli.progress import progress_view
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_OK, StopRequest
 from pagedcli.cli.summary import resume_command, say_model, say_summary, write_summary
 from pagedcli.cli.terminal import say
-from pagedcli.config import EngineConfig, LoadedConfig
+from pagedcli.config import EngineConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import check_distinct
 from pagedcli.inspection.words import plural
@@ -23,32 +22,18 @@ if TYPE_CHECKING:
     from pagedcli.distributed.coordinator import Snapshot
     from pagedcli.distributed.parts import PartFolder
     from pagedcli.distributed.ray_job import Pool, RayRun
-    from pagedcli.distributed.worker import WorkerJob
 
 _POLL_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
-    """What to run, where the parts go, and on how many workers."""
-
-    loaded: LoadedConfig
-    input_name: str
-    output: Path  # a folder
-    address: str | None  # of a cluster; None: a local one
-    num_workers: int
-    resume: bool = False
-    overwrite: bool = False
-    summary_json: Path | None = None
-
-
-def run_cluster_job(job: ClusterJob) -> int:
-    """Run a job to its end and return the exit code. Raises: PagedcliError for fatal errors."""
+def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: int) -> int:
+    """Run a job to its end and return the exit code. `output` is the folder of parts, `address` that of a cluster;
+    None: a local one. Raises: PagedcliError for fatal errors."""
     from pagedcli.distributed.parts import PartFolder
 
     if job.resume and job.overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
-    folder = PartFolder(job.output)
+    folder = PartFolder(output)
     check_distinct(input_files(job.input_name), {"--summary-json": job.summary_json})
     folder.check(resume=job.resume, overwrite=job.overwrite)
     if not job.overwrite:
@@ -56,28 +41,28 @@ def run_cluster_job(job: ClusterJob) -> int:
     # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # matches all: Ray's notes on dead workers go to stdout
-    if job.address is None:  # the name is historical: it restricts a local cluster to the loopback interface
+    if address is None:  # the name is historical: it restricts a local cluster to the loopback interface
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         from pagedcli.distributed.ray_job import RayRun, cluster
     except ModuleNotFoundError as error:
         raise UsageError("--ray needs Ray, which is not installed", hint="pip install 'pagedcli[ray]'") from error
-    from pagedcli.distributed.worker import WorkerJob
 
     say_model(job.loaded.config.engine.model)
-    ignored = _prepare(job, folder)
+    ignored = _prepare(job, folder, num_workers)
     missing = folder.missing()
     assert folder.manifest is not None, "prepared"
     costs = [folder.manifest.costs[part] for part in missing]
     num_rows = sum(folder.manifest.num_rows)
     say(f"{plural(num_rows, 'row')} in {plural(folder.manifest.num_parts, 'part')}, {len(missing):,} to do")
-    progress = _Progress(num_rows, num_resumed=_num_resumed(folder, missing), max_errors=_max_errors(job))
+    max_errors = job.loaded.config.run.max_errors
+    progress = _Progress(num_rows, num_resumed=_num_resumed(folder, missing), max_errors=max_errors)
     outcome: Outcome = "complete"
     if missing:
-        pool = _pool(job)
+        pool = _pool(job, address, num_workers)
         say(f"starting {pool.num_workers} workers with {pool.num_cpus} cores and {pool.num_gpus} GPUs each")
-        with cluster(job.address, pool):
-            outcome = _work(RayRun(_worker_job(job, WorkerJob), missing, costs, pool), progress)
+        with cluster(address, pool):
+            outcome = _work(RayRun(output.resolve(), job.loaded, missing, costs, pool), progress)
     if outcome == "complete":
         folder.remove_work()
         progress.count_parts(folder)
@@ -86,17 +71,16 @@ def run_cluster_job(job: ClusterJob) -> int:
     progress.say_workers()
     if job.summary_json is not None:
         write_summary(job.summary_json, result)
-    return _exit_code(job, result)
+    return _exit_code(output, result)
 
 
-def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
+def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]:
     """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
     from pagedcli.batch.columns import Columns
     from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
-    from pagedcli.batch.job import batch_options
+    from pagedcli.batch.job import batch_options, open_tokenizer
     from pagedcli.batch.parquet import ParquetRows, ParquetSource
     from pagedcli.batch.sources import check_kept, open_source
-    from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.distributed.planning import plan_input
     from pagedcli.engine.decide import model_folder
 
@@ -109,9 +93,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     if isinstance(lines, ParquetSource):
         ParquetRows(lines, columns).check()
     model = model_folder(config.engine)
-    tokenizer = Tokenizer(
-        model, chat_template=config.run.chat_template, trust_remote_code=config.engine.trust_remote_code
-    )
+    tokenizer = open_tokenizer(config, model)
     scan = lines.scan()
     assert scan is not None, "not live"
     fingerprint = run_fingerprint(config, model, tokenizer, shard="1/1") | input_fingerprint(scan)
@@ -124,7 +106,7 @@ def _prepare(job: ClusterJob, folder: "PartFolder") -> dict[str, int]:
     options = batch_options(job.loaded, columns)
     start_s = time.perf_counter()
     plan = plan_input(lines, tokenizer, options, config.engine.block_size)
-    parts, costs = plan.parts(job.num_workers)
+    parts, costs = plan.parts(num_workers)
     folder.cut(lines, parts, costs, plan.duplicates, fingerprint)
     say(f"read, tokenized and grouped by prefix in {time.perf_counter() - start_s:,.1f} s")
     return plan.ignored
@@ -207,12 +189,12 @@ def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
     return num_rows
 
 
-def _pool(job: ClusterJob) -> "Pool":
+def _pool(job: Job, address: str | None, num_workers: int) -> "Pool":
     from pagedcli.distributed.ray_job import Pool
     from pagedcli.native.threads import usable_cores
 
-    cores = usable_cores() if job.address is None else 1
-    return Pool(job.num_workers, max(1, cores // job.num_workers), _num_gpus(job.loaded.config.engine))
+    cores = usable_cores() if address is None else 1
+    return Pool(num_workers, max(1, cores // num_workers), _num_gpus(job.loaded.config.engine))
 
 
 def _num_gpus(engine: EngineConfig) -> int:
@@ -224,19 +206,10 @@ def _num_gpus(engine: EngineConfig) -> int:
     return 0 if engine.device == "cpu" else engine.tensor_parallel_size
 
 
-def _worker_job(job: ClusterJob, make: type["WorkerJob"]) -> "WorkerJob":
-    given = job.loaded.sources.get("sampling.max_tokens", "").startswith("--")
-    return make(job.output.resolve(), job.loaded.config, given)
-
-
-def _max_errors(job: ClusterJob) -> int | None:
-    return job.loaded.config.run.max_errors
-
-
-def _exit_code(job: ClusterJob, result: BatchResult) -> int:
+def _exit_code(output: Path, result: BatchResult) -> int:
     if result.outcome != "complete":
         say(f"continue with: {resume_command(sys.argv[1:])}")
         return EXIT_INTERRUPTED if result.outcome == "interrupted" else EXIT_FATAL
-    say(f"parts: {job.output}; one file: pagedcli merge {job.output} -o OUT")
+    say(f"parts: {output}; one file: pagedcli merge {output} -o OUT")
     stats = result.stats
     return EXIT_ERROR_ROWS if stats.num_failed + stats.num_resumed_failed else EXIT_OK

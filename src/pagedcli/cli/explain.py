@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from pagedcli.cli.kv_recording import explain_capture
+from pagedcli.cli.options import option
 from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.cli.terminal import say
@@ -22,37 +23,22 @@ from pagedcli.kvevents.capture import is_capture
 from pagedcli.models.hub import resolve_model
 
 Decode = Callable[[tuple[int, ...]], str]
+TokenizerOption = Annotated[
+    str | None,
+    option(metavar="MODEL", help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran."),
+]
+_REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
+_FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 
 
 def explain(
     trace: TraceFile,
     *,
-    request: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="Only lookups of this request, by its id or its row's index, or of one sequence (seq:31).",
-            show_default=False,
-        ),
-    ] = None,
-    lookups: Annotated[
-        bool, typer.Option("--lookups", help="List every lookup, not only those that lost most.")
-    ] = False,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran.",
-            show_default=False,
-        ),
-    ] = None,
-    format_: Annotated[
-        Format,
-        typer.Option(
-            "--format", help="Output format. csv has one table: the totals, or with --lookups or --request the lookups."
-        ),
-    ] = Format.TABLE,
+    request: Annotated[str | None, option(metavar="ID", help=_REQUEST_HELP)] = None,
+    lookups: Annotated[bool, option("--lookups", help="List every lookup, not only those that lost most.")] = False,
+    tokenizer: TokenizerOption = None,
+    format_: Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)] = Format.TABLE,
 ) -> None:
     """Explain why each prefix lookup hit or missed, and where the hit rate was lost.
 

@@ -7,29 +7,8 @@ import msgspec
 import typer
 
 from pagedcli.batch.job import Job
-from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, ShowConfig, config_flags
-from pagedcli.cli.run_flags import (
-    DryRun,
-    DumpKv,
-    InputFile,
-    KVEvents,
-    Metrics,
-    NoIds,
-    OutputFile,
-    Overwrite,
-    Prompts,
-    Ray,
-    RayAddress,
-    Record,
-    RecordTokens,
-    Resume,
-    Shard,
-    Shown,
-    ShownFormat,
-    SummaryJson,
-    Verify,
-    Workers,
-)
+from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
+from pagedcli.cli.run_flags import GenerateOptions, ShownFormat
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.cli.terminal import say
@@ -39,31 +18,7 @@ from pagedcli.events import Emit, Event, only_wanted
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
-def generate(
-    prompts: Prompts = None,
-    *,
-    input_file: InputFile = None,
-    output_file: OutputFile = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    shard: Shard = "1/1",
-    metrics: Metrics = None,
-    summary_json: SummaryJson = None,
-    verify: Verify = 0,
-    dump_kv: DumpKv = False,
-    record: Record = None,
-    record_tokens: RecordTokens = False,
-    no_ids: NoIds = False,
-    kv_events: KVEvents = None,
-    dry_run: DryRun = False,
-    ray: Ray = False,
-    ray_address: RayAddress = None,
-    workers: Workers = 2,
-    config: ConfigFile = None,
-    show_config: ShowConfig = False,
-    format_: Shown = ShownFormat.TABLE,
-    flags: Flags,
-) -> None:
+def generate(options: GenerateOptions, *, flags: Flags) -> None:
     """Generate from a JSONL file of prompts.
 
     Each line is {"prompt": "..."}, {"prompt": [token ids]}, {"messages": [...]} or an OpenAI batch line, and may set
@@ -81,41 +36,40 @@ def generate(
 
     Exit codes: 0 success, 1 fatal error or --verify found a difference, 2 wrong usage, 3 error rows, 130 interrupted.
     """  # fmt: skip
-    loaded = load_config(config, flags)
-    if show_config:
-        _show_config(loaded, format_)
+    loaded = load_config(options.config, flags)
+    if options.show_config:
+        _show_config(loaded, options.format_)
         return
-    if dry_run:
-        raise typer.Exit(_dry_run(prompts or input_file, loaded, format_))
+    if options.dry_run:
+        raise typer.Exit(_dry_run(options.input_name, loaded, options.format_))
     job = Job(
         loaded,
-        _input_name(prompts, input_file),
-        None if output_file in (None, "-") else Path(str(output_file)),
-        resume=resume,
-        overwrite=overwrite,
-        shard=parse_shard(shard),
-        metrics=metrics,
-        summary_json=summary_json,
-        record=record,
-        num_verified=verify,
+        options.input_name,
+        None if options.output_file in (None, "-") else Path(str(options.output_file)),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        shard=parse_shard(options.shard),
+        metrics=options.metrics,
+        summary_json=options.summary_json,
+        record=options.record,
+        num_verified=options.verify,
     )
-    if ray or ray_address is not None:
-        raise typer.Exit(_run_on_cluster(job, ray_address, workers, unsupported=dump_kv or kv_events is not None))
+    if options.ray or options.ray_address is not None:
+        raise typer.Exit(_run_on_cluster(job, options))
     job.check_files()
     with ExitStack() as stack:
-        emit = _observers(
-            stack, job, dump_kv=dump_kv, record_tokens=record_tokens, record_ids=not no_ids, kv_events=kv_events
-        )
-        trace_tokens = record_tokens or kv_events is not None
-        code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=dump_kv)
+        emit = _observers(stack, options, rows_on_stdout=job.output is None)
+        trace_tokens = options.record_tokens or options.kv_events is not None
+        code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=options.dump_kv)
     raise typer.Exit(code)
 
 
-def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported: bool) -> int:
-    from pagedcli.cli.cluster import ClusterJob, run_cluster_job
+def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
+    from pagedcli.cli.cluster import run_cluster_job
 
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
+    unsupported = options.dump_kv or options.kv_events is not None
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1) or job.num_verified:
         raise UsageError(
             "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
@@ -125,47 +79,25 @@ def _run_on_cluster(job: Job, address: str | None, workers: int, *, unsupported:
         raise UsageError(
             "--ray cannot be combined with --order, --reorder or --read-ahead: it groups rows by prefix itself"
         )
-    cluster_job = ClusterJob(
-        job.loaded,
-        job.input_name,
-        job.output,
-        address,
-        workers,
-        resume=job.resume,
-        overwrite=job.overwrite,
-        summary_json=job.summary_json,
-    )
-    return run_cluster_job(cluster_job)
+    return run_cluster_job(job, job.output, options.ray_address, options.workers)
 
 
-def _input_name(prompts: str | None, input_file: str | None) -> str:
-    if prompts is not None and input_file is not None:
-        raise UsageError(f"two inputs given: {prompts} and -i {input_file}")
-    input_name = prompts if prompts is not None else input_file
-    if input_name is None:
-        raise UsageError("no prompts given", hint="pass a JSONL file, or - for stdin; see pagedcli generate --help")
-    return input_name
-
-
-def _observers(
-    stack: ExitStack, job: Job, *, dump_kv: bool, record_tokens: bool, record_ids: bool, kv_events: str | None
-) -> Emit | None:
+def _observers(stack: ExitStack, options: GenerateOptions, *, rows_on_stdout: bool) -> Emit | None:
     """Where the engine's events go; None: nowhere."""
     observers: list[Emit] = []
-    if job.record is not None:
+    if options.record is not None:
         from pagedcli.inspection.trace_writer import TraceWriter
 
-        writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
-        observers.append(only_wanted(writer, tokens=record_tokens, row_ids=record_ids))
-    if dump_kv:
+        writer = stack.enter_context(TraceWriter(options.record, overwrite=options.overwrite, resume=options.resume))
+        observers.append(only_wanted(writer, tokens=options.record_tokens, row_ids=not options.no_ids))
+    if options.dump_kv:
         from rich.console import Console
 
         from pagedcli.inspection.printers import StepPrinter
 
-        # stdout is for rows unless they go to a file
-        observers.append(StepPrinter(Console(stderr=job.output is None)).on_event)
-    if kv_events is not None:
-        observers.append(_publisher(stack, kv_events))
+        observers.append(StepPrinter(Console(stderr=rows_on_stdout)).on_event)
+    if options.kv_events is not None:
+        observers.append(_publisher(stack, options.kv_events))
     if not observers:
         return None
 
@@ -190,12 +122,10 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
     return Fold(PoolState(), KVEventPublisher(socket.send))
 
 
-def _dry_run(input_name: str | None, loaded: LoadedConfig, format_: ShownFormat) -> int:
+def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
     from pagedcli.cli.plan import run_plan
     from pagedcli.cli.tables import Format
 
-    if input_name is None:
-        raise UsageError("no prompts given", hint="pass a JSONL file, or - for stdin")
     if format_ is ShownFormat.YAML:
         raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
     return run_plan(loaded, input_name, format_=Format(format_))

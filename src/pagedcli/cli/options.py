@@ -1,14 +1,16 @@
 """Configuration flags: names, types, choices, defaults and help come from the structs (see config_keys).
 
-Used by every command that reads a configuration: `@config_flags(*ENGINE_KEYS)` adds the flags to a command.
+Used by every command that reads a configuration: `@config_flags(*ENGINE_KEYS)` adds the flags to a command. A command
+may declare its own flags as the fields of a dataclass, which it then receives.
 """
 
 import functools
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -18,6 +20,11 @@ from pagedcli.config_keys import Key, keys_of
 
 _SHORT = {"engine.model": "-m"}
 _METAVARS = {int: "N", float: "X"}
+
+
+def option(*names: str, panel: str | None = None, show_default: bool = False, **settings: Any) -> Any:
+    """A flag in a section of the help, by default without its default. `settings` are those of typer.Option."""
+    return typer.Option(*names, rich_help_panel=panel, show_default=show_default, **settings)
 
 
 def _flags(section: str) -> dict[str, Any]:
@@ -32,14 +39,10 @@ def _flags(section: str) -> dict[str, Any]:
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]
         if short := _SHORT.get(f"{section}.{name}"):
             names.insert(0, short)
-        option = typer.Option(
-            *names,
-            help=_help(declared, getattr(defaults, name)),
-            metavar=declared.metavar or _METAVARS.get(taken),
-            rich_help_panel=declared.panel,
-            show_default=False,
-        )
-        flags[f"{section}.{name}"] = Annotated[taken | None, option]
+        metavar = declared.metavar or _METAVARS.get(taken)
+        help_ = _help(declared, getattr(defaults, name))
+        declaration = option(*names, help=help_, metavar=metavar, panel=declared.panel)
+        flags[f"{section}.{name}"] = Annotated[taken | None, declaration]
     return flags
 
 
@@ -78,38 +81,50 @@ PLAN_KEYS = tuple(key for key in ENGINE_KEYS if key.split(".")[1] not in _UNPLAN
 
 Flags = dict[str, Any]
 ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "-C", "--config", help="YAML configuration file; flags override it.", metavar="FILE", show_default=False
-    ),
-]
-ShowConfig = Annotated[
-    bool,
-    typer.Option("--show-config", help="Show the effective configuration and the source of each value, then exit."),
+    Path | None, option("-C", "--config", help="YAML configuration file; flags override it.", metavar="FILE")
 ]
 
 
 def config_flags(*keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the flags of these keys to a command, whose keyword `flags: Flags` receives those that were given."""
+    """Add the flags of these keys to a command, whose keyword `flags: Flags` receives those that were given.
+
+    A parameter that is a dataclass becomes a flag for each of its fields.
+    """
     names = {key: key.replace(".", "__") for key in keys}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command)
-        own = [parameter for name, parameter in signature.parameters.items() if name != "flags"]
-        added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=FLAGS[key])
-            for key, name in names.items()
-        ]
+        groups: dict[str, Any] = {}
+        parameters = []
+        for name, parameter in signature.parameters.items():
+            if is_dataclass(parameter.annotation):
+                groups[name] = parameter.annotation
+                parameters += _parameters(parameter.annotation)
+            elif name != "flags":
+                parameters.append(parameter)
+        parameters += [_parameter(name, FLAGS[key], None) for key, name in names.items()]
 
         @functools.wraps(command)
         def with_flags(*args: Any, **values: Any) -> Any:
             given = {key: values.pop(name, None) for key, name in names.items()}
             # typer gives an empty list for a repeatable flag that is absent
             flags = {key: value for key, value in given.items() if value is not None and value != []}
+            for name, group in groups.items():
+                values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
             return command(*args, flags=flags, **values)
 
-        with_flags.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-        with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+        with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return with_flags
 
     return decorate
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [_parameter(each.name, hints[each.name], each.default) for each in fields(group)]
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.engine_table import EngineFacts, engine_table
-from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags
+from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt_model, scan_prompts
 from pagedcli.cli.share_table import share_table
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
@@ -33,17 +33,10 @@ def plan(
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz); - reads stdin.")],
     *,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Tokenizer folder, instead of the model's own.", show_default=False),
+        Path | None, option(metavar="DIR", help="Tokenizer folder, instead of the model's own.")
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=2,
-            help="Also predict the distribution over N workers (generate --ray).",
-            show_default=False,
-        ),
+        int | None, option(metavar="N", min=2, help="Also predict the distribution over N workers (generate --ray).")
     ] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags
+from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
 from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
 from pagedcli.cli.terminal import say
@@ -30,41 +29,25 @@ from pagedcli.kvcache.groups import group_size
 if TYPE_CHECKING:
     from pagedcli.engine.memory_profile import Profile
 
-_OTHER_MACHINE, _REQUESTS = "Prediction for another machine (no GPU or weights needed)", "Requests"
-
-
-def _described(help_: str, metavar: str = "BYTES") -> Any:
-    return typer.Option(metavar=metavar, help=help_, rich_help_panel=_OTHER_MACHINE, show_default=False)
+_requests = partial(option, panel="Requests")
+_described = partial(option, panel="Prediction for another machine (no GPU or weights needed)", metavar="BYTES")
 
 
 @config_flags(*ENGINE_KEYS, *PROMPT_KEYS)
 def profile_memory(
     *,
     prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also show the concurrency for this file's request lengths.",
-            rich_help_panel=_REQUESTS,
-            show_default=False,
-        ),
+        str | None, _requests(metavar="FILE", help="Also show the concurrency for this file's request lengths.")
     ] = None,
     target_concurrency: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Also show what N concurrent requests need.",
-            rich_help_panel=_REQUESTS,
-            show_default=False,
-        ),
+        int | None, _requests(metavar="N", min=1, help="Also show what N concurrent requests need.")
     ] = None,
-    gpu: Annotated[str | None, _described("GPU model: " + ", ".join(CARDS) + ".", "NAME")] = None,
-    gpu_memory: Annotated[str | None, _described("Total memory of the GPU, e.g. 24GiB.")] = None,
-    memory: Annotated[str | None, _described("Total memory of a machine without a GPU, e.g. 24GiB.")] = None,
-    used: Annotated[str | None, _described("Memory in use by all processes, with the model loaded.")] = None,
-    peak: Annotated[str | None, _described("Peak allocation of this process, in the largest step.")] = None,
-    current: Annotated[str | None, _described("Allocation of this process with the model loaded.")] = None,
+    gpu: Annotated[str | None, _described(help="GPU model: " + ", ".join(CARDS) + ".", metavar="NAME")] = None,
+    gpu_memory: Annotated[str | None, _described(help="Total memory of the GPU, e.g. 24GiB.")] = None,
+    memory: Annotated[str | None, _described(help="Total memory of a machine without a GPU, e.g. 24GiB.")] = None,
+    used: Annotated[str | None, _described(help="Memory in use by all processes, with the model loaded.")] = None,
+    peak: Annotated[str | None, _described(help="Peak allocation of this process, in the largest step.")] = None,
+    current: Annotated[str | None, _described(help="Allocation of this process with the model loaded.")] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,

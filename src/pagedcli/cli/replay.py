@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pagedcli.cli.kv_recording import replay_capture
+from pagedcli.cli.options import option
 from pagedcli.cli.terminal import TerminalJson, is_interactive, say
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
@@ -43,31 +44,22 @@ class Export(StrEnum):
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events written by --record.")]
-Follow = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ID",
-        help="Highlight one request, by its id or its row's index (the id takes precedence), or one sequence (seq:31).",
-        show_default=False,
-    ),
-]
+_FOLLOW_HELP = (
+    "Highlight one request, by its id or its row's index (the id takes precedence), or one sequence (seq:31)."
+)
+Follow = Annotated[str | None, option(metavar="ID", help=_FOLLOW_HELP)]
 
 
 def replay(
     trace: TraceFile,
     *,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Print the tables of step N and exit.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, option(metavar="N", help="Print the tables of step N and exit.")] = None,
     follow: Follow = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Print the tables of every step.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False,
-    export: Annotated[
-        Export | None, typer.Option(help="Export the run, e.g. for ui.perfetto.dev.", show_default=False)
-    ] = None,
+    export: Annotated[Export | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None,
     output_file: Annotated[
-        str | None,
-        typer.Option("-o", "--output-file", help="Output file of --export. Default: stdout.", show_default=False),
+        str | None, option("-o", "--output-file", help="Output file of --export. Default: stdout.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     format_: Annotated[StepFormat, typer.Option("--format", help="Output format.")] = StepFormat.TABLE,
@@ -117,7 +109,6 @@ def table_console() -> Console:
 
 
 def _check(trace: Path, format_: StepFormat) -> None:
-
     result = check_trace(TraceReader(trace))
     counts = pool_counts(result.state)
     if format_ is StepFormat.JSON:
@@ -135,7 +126,6 @@ def _check(trace: Path, format_: StepFormat) -> None:
 
 
 def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
-
     reader = TraceReader(trace)
     if output_file in (None, "-"):
         on_terminal = cast(BinaryIO, TerminalJson(sys.stdout.buffer))
@@ -153,7 +143,6 @@ def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
 
 
 def _print_steps(trace: Path, step: int | None, follow: NamedRequest | None, format_: StepFormat) -> None:
-
     reader = TraceReader(trace)
     printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
     for event in printer.fold.steps(reader):
@@ -167,7 +156,6 @@ def _print_steps(trace: Path, step: int | None, follow: NamedRequest | None, for
 
 
 def _print_lines(trace: Path, follow: NamedRequest | None) -> None:
-
     reader, moment = TraceReader(trace), Moment(follow=follow)
     for event in pool_fold(moment).steps(reader):
         if isinstance(event, BlockEvicted):

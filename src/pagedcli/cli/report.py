@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from pagedcli.cli.explain import recorded_decoder
+from pagedcli.cli.explain import TokenizerOption, recorded_decoder
 from pagedcli.cli.kv_report import capture_page
+from pagedcli.cli.options import option
 from pagedcli.cli.replay import TraceFile
 from pagedcli.cli.tables import size
 from pagedcli.cli.terminal import say
@@ -17,32 +18,17 @@ from pagedcli.inspection.report import render_report
 from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.kvevents.capture import is_capture
 
+_REQUEST_HELP = "Open the page at this request, by its id or its row's index, or at one sequence (seq:31)."
+
 
 def report(
     trace: TraceFile,
     *,
     output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output-file", help="Output file. Default: the trace's name with .html.", show_default=False
-        ),
+        Path | None, option("-o", "--output-file", help="Output file. Default: the trace's name with .html.")
     ] = None,
-    request: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="Open the page at this request, by its id or its row's index, or at one sequence (seq:31).",
-            show_default=False,
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran.",
-            show_default=False,
-        ),
-    ] = None,
+    request: Annotated[str | None, option(metavar="ID", help=_REQUEST_HELP)] = None,
+    tokenizer: TokenizerOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing report.")] = False,
 ) -> None:
     """Write a self-contained HTML report of a recorded run; it needs no network.

@@ -1,12 +1,20 @@
-"""Flags of `generate` for files and inspection; those of the configuration are in cli.options."""
+"""Flags of `generate` for files and inspection, some of them shared with `trace`; those of the configuration are in
+cli.options."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-_FILES, _INSPECTION, _CLUSTER = "Files", "Inspection", "Distributed (docs/distributed.md)"
+from pagedcli.cli.options import ConfigFile, option
+from pagedcli.errors import UsageError
+
+_file, _inspection, _cluster = (
+    partial(option, panel=panel) for panel in ("Files", "Inspection", "Distributed (docs/distributed.md)")
+)
 
 
 class ShownFormat(StrEnum):
@@ -19,102 +27,71 @@ class ShownFormat(StrEnum):
     YAML = "yaml"
 
 
-def _file_option(*names: str, help: str, panel: str = _FILES, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
+_INPUT_HELP = "Input file or folder: JSONL (also .gz) or .parquet; - reads stdin."
+_SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
+_VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
+_KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port."
+_SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
-
-Prompts = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PROMPTS.jsonl",
-        help="Input file or folder: JSONL (also .gz) or .parquet; - reads stdin.",
-        show_default=False,
-    ),
-]
-InputFile = Annotated[str | None, _file_option("-i", "--input-file", help="Input, given as an option.")]
-OutputFile = Annotated[str | None, _file_option("-o", "--output-file", help="Output file. Default: - (stdout).")]
-Resume = Annotated[bool, _file_option("--resume", help="Continue an interrupted run.")]
-Overwrite = Annotated[bool, _file_option("--overwrite", help="Start over and replace existing files.")]
-Shard = Annotated[
-    str,
-    typer.Option(
-        metavar="I/N", help="Process only shard I of N: every N-th row, starting with the I-th.", rich_help_panel=_FILES
-    ),
-]
-Metrics = Annotated[
-    Path | None,
-    _file_option(
-        "--metrics",
-        help="Write the run's counters to this file, for Prometheus.",
-        panel=_INSPECTION,
-        metavar="FILE.prom",
-    ),
-]
-SummaryJson = Annotated[
-    Path | None,
-    _file_option(
-        "--summary-json", help="Write the run's summary to this file.", panel=_INSPECTION, metavar="FILE.json"
-    ),
-]
-Verify = Annotated[
-    int,
-    typer.Option(
-        "--verify",
-        metavar="N",
-        min=0,
-        help="At the end generate N rows again, each alone, and compare tokens and log-probabilities.",
-        rich_help_panel=_INSPECTION,
-    ),
-]
-DumpKv = Annotated[
-    bool,
-    _file_option("--dump-kv", help="Print each step's block tables, ref counts and prefix hits.", panel=_INSPECTION),
-]
+Resume = Annotated[bool, _file("--resume", help="Continue an interrupted run.")]
+Overwrite = Annotated[bool, _file("--overwrite", help="Start over and replace existing files.")]
 Record = Annotated[
     Path | None,
-    _file_option(
-        "--record",
-        help="Record all KV-cache events to a trace file.",
-        panel=_INSPECTION,
-        metavar="TRACE.jsonl[.zst]",
-    ),
+    _inspection("--record", help="Record all KV-cache events to a trace file.", metavar="TRACE.jsonl[.zst]"),
 ]
 RecordTokens = Annotated[
-    bool,
-    _file_option("--record-tokens", help="Include token ids in the trace (reveals the prompts).", panel=_INSPECTION),
+    bool, _inspection("--record-tokens", help="Include token ids in the trace (reveals the prompts).")
 ]
-NoIds = Annotated[
-    bool, _file_option("--no-ids", help="Leave the ids of the rows out of the trace (private ones).", panel=_INSPECTION)
-]
-KVEvents = Annotated[
-    str | None,
-    _file_option(
-        "--kv-events",
-        metavar="ENDPOINT",
-        help="Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port.",
-        panel=_INSPECTION,
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
-]
-Ray = Annotated[
-    bool,
-    _file_option("--ray", help="Run on a local Ray cluster; -o is a folder of parts.", panel=_CLUSTER),
-]
-RayAddress = Annotated[
-    str | None,
-    _file_option(
-        "--ray-address",
-        help="Run on an existing Ray cluster, e.g. 'auto'.",
-        panel=_CLUSTER,
-        metavar="ADDRESS",
-    ),
-]
-Workers = Annotated[
-    int,
-    typer.Option("--workers", metavar="N", min=1, help="Number of workers, one engine each.", rich_help_panel=_CLUSTER),
-]
-Shown = Annotated[
-    ShownFormat, typer.Option("--format", help="Format for --show-config and --dry-run; yaml only for --show-config.")
-]
+NoIds = Annotated[bool, _inspection("--no-ids", help="Leave the ids of the rows out of the trace (private ones).")]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """The flags of `generate` itself."""
+
+    prompts: Annotated[str | None, typer.Argument(metavar="PROMPTS.jsonl", help=_INPUT_HELP, show_default=False)] = None
+    input_file: Annotated[str | None, _file("-i", "--input-file", help="Input, given as an option.")] = None
+    output_file: Annotated[str | None, _file("-o", "--output-file", help="Output file. Default: - (stdout).")] = None
+    resume: Resume = False
+    overwrite: Overwrite = False
+    shard: Annotated[str, _file(metavar="I/N", help=_SHARD_HELP, show_default=True)] = "1/1"
+    metrics: Annotated[
+        Path | None, _inspection(help="Write the run's counters to this file, for Prometheus.", metavar="FILE.prom")
+    ] = None
+    summary_json: Annotated[
+        Path | None, _inspection(help="Write the run's summary to this file.", metavar="FILE.json")
+    ] = None
+    verify: Annotated[int, _inspection(metavar="N", min=0, help=_VERIFY_HELP, show_default=True)] = 0
+    dump_kv: Annotated[
+        bool, _inspection("--dump-kv", help="Print each step's block tables, ref counts and prefix hits.")
+    ] = False
+    record: Record = None
+    record_tokens: RecordTokens = False
+    no_ids: NoIds = False
+    kv_events: Annotated[str | None, _inspection(help=_KV_EVENTS_HELP, metavar="ENDPOINT")] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only predict how the file uses the KV cache (see pagedcli plan).")
+    ] = False
+    ray: Annotated[bool, _cluster("--ray", help="Run on a local Ray cluster; -o is a folder of parts.")] = False
+    ray_address: Annotated[
+        str | None, _cluster(help="Run on an existing Ray cluster, e.g. 'auto'.", metavar="ADDRESS")
+    ] = None
+    workers: Annotated[
+        int, _cluster(help="Number of workers, one engine each.", metavar="N", min=1, show_default=True)
+    ] = 2
+    config: ConfigFile = None
+    show_config: Annotated[bool, typer.Option("--show-config", help=_SHOW_HELP)] = False
+    format_: Annotated[
+        ShownFormat,
+        typer.Option("--format", help="Format for --show-config and --dry-run; yaml only for --show-config."),
+    ] = ShownFormat.TABLE
+
+    @property
+    def input_name(self) -> str:
+        """Raises: UsageError if there is none, or two."""
+        if self.prompts is not None and self.input_file is not None:
+            raise UsageError(f"two inputs given: {self.prompts} and -i {self.input_file}")
+        input_name = self.prompts if self.prompts is not None else self.input_file
+        if input_name is None:
+            raise UsageError("no prompts given", hint="pass a JSONL file, or - for stdin; see pagedcli generate --help")
+        return input_name

@@ -4,14 +4,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.job import batch_options
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.job import batch_options, open_tokenizer
 from pagedcli.cli import simulate_tables as tables
 from pagedcli.cli.prompt_scan import prompt_model
+from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.cli.simulate_page import render_page
 from pagedcli.cli.tables import Format, print_tables
 from pagedcli.cli.terminal import say
@@ -40,28 +39,6 @@ _STEP_TOKENS = 2048  # the engine's default on a GPU
 _LINE_EVERY_S, _REDRAW_EVERY_S = 5.0, 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """The flags of `simulate` itself; those of the configuration are in a LoadedConfig."""
-
-    traces: list[str]
-    trace_format: str | None
-    hash_size: int | None
-    output_tokens: str | None
-    outputs: str | None
-    pool: str | None
-    policy: str
-    warmup: float
-    scheduled: bool
-    partial_blocks: bool
-    speed: float | None
-    step_ms: float | None
-    gpu: str | None
-    record: Path | None
-    page: Path | None
-    format: Format
-
-
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     """Simulate, and print the tables. Returns the exit code. Raises: PagedcliError."""
     policies = parse_policies(options.policy)
@@ -75,7 +52,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
     pools = parse_pools(pool, max(1, accesses.num_unique), block_bytes)
     plan = _plan(loaded, workload, recorded, block_size)
-    schedule = _schedule(loaded, options, workload, sizes, kv_dtype) if options.scheduled else None
+    schedule = _schedule(loaded, options, workload, sizes, kv_dtype) if not options.no_schedule else None
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
     found = _run(sweep, plan, pools, policies, schedule, options.record)
@@ -84,14 +61,14 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
         tables.trace_table(workload, sweep),
         tables.pool_table(found, sweep, schedule, block_bytes),
         tables.miss_table(found),
-        tables.answer_table(sentences, options.format),
+        tables.answer_table(sentences, options.format_),
     ]
-    if options.page is not None:
-        _write_page(options.page, render_page(options.traces, sweep, found, sentences, shown[:3], block_bytes))
+    if options.output_file is not None:
+        _write_page(options.output_file, render_page(options.traces, sweep, found, sentences, shown[:3], block_bytes))
     facts = tables.facts(sweep, block_size, block_bytes)
-    if options.format is Format.JSON:
+    if options.format_ is Format.JSON:
         shown, facts = shown[:3], {**facts, "answers": sentences}
-    print_tables(shown, options.format, facts=facts)
+    print_tables(shown, options.format_, facts=facts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
 
@@ -119,9 +96,7 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, Eng
             None,
             None if spec is None else spec.vocab_size,
         )
-        tokenizer = Tokenizer(
-            folder, chat_template=loaded.config.run.chat_template, trust_remote_code=engine.trust_remote_code
-        )
+        tokenizer = open_tokenizer(loaded.config, folder)
         return read_prompts(name, tokenizer, batch_options(loaded, Columns.of(loaded.config.run)), limits, outputs)
 
     workload, recorded = read_workload(

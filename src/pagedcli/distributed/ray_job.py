@@ -11,14 +11,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 import ray.data
 import ray.exceptions
 
+from pagedcli.config import LoadedConfig
 from pagedcli.distributed.coordinator import Coordinator, Snapshot
-from pagedcli.distributed.worker import Worker, WorkerJob
+from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError
 
 _REPORT_EVERY_S = 0.5
@@ -77,13 +79,13 @@ def _silent_stderr() -> Iterator[None]:
 class RayRun:
     """Runs the remaining parts on the connected cluster."""
 
-    def __init__(self, job: WorkerJob, parts: list[int], costs: list[int], pool: Pool) -> None:
+    def __init__(self, folder: Path, loaded: LoadedConfig, parts: list[int], costs: list[int], pool: Pool) -> None:
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)
         self._coordinator = actor.remote(parts, costs, pool.num_workers)
         self._dataset = _tickets(len(parts)).map_batches(
             _PartActor,
             batch_size=1,
-            fn_constructor_args=(job, self._coordinator),
+            fn_constructor_args=(folder, loaded, self._coordinator),
             compute=ray.data.ActorPoolStrategy(
                 size=min(pool.num_workers, len(parts)),
                 max_tasks_in_flight_per_actor=_PARTS_AT_ONCE,
@@ -136,8 +138,8 @@ def _tickets(num_tickets: int) -> Any:
 class _PartActor:
     """A worker as a callable class for Ray Data: loaded once, called with one ticket after another."""
 
-    def __init__(self, job: WorkerJob, coordinator: Any) -> None:
-        self._worker = Worker(job)
+    def __init__(self, folder: Path, loaded: LoadedConfig, coordinator: Any) -> None:
+        self._worker = Worker(folder, loaded)
         self._coordinator = coordinator
         self._name = ray.get_runtime_context().get_actor_id()
         self._sending = threading.Lock()  # one at a time, to keep reports in order

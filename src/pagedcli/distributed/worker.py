@@ -2,12 +2,12 @@
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
-from pagedcli.batch.intake import BatchOptions
+from pagedcli.batch.job import batch_options
 from pagedcli.batch.journal import Journal
 from pagedcli.batch.lines import InputDigest
 from pagedcli.batch.outputs import open_journal
@@ -16,7 +16,7 @@ from pagedcli.batch.requests import RowHead, decode_line, read_head
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.sinks import FileSink
 from pagedcli.batch.stats import BatchStats, total
-from pagedcli.config import Config
+from pagedcli.config import LoadedConfig
 from pagedcli.distributed.parts import PartFolder, PartLine
 from pagedcli.distributed.row_stream import RowStream
 from pagedcli.errors import RequestError, UsageError
@@ -24,53 +24,27 @@ from pagedcli.errors import RequestError, UsageError
 _LOCK_WAIT_S = 30.0  # for a worker of a killed run to exit
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJob:
-    """The settings of every worker of a run."""
-
-    folder: Path
-    config: Config
-    max_tokens_given: bool  # by a flag
-
-    def options(self, columns: Columns) -> BatchOptions:
-        """Without what is checked over the whole input: ids, limits and shards."""
-        config = self.config
-        return BatchOptions(
-            defaults=config.sampling,
-            max_tokens_given=self.max_tokens_given,
-            seed=config.engine.seed,
-            system_prompt=config.run.system_prompt,
-            strict=config.run.strict,
-            columns=columns,
-            check_ids=False,
-        )
-
-
 class Worker:
-    """One engine, which processes any number of parts at once."""
+    """One engine, which processes any number of parts of a folder at once."""
 
-    def __init__(self, job: WorkerJob) -> None:
-        self._job = job
-        self._folder = PartFolder(job.folder)
+    def __init__(self, folder: Path, loaded: LoadedConfig) -> None:
+        self._folder = PartFolder(folder)
         manifest = self._folder.manifest
         assert manifest is not None, "the driver has cut the input"
         self._manifest = manifest
-        run = job.config.run
+        config = loaded.config
         is_table = manifest.suffix == ".parquet"
-        self._columns = Columns.of(run, kind="parquet" if is_table else "jsonl")
+        self._columns = Columns.of(config.run, kind="parquet" if is_table else "jsonl")
         # a table carries the columns of its input itself
         columns = self._row_columns = replace(self._columns, keep=(), keep_all=False) if is_table else self._columns
+        # what concerns the whole input has been checked there
+        options = replace(batch_options(loaded, columns), limit=None, max_errors=None, check_ids=False)
+        model, key = config.engine.model, run_key(manifest.fingerprint)
         self._stream = RowStream(
-            job.config.engine,
-            job.options(columns),
-            lambda tokenizer: RowWriter(
-                tokenizer,
-                job.config.engine.model,
-                run_key(manifest.fingerprint),
-                manifest.created_s,
-                columns,
-            ),
-            chat_template=run.chat_template,
+            config.engine,
+            options,
+            lambda tokenizer: RowWriter(tokenizer, model, key, manifest.created_s, columns),
+            chat_template=config.run.chat_template,
         )
         self._duplicates = BatchStats()  # of rows that never reach the engine
         self._lock = threading.Lock()

@@ -1,0 +1,62 @@
+"""The flags of `pagedcli simulate`, apart from those of the configuration."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedcli.cli.options import ConfigFile, option
+from pagedcli.cli.tables import Format, FormatOption
+
+_trace, _pools, _time, _output = (
+    partial(option, panel=panel) for panel in ("Trace", "Pools", "Arrival and time", "Output")
+)
+_FORMATS_HELP = (
+    "dynamo, lmcache, bailian, mooncake, kvcache-simulator, prompts, pagedcli or kv-events."
+    " Default: found by the keys of the first line."
+)
+_POOL_HELP = (
+    "Pool sizes: blocks, % of the unique blocks, or bytes with -m, e.g. 5%,4096,8GiB. Default: 5%,10%,25%,50%,100%."
+)
+_PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulator does (with --no-schedule)."
+_SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."
+_GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a bound, not a prediction."
+_RECORD_HELP = "Record the run's events, for replay, explain and report (one pool and policy)."
+_POLICIES_HELP = "Eviction policies: lru, fifo, lfu, prefix-lru, next-use."
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """The flags of `simulate` itself."""
+
+    traces: Annotated[
+        list[str],
+        typer.Argument(metavar="TRACE...", help="Trace files (also .gz, .zst), a prompt file, or a recorded run."),
+    ]
+    trace_format: Annotated[str | None, _trace("--trace-format", help=_FORMATS_HELP, metavar="NAME")] = None
+    hash_size: Annotated[int | None, _trace(help="Tokens per hash. Default: the format's.", metavar="N", min=1)] = None
+    output_tokens: Annotated[
+        str | None, _trace(help="Output length of every request, or a uniform range.", metavar="N|A-B")
+    ] = None
+    outputs: Annotated[
+        str | None, _trace(help="Output lengths (and tokens) of an earlier run.", metavar="OUT.jsonl")
+    ] = None
+    pool: Annotated[str | None, _pools(help=_POOL_HELP, metavar="LIST")] = None
+    policy: Annotated[str, _pools(help=_POLICIES_HELP, metavar="LIST")] = "lru"
+    warmup: Annotated[float, _pools(help="Share of requests not counted.", metavar="X", min=0, max=1)] = 0.0
+    no_schedule: Annotated[
+        bool, _pools("--no-schedule", help="Leave out running requests, as LRU scripts do. Fast.")
+    ] = False
+    partial_blocks: Annotated[bool, _pools("--partial-blocks", help=_PARTIAL_HELP)] = False
+    speed: Annotated[float | None, _time(help=_SPEED_HELP, metavar="X", min=1e-6)] = None
+    step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001)] = None
+    gpu: Annotated[str | None, _time(help=_GPU_HELP, metavar="NAME")] = None
+    output_file: Annotated[
+        Path | None, _output("-o", "--output-file", help="Also write an HTML page.", metavar="PAGE.html")
+    ] = None
+    record: Annotated[Path | None, _output(help=_RECORD_HELP, metavar="TRACE.jsonl[.zst]")] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False
+    config: ConfigFile = None
+    format_: FormatOption = Format.TABLE
