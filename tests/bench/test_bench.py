@@ -14,7 +14,7 @@ from pagedcli.bench.rates import MachineRates
 from pagedcli.bench.spread import Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
-from pagedcli.cli import bench_report
+from pagedcli.cli import bench_report, terminal
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
 from pagedcli.models.native_spec import native_spec
@@ -214,7 +214,7 @@ def test_a_busy_machine_and_an_impossible_share_are_said():
 
 def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, capsys):
     clock = iter([0.0, 5.0, 20.0, 21.0])
-    monkeypatch.setattr(bench_report.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     progress = bench_report.BenchProgress("W1")
     for share in (0.1, 0.25, 0.3):
         progress(share)

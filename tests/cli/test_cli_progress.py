@@ -8,9 +8,10 @@ from rich.console import Console
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli import progress
 from pagedcli.cli.session import parse_shard
-from pagedcli.cli.summary import byte_text, resume_command
+from pagedcli.cli.summary import resume_command
 from pagedcli.cli.terminal import TerminalJson, printable
 from pagedcli.errors import UsageError
+from pagedcli.inspection.words import byte_text
 
 
 def some_stats():

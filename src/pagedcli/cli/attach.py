@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli.cli.kv_recording import fold_capture, kv_decoder, open_capture
-from pagedcli.cli.kv_tables import metrics_table, summary_tables
+from pagedcli.cli.kv_tables import metrics_table, print_summary, summary_tables
 from pagedcli.cli.options import option
-from pagedcli.cli.tables import Format, FormatOption, Table, print_tables
+from pagedcli.cli.tables import Format, FormatOption
 from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
@@ -19,7 +19,6 @@ from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.summary import facts, limits
 
 if TYPE_CHECKING:
     from pagedcli.app.kv_decks import AttachDeck
@@ -28,15 +27,12 @@ if TYPE_CHECKING:
 
 _WAIT_S = 0.1
 _LINE_S = 10.0
+_ENDPOINTS_HELP = "tcp://HOST:PORT of each publisher, or a recording."
+Endpoints = Annotated[list[str], typer.Argument(metavar="ENDPOINT...", help=_ENDPOINTS_HELP, show_default=False)]
 
 
 def attach(
-    endpoints: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ENDPOINT...", help="tcp://HOST:PORT of each publisher, or a recording.", show_default=False
-        ),
-    ],
+    endpoints: Endpoints,
     *,
     replay: Annotated[
         list[str] | None, option(metavar="ENDPOINT", help="Replay endpoint for missed messages; one per publisher.")
@@ -81,7 +77,7 @@ def attach(
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
         state = fold_capture(open_capture(Path(endpoints[0]), model))
-        _print(summary_tables(state, decode), state, format_)
+        print_summary(summary_tables(state, decode), state, format_)
         return
     check_files({}, {"--record": record}, overwrite=overwrite)
     with as_exceptions(), ExitStack() as stack:
@@ -101,7 +97,7 @@ def attach(
     tables = summary_tables(session.state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))
-    _print(tables, session.state, format_)
+    print_summary(tables, session.state, format_)
     if not session.state.num_messages:
         say("note: no messages received; does the server publish KV events there? See docs/attach.md")
     if record is not None:
@@ -124,13 +120,6 @@ def _watch(
     session.deck = AttachDeck()
     app = KVApp(session.deck, title, decode=decode, scraper=scraper)
     watch(app, session.deck, lambda: session.follow(duration, idle))
-
-
-def _print(tables: list[Table], state: KVState, format_: Format) -> None:
-    """Print the summary; JSON has the figures as plain keys instead of a table."""
-    if format_ is Format.JSON:
-        tables = [table for table in tables if table.key != "figures"]
-    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
 
 
 def _scraper(stack: ExitStack, url: str) -> "Scraper":

@@ -1,7 +1,5 @@
 """What `bench` prints in addition to its figures: progress, spread, other load, comparison with an earlier file."""
 
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +9,13 @@ import msgspec
 from pagedcli.bench.busy import Busy, worst
 from pagedcli.bench.spread import compared_rows, spread_rows
 from pagedcli.cli.tables import Column, Table, decimal
-from pagedcli.cli.terminal import is_interactive, say
+from pagedcli.cli.terminal import ProgressLine
 from pagedcli.errors import UsageError
 
 if TYPE_CHECKING:
     from pagedcli.bench.rates import MachineRates
     from pagedcli.bench.throughput import Throughput
 
-_REDRAW_EVERY_S, _LINE_EVERY_S = 0.2, 10.0
 _NAMES = {
     "wall_s": "s",
     "output_tokens_per_s": "out tok/s",
@@ -29,33 +26,17 @@ _NAMES = {
 }
 
 
-class BenchProgress:
-    """The share done and the remaining time: one line that changes on a terminal, otherwise a line now and then."""
+class BenchProgress(ProgressLine):
+    """The share done and the remaining time."""
 
     def __init__(self, what: str) -> None:
+        super().__init__(line_every_s=10.0)
         self._what = what
-        self._is_live = is_interactive(with_stdout=False)
-        self._started_s = self._shown_s = time.monotonic()
 
     def __call__(self, share: float) -> None:
         """Show that this share of the work is done."""
-        now_s = time.monotonic()
-        if now_s - self._shown_s < (_REDRAW_EVERY_S if self._is_live else _LINE_EVERY_S) or share <= 0:
-            return
-        self._shown_s = now_s
-        left_s = (now_s - self._started_s) * (1 - share) / share
-        text = f"{self._what}: {share:.0%}, about {left_s:,.0f} s left"
-        if self._is_live:
-            sys.stderr.write(f"\r{text}\x1b[K")
-            sys.stderr.flush()
-        else:
-            say(text)
-
-    def close(self) -> None:
-        """Remove the line."""
-        if self._is_live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        if share > 0:
+            self.show(lambda s: f"{self._what}: {share:.0%}, about {s * (1 - share) / share:,.0f} s left")
 
 
 def read_earlier(path: Path | None, name: str) -> list[dict[str, Any]] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.cli.kv_tables import curve_table, summary_tables
+from pagedcli.cli.kv_tables import curve_table, print_summary, summary_tables
 from pagedcli.cli.tables import Format, print_tables
 from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.errors import UsageError
@@ -14,7 +14,7 @@ from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import LargerCache, curve
-from pagedcli.kvevents.summary import facts, limits
+from pagedcli.kvevents.summary import facts
 from pagedcli.kvevents.tree import Watcher
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
@@ -28,11 +28,9 @@ def open_capture(path: Path, model: str | None) -> CaptureReader:
     return reader
 
 
-def fold_capture(
-    reader: CaptureReader, *, keep_tokens: bool = True, watch: Callable[[], Watcher] | None = None
-) -> KVState:
+def fold_capture(reader: CaptureReader, watch: Callable[[], Watcher] | None = None) -> KVState:
     """The state at the end of a recording. Prints its notes on stderr."""
-    state = KVState(reader.sources, keep_tokens=keep_tokens, watch=watch)
+    state = KVState(reader.sources, keep_tokens=True, watch=watch)
     for frames, time_s, source in reader:
         state.take(frames, time_s, source)
     for note in reader.notes:
@@ -60,13 +58,8 @@ def explain_capture(path: Path, model: str | None, format_: Format) -> None:
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    tables = [
-        *summary_tables(state, decode, with_gone=True),
-        curve_table(curve(watchers), state),
-    ]
-    if format_ is Format.JSON:
-        tables = [table for table in tables if table.key != "figures"]
-    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
+    tables = [*summary_tables(state, decode, with_gone=True), curve_table(curve(watchers), state)]
+    print_summary(tables, state, format_)
 
 
 def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
@@ -77,7 +70,7 @@ def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
         watchers.append(LargerCache())
         return watchers[-1]
 
-    return fold_capture(reader, watch=watch), watchers
+    return fold_capture(reader, watch), watchers
 
 
 def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: bool) -> None:

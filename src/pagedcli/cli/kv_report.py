@@ -50,12 +50,9 @@ def capture_page(path: Path, model: str | None) -> bytes:
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
     tables = [*summary_tables(state, decode, with_gone=True), curve_table(curve(watchers), state)]
-    charts = [
-        _chart("Blocks resident", [row[1] for row in history], history)
-        if (history := residency(CaptureReader(path)))
-        else ""
-    ]
-    body = "\n".join([*charts, *(as_html(table) for table in tables if table.rows)])
+    history = residency(CaptureReader(path))
+    chart = _chart(history) if history else ""
+    body = "\n".join([chart, *(as_html(table) for table in tables if table.rows)])
     return _PAGE.substitute(title=escape(f"KV events of {one_line(path.name)}"), body=body).encode()
 
 
@@ -73,15 +70,15 @@ def residency(reader: CaptureReader) -> list[tuple[float, int]]:
     return [rows[place] for place in sorted(chosen)]
 
 
-def _chart(title: str, values: Sequence[int], history: Sequence[tuple[float, int]]) -> str:
+def _chart(history: Sequence[tuple[float, int]]) -> str:
     start, end = history[0][0], history[-1][0]
-    top = max(values) or 1
+    top = max(num_blocks for _, num_blocks in history) or 1
     points = " ".join(
-        f"{_WIDTH * (time_s - start) / ((end - start) or 1):.1f},{_HEIGHT - (_HEIGHT - 8) * value / top:.1f}"
-        for (time_s, _), value in zip(history, values, strict=True)
+        f"{_WIDTH * (time_s - start) / ((end - start) or 1):.1f},{_HEIGHT - (_HEIGHT - 8) * num_blocks / top:.1f}"
+        for time_s, num_blocks in history
     )
     return (
-        f"<h2>{escape(title)}</h2><p>at most {top:,}, over {end - start:,.1f} seconds</p>"
+        f"<h2>Blocks resident</h2><p>at most {top:,}, over {end - start:,.1f} seconds</p>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" height="{_HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}"><polyline points="{points}"/></svg>'
+        f'aria-label="Blocks resident"><polyline points="{points}"/></svg>'
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pagedcli.cli.tables import Column, Table, count, decimal, percent, text
+from pagedcli.cli.tables import Column, Format, Table, count, decimal, percent, print_tables, text
 from pagedcli.kvevents.branches import Decode, Shape, branch_label, largest_branches, near_twins, token_ids
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import CurvePoint
@@ -53,6 +53,13 @@ def summary_tables(state: KVState, decode: Decode | None, *, with_gone: bool = F
         _unknown_table(state),
     ]
     return [table for table in tables if table.rows]
+
+
+def print_summary(tables: list[Table], state: KVState, format_: Format) -> None:
+    """Print the tables; JSON has the figures as plain keys instead of a table."""
+    if format_ is Format.JSON:
+        tables = [table for table in tables if table.key != "figures"]
+    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
 
 
 def _figures_table(state: KVState) -> Table:

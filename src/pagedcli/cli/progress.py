@@ -3,8 +3,7 @@
 import sys
 import time
 from collections import deque
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.terminal import say
@@ -17,14 +16,13 @@ _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
 
 
-class ProgressView(Protocol):
-    """A context manager that shows progress."""
+class ProgressView:
+    """A context manager that shows progress. This one shows nothing: rows on the same terminal are the progress."""
 
-    def __enter__(self) -> "ProgressView": ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def update(self, stats: BatchStats) -> None: ...
 
@@ -32,7 +30,7 @@ class ProgressView(Protocol):
 def progress_view(*, quiet_terminal: bool) -> ProgressView:
     """The right view for stderr. `quiet_terminal`: other output goes to the same terminal."""
     if sys.stderr.isatty():
-        return _Silent() if quiet_terminal else _LiveProgress()
+        return ProgressView() if quiet_terminal else _LiveProgress()
     return _PlainProgress()
 
 
@@ -85,28 +83,12 @@ def details(stats: BatchStats, rates: _Rates) -> list[str]:
     return parts
 
 
-class _Silent:
-    """Shows nothing: rows on the same terminal are the progress."""
-
-    def __enter__(self) -> "_Silent":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def update(self, stats: BatchStats) -> None: ...
-
-
-class _PlainProgress:
+class _PlainProgress(ProgressView):
     """Occasional whole lines, for logs."""
 
     def __init__(self) -> None:
         self._rates = _Rates()
         self._next_s = time.monotonic() + _LINE_EVERY_S
-
-    def __enter__(self) -> "_PlainProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def update(self, stats: BatchStats) -> None:
         self._rates.add(stats)
@@ -118,7 +100,7 @@ class _PlainProgress:
         say(", ".join(parts))
 
 
-class _LiveProgress:
+class _LiveProgress(ProgressView):
     """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
 
     def __init__(self) -> None:
@@ -129,7 +111,7 @@ class _LiveProgress:
         self._next_s = 0.0
         self._live: Any = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
 
-    def __enter__(self) -> "_LiveProgress":
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 

@@ -1,7 +1,5 @@
 """One call of `pagedcli simulate`, after its flags were read: input, pools, runs, tables and page."""
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.cli.simulate_page import render_page
 from pagedcli.cli.tables import Format, print_tables
-from pagedcli.cli.terminal import say
+from pagedcli.cli.terminal import ProgressLine, say
 from pagedcli.config import LoadedConfig
 from pagedcli.engine.admission import AdmissionLimits
 from pagedcli.engine.decide import resolve_max_model_len
@@ -36,7 +34,6 @@ from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, parse_po
 
 EXIT_BAD_ROWS = 3
 _STEP_TOKENS = 2048  # the engine's default on a GPU
-_LINE_EVERY_S, _REDRAW_EVERY_S = 5.0, 0.2
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
@@ -203,10 +200,14 @@ def _run(
     schedule: Schedule | None,
     record: Path | None,
 ) -> list[SweepPoint]:
-    progress = _Progress(len(sweep.workload.requests))
+    progress, num_requests = ProgressLine(line_every_s=5.0), len(sweep.workload.requests)
+
+    def observe(num_blocks: int, policy: str, num_done: int) -> None:
+        progress.show(lambda _: f"pool of {num_blocks:,} blocks, {policy}: {num_done:,}/{num_requests:,} requests")
+
     with _recording(record) as emit:
-        found = list(points(sweep, plan, pools, policies, schedule, emit=emit, observe=progress.update))
-    progress.end()
+        found = list(points(sweep, plan, pools, policies, schedule, emit=emit, observe=observe))
+    progress.close()
     return found
 
 
@@ -217,29 +218,3 @@ def _recording(path: Path | None) -> Iterator[Emit | None]:
         return
     with TraceWriter(path, overwrite=True) as writer:
         yield writer
-
-
-class _Progress:
-    """A line on stderr: redrawn on a terminal, otherwise printed every few seconds."""
-
-    def __init__(self, num_requests: int) -> None:
-        self._num_requests = num_requests
-        self._live = sys.stderr.isatty()
-        self._next_s = time.monotonic() + (_REDRAW_EVERY_S if self._live else _LINE_EVERY_S)
-        self._shown = False
-
-    def update(self, num_blocks: int, policy: str, num_done: int) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + (_REDRAW_EVERY_S if self._live else _LINE_EVERY_S)
-        line = f"pool of {num_blocks:,} blocks, {policy}: {num_done:,}/{self._num_requests:,} requests"
-        if self._live:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-            self._shown = True
-        else:
-            say(line)
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.inspection.findings import RunFacts, advice, finding_lines
+from pagedcli.inspection.words import byte_text, plural
 from pagedcli.printable import printable
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say(f"no CUDA graphs: {plan.no_graphs}")
     pool_bytes = plan.num_blocks * plan.block_bytes
     say(
-        f"KV cache: {_count(plan.num_blocks, 'block')} of {_count(plan.block_size, 'token')}, {byte_text(pool_bytes)}"
+        f"KV cache: {plural(plan.num_blocks, 'block')} of {plural(plan.block_size, 'token')}, {byte_text(pool_bytes)}"
         f" ({plan.num_blocks_reason})"
     )
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:
-        say(f"minimum cacheable prefix: {_count(plan.block_size, 'token')} (one block)")
+        say(f"minimum cacheable prefix: {plural(plan.block_size, 'token')} (one block)")
         if plan.eviction != "lru":
             say(f"eviction: {plan.eviction}")
     else:
@@ -58,16 +59,16 @@ def say_summary(result: BatchResult, facts: RunFacts | None = None) -> None:
     stats = result.stats
     say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if stats.num_resumed:
-        say(f"  resumed      {_count(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
+        say(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
     if stats.num_prompt_tokens:
         generated_per_s = stats.num_generated_tokens / max(stats.elapsed_s, 1e-9)
         all_per_s = generated_per_s + stats.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
         say(
-            f"  prompt       {_count(stats.num_prompt_tokens, 'token')}, {stats.num_cached_tokens:,} of them cached"
+            f"  prompt       {plural(stats.num_prompt_tokens, 'token')}, {stats.num_cached_tokens:,} of them cached"
             f" ({100 * stats.hit_rate:.1f} % of this run's prompt tokens)"
         )
         say(
-            f"  generated    {_count(stats.num_generated_tokens, 'token')}, {generated_per_s:,.0f} tok/s"
+            f"  generated    {plural(stats.num_generated_tokens, 'token')}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
         say(f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run")
@@ -77,11 +78,11 @@ def say_summary(result: BatchResult, facts: RunFacts | None = None) -> None:
             f"  KV blocks    {stats.peak_used_blocks:,} of {stats.num_blocks:,} at the peak"
             f" ({100 * stats.peak_used_blocks / stats.num_blocks:.1f} %)"
         )
-        say(f"  preemptions  {stats.num_preemptions:,}, {_count(stats.num_recomputed_tokens, 'token')} recomputed")
+        say(f"  preemptions  {stats.num_preemptions:,}, {plural(stats.num_recomputed_tokens, 'token')} recomputed")
         for label, text in [] if facts is None else finding_lines(facts):
             say(f"  {label:<12} {text}")
     for name, count in sorted(result.ignored.items()):
-        say(f"note: {_count(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
+        say(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
 def engine_facts(engine: "LLMEngine", *, is_reordered: bool) -> RunFacts:
@@ -200,17 +201,8 @@ def config_rows(loaded: LoadedConfig) -> list[dict[str, object]]:
     ]
 
 
-def byte_text(num_bytes: float) -> str:
-    """`1.5 GiB`"""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} GiB"
-
-
 def _outcome(result: BatchResult) -> str:
-    num_rows = _count(result.stats.num_finished, "row")
+    num_rows = plural(result.stats.num_finished, "row")
     if result.outcome == "complete":
         return f"done: {num_rows}"
     if result.outcome == "interrupted":
@@ -226,10 +218,6 @@ def _failures(stats: BatchStats) -> str:
     if stats.num_resumed_failed:
         parts.append(f"in the journal {stats.num_resumed_failed:,}")
     return f"; {num_failed:,} failed" + (f" ({', '.join(parts)})" if parts else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _percentiles(histogram: LogHistogram) -> str:

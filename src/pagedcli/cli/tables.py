@@ -19,6 +19,7 @@ import msgspec
 import typer
 from rich.cells import cell_len
 
+from pagedcli.inspection.words import byte_text, percent_text
 from pagedcli.printable import one_line, printable, printable_json
 
 Row = Mapping[str, Any]
@@ -51,18 +52,12 @@ def decimal(value: float) -> str:
     return f"{value:,.2f}"
 
 
-def percent(value: float) -> str:
-    """0.213 -> 21.3 %"""
-    return f"{100 * value:.1f} %"
+percent = percent_text  # 21.3 %
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that keeps a digit before the point: 28.00 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.2f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.2f} GiB"
+    """28.00 MiB"""
+    return byte_text(num_bytes, digits=2)
 
 
 @dataclass(frozen=True, slots=True)

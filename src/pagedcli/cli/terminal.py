@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import BinaryIO
 
 from pagedcli.printable import printable, printable_json
@@ -17,6 +19,35 @@ def is_interactive(*, with_stdout: bool = True) -> bool:
 def say(text: str = "") -> None:
     """Print a line on stderr, where everything but data goes."""
     print(printable(text), file=sys.stderr, flush=True)
+
+
+class ProgressLine:
+    """One line on stderr that changes on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, *, line_every_s: float) -> None:
+        self._is_live = is_interactive(with_stdout=False)
+        self._every_s = 0.2 if self._is_live else line_every_s
+        self._start_s = self._shown_s = time.monotonic()
+
+    def show(self, text: Callable[[float], str]) -> None:
+        """Show the text, made from the elapsed seconds, unless the last one is too recent."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s < self._every_s:
+            return
+        self._shown_s = now_s
+        line = text(now_s - self._start_s)
+        if self._is_live:
+            self._write(line)
+        else:
+            say(line)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._is_live:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class TerminalJson:

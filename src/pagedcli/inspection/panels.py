@@ -12,22 +12,12 @@ from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, HitCounts, memory_use, num_recomputed_tokens, pool_counts
-from pagedcli.inspection.words import plural, waiting_reason
+from pagedcli.inspection.words import byte_text, percent_text, plural, waiting_reason
 
 
 def percent(part: float | None) -> str:
     """`31.2 %`, or `-` where there is none."""
-    return "-" if part is None else f"{100 * part:.1f} %"
-
-
-def byte_size(count: int) -> str:
-    """`28.0 MiB`."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return "-" if part is None else percent_text(part)
 
 
 # ---------------------------------------------------------------------- the block pool
@@ -46,7 +36,7 @@ def pool_line(state: PoolState) -> Text:
         f"{counts['cached']:,} + ",
         ("empty ", "bright_black"),
         f"{counts['empty']:,} = {plural(counts['total'], 'block')} of {engine.block_size} "
-        f"({byte_size(counts['total'] * engine.block_bytes)}){'' if add_up else ': DOES NOT ADD UP'}",
+        f"({byte_text(counts['total'] * engine.block_bytes)}){'' if add_up else ': DOES NOT ADD UP'}",
         no_wrap=True,
         overflow="ellipsis",
     )
@@ -133,17 +123,17 @@ def work_lines(moment: Moment) -> Text:
         f"preempted {plural(stats.num_preemptions, 'time')}: {stats.num_dropped_tokens:,} tokens dropped, "
         f"{recomputed:,} computed again ({percent(share)} of all computed)",
         f"unfilled  {plural(use.unfilled_slots, 'slot')} of last blocks, {percent(use.unfilled_share)} of those in use"
-        f" ({byte_size(use.unfilled_bytes)})",
-        f"sharing   saves {plural(use.saved_blocks, 'block')} ({byte_size(use.saved_bytes)}); "
+        f" ({byte_text(use.unfilled_bytes)})",
+        f"sharing   saves {plural(use.saved_blocks, 'block')} ({byte_text(use.saved_bytes)}); "
         f"duplicates so far: {stats.num_duplicate_blocks:,}",
     ]
     if state.engine is not None and any(state.engine.windows):
-        lines.append(f"windows   save {plural(use.passed_blocks, 'block')} ({byte_size(use.passed_bytes)})")
+        lines.append(f"windows   save {plural(use.passed_blocks, 'block')} ({byte_text(use.passed_bytes)})")
     if stats.num_failed_steps:
         lines.append(f"failed    {plural(stats.num_failed_steps, 'step')}: what was running waited again")
     if use.contiguous_times is not None:
         lines.append(
-            f"contiguous allocation for the model's length would take {byte_size(use.contiguous_bytes)}, "
+            f"contiguous allocation for the model's length would take {byte_text(use.contiguous_bytes)}, "
             f"{use.contiguous_times:.1f} times as much"
         )
     return Text("\n".join(lines), overflow="ellipsis")

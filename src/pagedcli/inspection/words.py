@@ -35,6 +35,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def byte_text(num_bytes: float, digits: int = 1) -> str:
+    """Bytes in the largest binary unit that keeps a digit before the point: `28.0 MiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(0, int(abs(num_bytes)).bit_length() - 1) // 10, len(units) - 1)
+    return f"{num_bytes / 1024**power:,.{digits if power else 0}f} {units[power]}"
+
+
 def percent_text(share: float) -> str:
     """0.213 -> `21.3 %`."""
     return f"{100 * share:.1f} %"
