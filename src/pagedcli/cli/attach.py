@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 _WAIT_S = 0.1
 _LINE_S = 10.0
 _ENDPOINTS_HELP = "tcp://HOST:PORT of each publisher, or a recording."
+_REPLAY_HELP = "Replay endpoint for missed messages; one per publisher."
 Endpoints = Annotated[list[str], typer.Argument(metavar="ENDPOINT...", help=_ENDPOINTS_HELP, show_default=False)]
 
 
 def attach(
     endpoints: Endpoints,
     *,
-    replay: Annotated[
-        list[str] | None, option(metavar="ENDPOINT", help="Replay endpoint for missed messages; one per publisher.")
-    ] = None,
+    replay: Annotated[list[str] | None, option(metavar="ENDPOINT", help=_REPLAY_HELP)] = None,
     topic: Annotated[str, option(help="Only messages whose topic starts with this.")] = "",
     metrics: Annotated[
         str | None, option(metavar="URL", help="Also show the server's own metrics, from its /metrics page.")
