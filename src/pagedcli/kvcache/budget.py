@@ -101,6 +101,9 @@ class StepShape:
         return [short + (i < longer) for i in range(self.num_seqs)]
 
 
+EXPERT_TOKENS = 2048  # most tokens whose experts the native CPU decoder computes at a time (MOST_TOKENS in experts.cpp)
+
+
 class ExpertSizes(Protocol):
     """The sizes of a mixture of experts, named as in models.spec.ExpertsSpec."""
 
@@ -219,9 +222,12 @@ class ModelSizes:
         sampling = self.logits_bytes(step.num_seqs, itemsize) + self.sampler_bytes(step.num_seqs)
         if native:
             heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-            inner = max(self.num_heads * self.head_dim, self.intermediate_size)
-            workspace = itemsize * (self.hidden_size + heads + inner)
-            return step.num_tokens * workspace + max(hidden, sampling)
+            inner = max(self.num_heads * self.head_dim, self.intermediate_size, self.hidden_size)
+            workspace = step.num_tokens * itemsize * (self.hidden_size + heads + inner)
+            if self.experts is not None:
+                rows = min(step.num_tokens, EXPERT_TOKENS) * self.experts.num_per_token
+                workspace += rows * itemsize * (self.experts.intermediate_size + self.hidden_size)
+            return workspace + max(hidden, sampling)
         return max(self.step_bytes(step.num_tokens, itemsize), hidden + sampling)
 
     def logits_bytes(self, num_seqs: int, itemsize: int) -> int:

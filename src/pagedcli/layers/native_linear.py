@@ -15,7 +15,7 @@ from pagedcli.errors import BackendError
 from pagedcli.layers.quantized import QuantizedWeight
 from pagedcli.native import NativeLibrary
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import ADD, CODES4, CODES8, DTYPE_CODES, GATE, INT4, INT8, STORE, LinearStruct, bind
+from pagedcli.native.structs import ADD, CODES4, CODES8, DTYPE_CODES, GATE_SILU, INT4, INT8, STORE, LinearStruct, bind
 
 
 class NativeLinear:
@@ -52,13 +52,14 @@ class NativeLinear:
         wide_bias = bias.float().contiguous() if bias is not None else None
         self._tensors = (*tensors, wide_bias)  # the struct points into them
         self.struct.weight = tensors[0].data_ptr()
+        self.struct.panel_bytes = tensors[0].nbytes // self._functions.linear_num_panels(ctypes.byref(self.struct))
         self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
         self.nbytes = sum(tensor.nbytes for tensor in tensors)  # as packed
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated."""
         out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
-        self._run(x, out, GATE if self.struct.gated else STORE)
+        self._run(x, out, GATE_SILU if self.struct.gated else STORE)
         return out
 
     def add_to(self, out: Tensor, x: Tensor) -> Tensor:

@@ -11,36 +11,37 @@ from torch import Tensor
 
 from pagedcli.attention.base import PagedBatch
 from pagedcli.errors import BackendError
+from pagedcli.kvcache.groups import cache_groups
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
+from pagedcli.models.decoder import has_cpu_kernels, scaled_embedding, scaled_logits
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.parameters import decoder_parameters, take_linear
-from pagedcli.models.rope import rope_notes
+from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.rope_table import rope_table
+from pagedcli.models.spec import ExpertsSpec
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
-from pagedcli.native.structs import DTYPE_CODES, LayerStruct, ModelStruct, StepStruct, bind
+from pagedcli.native.structs import (
+    DTYPE_CODES,
+    GATE_GELU,
+    GATE_SILU,
+    ExpertsStruct,
+    GroupStepStruct,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+    StepStruct,
+    bind,
+)
 
-# Fields of a spec that the library supports only with this value.
-_PLAIN = {
-    "qk_norm_all": False,
-    "layer_norms": "before",
-    "float_norms": False,
-    "norm_offset": False,
-    "soft_cap": None,
-    "logits_soft_cap": None,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_divisor": 1.0,
-    "query_scale": None,
-    "layer_ropes": (),
-    "experts": None,
-}
+_GATES = {"silu": GATE_SILU, "swish": GATE_SILU, "gelu_pytorch_tanh": GATE_GELU}
 
 
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
-    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], rope_table: Tensor) -> None:
+    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor]) -> None:
         """Packs the weights and removes each from `tensors`, so that memory holds only one copy."""
         spec = request.spec
         self.spec = spec
@@ -49,56 +50,40 @@ class CpuDecoder:
         self.notes += rope_notes(spec.rope, request.max_model_len)
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
-        self._format, self._dtype = request.weight_format, request.dtype
+        self._groups = cache_groups([layer.window for layer in self.attention_layers])
         self._functions = bind(load_library().functions)
-        self._kept: list[Tensor | NativeLinear] = [rope_table]  # what the structs point into
-        self._weight_bytes = 0
-        embedding = tensors.pop("embedding")
-        tied = spec.tie_word_embeddings
-        output = {"weight": embedding if tied else tensors.pop("lm_head")}
-        self._lm_head = self._keep(self._format.lm_head.native_linear([output], None, request.dtype))
-        self._embedding = None if tied and self._format.keeps_rows else embedding
-        self._weight_bytes += self._embedding.nbytes if self._embedding is not None else 0
-        self._layers = (LayerStruct * spec.num_layers)(
-            *(self._layer(tensors, f"layers.{i}") for i in range(spec.num_layers))
-        )
-        self._model = ModelStruct(
-            dtype=DTYPE_CODES[rope_table.dtype],
-            num_layers=spec.num_layers,
-            hidden_size=spec.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            eps=spec.rms_norm_eps,
-            layers=ctypes.addressof(self._layers),
-            final_norm=self._vector(tensors.pop("final_norm")),
-            rope_table=rope_table.data_ptr(),
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights as stored in memory, shared ones counted once."""
-        return self._weight_bytes
+        build = _Builder(request, tensors)
+        self._embedding, self._lm_head = build.tables()
+        self._model = build.model()
+        self._kept = build.kept
+        self.weight_bytes = build.weight_bytes  # of all weights as stored in memory, shared ones counted once
+        assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward. The last layer computes only the rows in batch.logits_rows."""
-        backend, rows = self._backend, batch.logits_rows
-        batch = replace(batch, window=self.attention_layers[0].window)
-        backend.prepare(batch)
+        backend, rows, embedding = self._backend, batch.logits_rows, self._embedding
         k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
         backend.check_cache(k_cache, v_cache)
-        embedding = self._embedding
+        prepared = [
+            replace(of_group, window=group.window, slots=of_group.slots.contiguous())
+            for group, of_group in zip(self._groups, (batch, *batch.others), strict=True)
+        ]
+        for of_group in prepared:
+            backend.prepare(of_group)
         residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
+        residual = scaled_embedding(residual, self.spec)
         out = residual if rows is None else torch.empty((rows.shape[0], residual.shape[1]), dtype=residual.dtype)
-        positions, slots = positions.contiguous(), batch.slots.contiguous()
+        positions = positions.contiguous()
+        groups = (GroupStepStruct * len(prepared))(
+            *(GroupStepStruct(each.slots.data_ptr(), each.work.address) for each in prepared)
+        )
         step = StepStruct(
             num_tokens=input_ids.shape[0],
             threads=torch.get_num_threads(),
             residual=residual.data_ptr(),
             positions=positions.data_ptr(),
-            slots=slots.data_ptr(),
             geometry=backend.geometry_address,
-            work=batch.work.address,
+            groups=ctypes.addressof(groups),
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
             layer_bytes=kv_cache.stride(1) * kv_cache.element_size(),
@@ -112,39 +97,130 @@ class CpuDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
-        return self._lm_head(hidden)
+        return scaled_logits(self._lm_head(hidden), self.spec)
 
-    def _layer(self, tensors: dict[str, Tensor], key: str) -> LayerStruct:
-        def linear(name: str, *, gated: bool = False) -> object:
-            weight_format, modules = take_linear(tensors, f"{key}.{name}", self._format)
-            bias = tensors.pop(f"{key}.{name}.bias", None)
-            self._weight_bytes += bias.nbytes if bias is not None else 0
-            return self._keep(weight_format.native_linear(modules, bias, self._dtype, gated=gated)).struct
 
-        q_norm, k_norm = None, None
-        if self.spec.qk_norm:
-            q_norm, k_norm = (self._vector(weight) for weight in tensors.pop(f"{key}.qk_norm").chunk(2))
-        return LayerStruct(
-            input_norm=self._vector(tensors.pop(f"{key}.input_norm")),
-            mlp_norm=self._vector(tensors.pop(f"{key}.mlp_norm")),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            qkv=linear("qkv"),
-            attention_out=linear("out"),
-            gate_up=linear("gate_up", gated=True),
-            down=linear("down"),
+class _Builder:
+    """Builds the structs from tensors, removing each tensor from the dict."""
+
+    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor]) -> None:
+        self._request, self._spec, self._tensors = request, request.spec, tensors
+        self._tables: dict[RopeSpec, Tensor] = {}
+        self.kept: list[object] = []  # what the structs point into
+        self.weight_bytes = 0
+
+    def tables(self) -> tuple[Tensor | None, NativeLinear]:
+        """The embedding, None if it is read from the output layer, and the output layer."""
+        tied, stored = self._spec.tie_word_embeddings, self._request.weight_format
+        embedding = self._tensors.pop("embedding")
+        output = [{"weight": embedding if tied else self._tensors.pop("lm_head")}]
+        lm_head = self._keep(stored.lm_head.native_linear(output, None, self._request.dtype))
+        if tied and stored.keeps_rows:
+            return None, lm_head
+        self.weight_bytes += embedding.nbytes
+        return embedding, lm_head
+
+    def model(self) -> ModelStruct:
+        spec, attention = self._spec, self._spec.attention_layers[0]
+        shared = spec.experts.shared_intermediate_size if spec.experts is not None else None
+        layers = (LayerStruct * spec.num_layers)(*(self._layer(i, f"layers.{i}") for i in range(spec.num_layers)))
+        groups = cache_groups([layer.window for layer in spec.attention_layers])
+        for number, group in enumerate(groups):
+            for place, index in enumerate(group.layers):
+                layers[index].group, layers[index].place = number, place
+        self.kept.append(layers)
+        return ModelStruct(
+            dtype=DTYPE_CODES[self._request.dtype],
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            inner_size=max(spec.intermediate_size, shared or 0),
+            norms_heads=spec.qk_norm_all,
+            float_norms=spec.float_norms,
+            gate=_GATES[spec.hidden_act],
+            eps=spec.rms_norm_eps,
+            attention_scale=attention.scale,
+            soft_cap=attention.soft_cap or 0.0,
+            residual_multiplier=spec.residual_multiplier,
+            layers=ctypes.addressof(layers),
+            final_norm=self._norm("final_norm"),
         )
 
+    def _layer(self, index: int, key: str) -> LayerStruct:
+        spec = self._spec
+        layer = LayerStruct(qkv=self._linear(f"{key}.qkv"), attention_out=self._linear(f"{key}.out"))
+        for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"):
+            setattr(layer, name, self._norm(f"{key}.{name}"))
+        if (both := self._tensors.pop(f"{key}.qk_norm", None)) is not None:
+            layer.q_norm, layer.k_norm = (self._address(self._offset(weight)) for weight in both.chunk(2))
+        rope = spec.layer_ropes[index] if spec.layer_ropes else spec.rope
+        if rope is not None:
+            table = self._table(rope)
+            layer.rope_table, layer.rotated = table.data_ptr(), table.shape[1]
+        if spec.experts is None or index in spec.experts.dense_layers:
+            layer.gate_up, layer.down = self._mlp(key)
+        else:
+            layer.experts = ctypes.addressof(self._experts(spec.experts, key))
+        return layer
+
+    def _experts(self, experts: ExpertsSpec, key: str) -> ExpertsStruct:
+        mlps = [self._mlp(f"{key}.experts.{i}") for i in range(experts.num_experts)]
+        gate_up, down = ((LinearStruct * len(mlps))(*linears) for linears in zip(*mlps, strict=True))
+        struct = ExpertsStruct(
+            num_experts=experts.num_experts,
+            num_per_token=experts.num_per_token,
+            renormalize=experts.renormalize,
+            router=self._unquantized(f"{key}.router"),
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
+        )
+        if experts.shared_intermediate_size is not None:
+            linears = *self._mlp(f"{key}.shared_expert"), self._unquantized(f"{key}.shared_gate")
+            struct.shared_gate_up, struct.shared_down, struct.shared_gate = map(ctypes.addressof, linears)
+            self.kept += linears
+        self.kept += [gate_up, down, struct]
+        return struct
+
+    def _mlp(self, key: str) -> tuple[LinearStruct, LinearStruct]:
+        return self._linear(f"{key}.gate_up", gated=True), self._linear(f"{key}.down")
+
+    def _linear(self, key: str, *, gated: bool = False) -> LinearStruct:
+        weight_format, modules = take_linear(self._tensors, key, self._request.weight_format)
+        bias = self._tensors.pop(f"{key}.bias", None)
+        self.weight_bytes += bias.nbytes if bias is not None else 0
+        return self._keep(weight_format.native_linear(modules, bias, self._request.dtype, gated=gated)).struct
+
+    def _unquantized(self, key: str) -> LinearStruct:
+        weight = {"weight": self._tensors.pop(key)}
+        return self._keep(AS_STORED.native_linear([weight], None, self._request.dtype)).struct
+
     def _keep(self, linear: NativeLinear) -> NativeLinear:
-        self._kept.append(linear)
-        self._weight_bytes += linear.nbytes
+        self.kept.append(linear)
+        self.weight_bytes += linear.nbytes
         return linear
 
-    def _vector(self, weight: Tensor) -> int:
-        weight = weight.contiguous()
-        self._kept.append(weight)
-        self._weight_bytes += weight.nbytes
+    def _norm(self, key: str) -> int | None:
+        """The address of a norm's weight; None if the model does not have it."""
+        weight = self._tensors.pop(key, None)
+        return None if weight is None else self._address(self._offset(weight))
+
+    def _offset(self, weight: Tensor) -> Tensor:
+        return weight + 1 if self._spec.norm_offset else weight.contiguous()
+
+    def _address(self, weight: Tensor) -> int:
+        self.kept.append(weight)
+        self.weight_bytes += weight.nbytes
         return weight.data_ptr()
+
+    def _table(self, rope: RopeSpec) -> Tensor:
+        if rope not in self._tables:
+            request = self._request
+            table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype).contiguous()
+            self._tables[rope] = table
+            self.kept.append(table)
+        return self._tables[rope]
 
 
 def refusal(needs: DecoderNeeds) -> str | None:
@@ -154,28 +230,20 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return "runs on one rank only"
     if spec.is_fallback:
         return f"has no {spec.architecture}"
-    if others := [name for name, plain in _PLAIN.items() if getattr(spec, name) != plain]:
-        return f"computes a plain decoder layer, without {', '.join(others)}"
-    if len(set(spec.windows)) > 1:
-        return "has one window for all layers"
     if not backend.capabilities.native_step:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
-    if spec.rope is not None and spec.rope.partial != 1:
-        return f"does not support a partial rotary factor of {spec.rope.partial:g}"
-    if spec.hidden_act not in ("silu", "swish"):
+    if spec.hidden_act not in _GATES:
         return f"has no activation {spec.hidden_act}"
-    if spec.hidden_size % 2 or spec.intermediate_size % 2:
-        return f"packs no odd sizes, and the model's are {spec.hidden_size} and {spec.intermediate_size}"
+    if not has_cpu_kernels(spec, backend):
+        return "packs no odd sizes of layers"
     return None
 
 
 def load(request: DecoderRequest) -> CpuDecoder:
     """Raises: ModelError, see weights."""
     spec = request.spec
-    assert spec.rope is not None, "a native spec has rope parameters"
     ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
     source = open_weights(request.path, request.load_format, request.seed)
     parameters = decoder_parameters(spec, request.weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
-    table = rope_table(spec.rope, spec.head_dim, request.max_model_len, dtype=request.dtype).contiguous()
-    return CpuDecoder(request, tensors, table)
+    return CpuDecoder(request, tensors)

@@ -64,10 +64,7 @@ class Decoder:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
         step = Step(positions, layer_steps(batch, kv_cache, self._backend, self.attention_layers))
-        residual = self._embedding(input_ids)
-        if self.spec.embedding_multiplier != 1:
-            # rounded to the model's dtype first, as in transformers
-            residual *= torch.tensor(self.spec.embedding_multiplier, dtype=residual.dtype)
+        residual = scaled_embedding(self._embedding(input_ids), self.spec)
         hidden: Tensor | None = None  # the previous branch's addition to the residual
         for layer in self._layers:
             hidden = layer.attention(hidden, residual, step)
@@ -76,11 +73,23 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
-        logits = self._lm_head(hidden)
-        if self.spec.logits_divisor != 1:
-            logits = logits / self.spec.logits_divisor
-        cap = self.spec.logits_soft_cap
-        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+        return scaled_logits(self._lm_head(hidden), self.spec)
+
+
+def scaled_embedding(rows: Tensor, spec: ModelSpec) -> Tensor:
+    """The start of the residual stream. Changes: rows."""
+    if spec.embedding_multiplier == 1:
+        return rows
+    # rounded to the model's dtype first, as in transformers
+    return rows.mul_(torch.tensor(spec.embedding_multiplier, dtype=rows.dtype))
+
+
+def scaled_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
+    """The output layer's results as logits."""
+    if spec.logits_divisor != 1:
+        logits = logits / spec.logits_divisor
+    cap = spec.logits_soft_cap
+    return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
 class _Builder:

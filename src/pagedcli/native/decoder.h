@@ -1,31 +1,47 @@
 // What a decoder's step is given. The structs are mirrored by pagedcli.native.structs.
 #pragma once
 
+#include "experts.h"
 #include "linear.h"
 #include "paged_attention.h"
 
+// Norms are [E], or null: the layer does not have it.
 struct Layer {
-    const void *input_norm, *mlp_norm;
-    const void *q_norm, *k_norm;  // [D], or null
-    Linear qkv, attention_out, gate_up, down;
+    const void *input_norm, *input_norm_after, *mlp_norm, *mlp_norm_after;
+    const void *q_norm, *k_norm;  // of each head [D], or of all heads [H * D], [G * D]; or null
+    const void* rope_table;       // [P][rotated]: cosines, then sines; null: no rotary embedding
+    int64_t rotated;              // elements of a head that are rotated, its first
+    int64_t group, place;         // of layers that share blocks; among that group's layers
+    Linear qkv, attention_out;
+    Linear gate_up, down;    // not read in a layer with experts
+    const Experts* experts;  // null: a gated MLP
 };
 
 struct Model {
     int64_t dtype, num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
-    double eps;
+    int64_t inner_size;   // the largest width of a gated MLP
+    int64_t norms_heads;  // q_norm and k_norm are of all heads
+    int64_t float_norms;  // the weights of norms are float32 and applied before rounding
+    int64_t gate;         // Epilogue of gate_up
+    double eps, attention_scale, soft_cap, residual_multiplier;  // soft_cap 0: none
     const Layer* layers;
-    const void *final_norm, *rope_table;  // [P][D]: cosines, then sines
+    const void* final_norm;
+};
+
+// A step as the layers of one group see it.
+struct GroupStep {
+    const int32_t* slots;
+    const StepWork* work;
 };
 
 struct Step {
     int64_t num_tokens, threads;
     void* residual;  // [T][E], the embeddings; overwritten
     const int64_t* positions;
-    const int32_t* slots;
     const Geometry* geometry;
-    const StepWork* work;
-    void *k_cache, *v_cache;  // of the first layer
-    int64_t layer_bytes;      // from one layer's cache to the next
+    const GroupStep* groups;
+    void *k_cache, *v_cache;  // of the first place
+    int64_t layer_bytes;      // from one place's cache to the next
     const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are
     int64_t num_rows;
     void* out;  // [num_rows][E]

@@ -24,6 +24,23 @@ static inline int64_t padded_rows(const Linear& l) {
     return (rows + unit - 1) / unit * PANEL;
 }
 
+static inline int64_t num_panels(const Linear& l) { return padded_rows(l) / PANEL; }
+
+// Panels [first, end) of a layer without bias as a layer of their own, whose results lie where they lie in the whole
+// layer's: from element first * panel_width(l) of a row on.
+static inline int64_t panel_width(const Linear& l) { return l.gated ? VL : PANEL; }
+static inline Linear panels_of(const Linear& l, int64_t first, int64_t end) {
+    Linear part = l;
+    const int64_t width = l.gated ? l.rows / 2 : l.rows, unit = panel_width(l);
+    part.rows = (std::min(width, end * unit) - first * unit) * (l.gated ? 2 : 1);
+    part.weight = (const char*)l.weight + first * l.panel_bytes;
+    if (l.scales) part.scales += first * PANEL;
+    if (l.sums) part.sums += first * PANEL;
+    if (l.mins) part.mins += first * PANEL;
+    part.out_stride = width;
+    return part;
+}
+
 // Calls work(panel) for all panels of a weight that is being packed. Each huge page is one thread's, nearly: one that two
 // threads are the first to touch is cleared twice by the system.
 template <class Work> static void for_panels(int threads, int64_t panels, int64_t panel_bytes, const Work& work) {
@@ -45,11 +62,12 @@ template <class T> struct Output {
     const Linear& l;
     Elem* out;
     Epilogue epilogue;
-    int64_t width;  // elements of a row of out
-    bool plain;     // nothing to do but to store
+    int64_t width, stride;  // elements of a row of out, and from one row to the next
+    bool plain;             // nothing to do but to store
 
     Output(const Linear& l, Elem* out, Epilogue epilogue)
-        : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows), plain(epilogue == STORE && !l.bias) {}
+        : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows),
+          stride(l.out_stride ? l.out_stride : width), plain(epilogue == STORE && !l.bias) {}
 
     inline vf biased(vf y, int64_t row) const {
         if (!l.bias) return y;
@@ -60,15 +78,16 @@ template <class T> struct Output {
 
     // The sums of one panel for one token.
     inline void put(int64_t token, int64_t panel, const float* y) const {
-        Elem* to = out + token * width;
+        Elem* to = out + token * stride;
         if (plain && (panel + 1) * PANEL <= width) {
             for (int v = 0; v < PANEL; v += VL) Rows<T>::store(to + panel * PANEL + v, loadf(y + v));
             return;
         }
-        if (epilogue == GATE) {
+        if (epilogue >= GATE_SILU) {
             const int64_t at = panel * VL;
             vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), l.rows / 2 + at));
-            return store_some<T>(to + at, Rows<T>::round(silu_of(gate)) * up, width - at);
+            const vf active = epilogue == GATE_SILU ? silu_of(gate) : gelu_of(gate);
+            return store_some<T>(to + at, Rows<T>::round(active) * up, width - at);
         }
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const int64_t at = panel * PANEL + v * VL;

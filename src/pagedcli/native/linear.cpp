@@ -129,6 +129,7 @@ extern "C" {
 
 // Output features with those that fill the last panel.
 int64_t linear_padded_rows(const Linear* linear) { return padded_rows(*linear); }
+int64_t linear_num_panels(const Linear* linear) { return num_panels(*linear); }
 
 // weight [rows][columns] -> packed [padded rows * columns], both of linear->kind. columns must be even.
 void linear_pack(const Linear* linear, const void* weight, void* packed, int threads) {

@@ -12,9 +12,10 @@
 
 // What becomes of y. Each of these rounds where separate torch operations would.
 enum Epilogue : int {
-    STORE,  // out = y
-    ADD,    // out = out + y
-    GATE,   // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
+    STORE,      // out = y
+    ADD,        // out = out + y
+    GATE_SILU,  // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
+    GATE_GELU,  // out = gelu(y_gate) * y_up
 };
 
 // The first three are also the types of activations. INT4 is rounded here; CODES4 and CODES8 are those of checkpoints.
@@ -30,6 +31,8 @@ struct Linear {
     const float* mins;                   // int4: [padded rows] a step of the mins in steps of the scales, in packed order
     const int32_t* order;                // codes: [columns] which column of x comes first, second, ...; null: as they are
     int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
+    int64_t panel_bytes;                 // of a panel of the packed weight
+    int64_t out_stride;                  // elements from one row of out to the next; 0: a row follows the other
 };
 
 // x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.

@@ -3,14 +3,6 @@
 
 #include "paged_kernels.h"
 
-constexpr float LOG2E = 1.4426950408889634f;
-
-// tanh x, within 2e-7.
-inline vf tanh_of(vf x) {
-    const vf e = exp2_of(max_of(x, -x) * splat(-2.f * LOG2E)), y = (splat(1.f) - e) / (splat(1.f) + e);
-    return select_of(x < vf{}, -y, y);
-}
-
 // The lanes of a row's tile t that come after its first `hidden` tokens.
 inline vi after_hidden(int64_t hidden, int64_t t) { return iota() >= (vi{} + (int32_t)(hidden - t * VL)); }
 

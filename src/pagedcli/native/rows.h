@@ -56,12 +56,30 @@ template <class T> static inline void store_some(typename T::Elem* p, vf x, int6
     memcpy(p, part, room * sizeof *p);
 }
 
+constexpr float LOG2E = 1.4426950408889634f;
+
+static inline vf sigmoid_of(vf x) {
+    const vf e = exp2_of((vf)((vi)x & 0x7fffffff) * -LOG2E);
+    return select_of(x >= 0, splat(1.f), e) / (1.f + e);
+}
+
 // x * sigmoid(x)
 static inline vf silu_of(vf x) {
-    constexpr float LOG2E = 1.4426950408889634f;
     vf magnitude = (vf)((vi)x & 0x7fffffff);
     vf e = exp2_of(magnitude * -LOG2E);
     return x * select_of(x >= 0, splat(1.f), e) / (1.f + e);
+}
+
+// tanh x, within 2e-7
+static inline vf tanh_of(vf x) {
+    const vf e = exp2_of(max_of(x, -x) * splat(-2.f * LOG2E)), y = (splat(1.f) - e) / (splat(1.f) + e);
+    return select_of(x < vf{}, -y, y);
+}
+
+// x * P(normal variable < x), by the usual approximation with a tanh
+static inline vf gelu_of(vf x) {
+    constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
+    return x * 0.5f * (1.f + tanh_of((x + x * x * x * 0.044715f) * SQRT_2_OVER_PI));
 }
 
 template <class F> static inline auto with_activations(int64_t dtype, const F& f) {

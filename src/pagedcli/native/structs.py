@@ -1,4 +1,4 @@
-"""ctypes definitions of the structs of linear.h and decoder.cpp, the types of their functions, and dtype codes."""
+"""ctypes definitions of the structs of linear.h, experts.h and decoder.h, the types of their functions, and codes."""
 
 import ctypes
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-STORE, ADD, GATE = 0, 1, 2  # Epilogue
+STORE, ADD, GATE_SILU, GATE_GELU = 0, 1, 2, 3  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
 INT8, INT4, CODES4, CODES8 = 3, 4, 5, 6  # WeightKind
 
@@ -18,8 +18,17 @@ class LinearStruct(ctypes.Structure):
     _fields_ = [
         *((name, _int64) for name in ("kind", "rows", "columns", "gated")),
         *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "mins", "order")),
-        ("chunk", _int64),
-        ("scale_type", _int64),
+        *((name, _int64) for name in ("chunk", "scale_type", "panel_bytes", "out_stride")),
+    ]
+
+
+class ExpertsStruct(ctypes.Structure):
+    """struct Experts"""
+
+    _fields_ = [
+        *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize")),
+        ("router", LinearStruct),
+        *((name, _pointer) for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")),
     ]
 
 
@@ -27,8 +36,11 @@ class LayerStruct(ctypes.Structure):
     """struct Layer"""
 
     _fields_ = [
-        *((name, _pointer) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
+        *((name, _pointer) for name in ("q_norm", "k_norm", "rope_table")),
+        *((name, _int64) for name in ("rotated", "group", "place")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
+        ("experts", _pointer),
     ]
 
 
@@ -37,9 +49,16 @@ class ModelStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        ("eps", ctypes.c_double),
-        *((name, _pointer) for name in ("layers", "final_norm", "rope_table")),
+        *((name, _int64) for name in ("inner_size", "norms_heads", "float_norms", "gate")),
+        *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
+        *((name, _pointer) for name in ("layers", "final_norm")),
     ]
+
+
+class GroupStepStruct(ctypes.Structure):
+    """struct GroupStep"""
+
+    _fields_ = [("slots", _pointer), ("work", _pointer)]
 
 
 class StepStruct(ctypes.Structure):
@@ -47,7 +66,7 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("num_tokens", "threads")),
-        *((name, _pointer) for name in ("residual", "positions", "slots", "geometry", "work", "k_cache", "v_cache")),
+        *((name, _pointer) for name in ("residual", "positions", "geometry", "groups", "k_cache", "v_cache")),
         ("layer_bytes", _int64),
         ("rows", _pointer),
         ("num_rows", _int64),
@@ -59,6 +78,7 @@ def bind(library: ctypes.CDLL) -> Any:
     """Declare the functions of linear*.cpp and decoder.cpp. Returns the library."""
     signatures: dict[str, tuple[list[Any], Any]] = {
         "linear_padded_rows": ([_pointer], _int64),
+        "linear_num_panels": ([_pointer], _int64),
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
         "linear_pack_int8": ([_pointer, _int64, *[_pointer] * 4, _int], None),
         "linear_pack_int8_codes": ([_pointer] * 6 + [_int], None),

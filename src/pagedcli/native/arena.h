@@ -1,0 +1,30 @@
+// Memory for activations and other intermediate results.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+// Memory that grows and is not freed: an allocation of this size per call would fault its pages in each time.
+struct Arena {
+    char* base = nullptr;
+    size_t capacity = 0, used = 0;
+    ~Arena() { free(base); }
+    void reserve(size_t bytes) {
+        used = 0;
+        if (bytes <= capacity) return;
+        free(base);
+        capacity = (std::max(bytes, capacity / 2 * 3) + 4095) / 4096 * 4096;  // not a little more at each step
+        base = static_cast<char*>(aligned_alloc(4096, capacity));
+        if (!base) {
+            capacity = 0;
+            throw std::bad_alloc();
+        }
+    }
+    template <class X> X* take(size_t count) {
+        X* p = reinterpret_cast<X*>(base + used);
+        used += (count * sizeof(X) + 63) / 64 * 64;
+        return p;
+    }
+};

@@ -1,0 +1,92 @@
+// What a decoder computes row by row between its matrix products: norms, the rotary embedding, additions.
+#pragma once
+
+#include <cmath>
+
+#include "decoder.h"
+#include "parallel.h"
+#include "rows.h"
+
+// Elements of work below which a second thread is not worth waking.
+constexpr int64_t SMALL = 1 << 15;
+
+inline int threads_for(int threads, int64_t elements) { return elements < SMALL ? 1 : threads; }
+
+// Calls work(row) for all rows, `chunk` neighbours on one thread.
+template <class Work> void for_rows(int threads, int64_t num_rows, int64_t row_elements, int64_t chunk, const Work& work) {
+    parallel_for(threads_for(threads, num_rows * row_elements), (num_rows + chunk - 1) / chunk, [&](int64_t i) {
+        for (int64_t r = i * chunk; r < std::min(num_rows, (i + 1) * chunk); r++) work(r);
+    });
+}
+
+// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x.
+template <class T> void rms_norm(const typename T::Elem* x, const void* weight, bool is_float, int64_t size, float eps,
+                                 typename T::Elem* out) {
+    vf squares[2] = {};
+    for (int64_t i = 0; i < size; i += VL) {
+        vf v = load_some<T>(x + i, size - i);
+        squares[i / VL % 2] += v * v;
+    }
+    const float scale = 1.f / std::sqrt(sum_of(squares[0] + squares[1]) / size + eps);
+    for (int64_t i = 0; i < size; i += VL) {
+        const vf scaled = load_some<T>(x + i, size - i) * scale;
+        const vf weighted = is_float ? scaled * load_some<F32>((const float*)weight + i, size - i)
+                                     : Rows<T>::round(scaled) * load_some<T>((const typename T::Elem*)weight + i, size - i);
+        store_some<T>(out + i, weighted, size - i);
+    }
+}
+
+template <class T> void norm_rows(const void* x, const void* weight, bool is_float, int64_t num_rows, int64_t size, float eps,
+                                  void* out, int threads) {
+    using E = typename T::Elem;
+    for_rows(threads, num_rows, size, 8, [&](int64_t r) {
+        rms_norm<T>((const E*)x + r * size, weight, is_float, size, eps, (E*)out + r * size);
+    });
+}
+
+// Pairs (i, i + size/2) of a head, turned by the token's angles.
+template <class T> void rotate(typename T::Elem* x, const typename T::Elem* angles, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += VL) {
+        const int64_t room = half - i;
+        const vf cosine = load_some<T>(angles + i, room), sine = load_some<T>(angles + half + i, room);
+        const vf a = load_some<T>(x + i, room), b = load_some<T>(x + half + i, room);
+        store_some<T>(x + i, Rows<T>::round(a * cosine) - Rows<T>::round(b * sine), room);
+        store_some<T>(x + half + i, Rows<T>::round(b * cosine) + Rows<T>::round(a * sine), room);
+    }
+}
+
+// q and k of each token, where they lie in qkv [T][H + 2G][D].
+template <class T> void norm_and_rotate(const Model& m, const Layer& layer, const Step& step, typename T::Elem* qkv) {
+    using E = typename T::Elem;
+    if (!layer.q_norm && !layer.rope_table) return;
+    const int64_t D = m.head_dim, H = m.num_heads, G = m.num_kv_heads, width = (H + 2 * G) * D;
+    auto norm = [&](E* x, const void* weight, int64_t size) {
+        rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps, x);
+    };
+    for_rows((int)step.threads, step.num_tokens, width, 4, [&](int64_t t) {
+        E* row = qkv + t * width;
+        if (layer.q_norm && m.norms_heads) norm(row, layer.q_norm, H * D), norm(row + H * D, layer.k_norm, G * D);
+        for (int64_t h = 0; h < H + G; h++) {
+            E* head = row + h * D;
+            if (layer.q_norm && !m.norms_heads) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
+            if (layer.rope_table)
+                rotate<T>(head, (const E*)layer.rope_table + step.positions[t] * layer.rotated, layer.rotated);
+        }
+    });
+}
+
+// residual + multiplier * (x or, with a weight, its norm). Overwrites x.
+template <class T> void add_rows(const Model& m, typename T::Elem* x, const void* weight, int64_t num_rows,
+                                 typename T::Elem* residual, int threads) {
+    const int64_t size = m.hidden_size;
+    const float multiplier = (float)m.residual_multiplier;
+    for_rows(threads, num_rows, size, 8, [&](int64_t r) {
+        auto *from = x + r * size, *to = residual + r * size;
+        if (weight) rms_norm<T>(from, weight, m.float_norms, size, (float)m.eps, from);
+        for (int64_t i = 0; i < size; i += VL) {
+            const vf added = Rows<T>::round(load_some<T>(from + i, size - i) * multiplier);
+            store_some<T>(to + i, load_some<T>(to + i, size - i) + added, size - i);
+        }
+    });
+}

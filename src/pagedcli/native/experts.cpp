@@ -1,0 +1,199 @@
+// Routing, and the experts' products, all of a layer cut into pieces for the threads at once.
+//
+// A row's result never depends on the others: routing looks at one token, the linear layers keep the promise of linear.h
+// however they are cut, and each token adds up its own experts in their order.
+
+#include "experts.h"
+
+#include "arena.h"
+#include "decoder_rows.h"
+#include "epilogue.h"
+
+namespace {
+
+constexpr int64_t MOST_TOKENS = 2048;  // computed at a time: the results of all their experts take memory
+constexpr int64_t MOST_ROWS = 128;     // of a piece: what they read and write stays in the L2 cache
+constexpr int64_t PIECES_PER_THREAD = 12;
+constexpr int64_t LEAST_FEATURES = 256;  // of a piece: for each piece, activations are converted or rounded again
+
+struct Choice {
+    int64_t expert;
+    float weight;
+};
+
+// The likeliest experts of one token and their weights, in the order of the experts; of equals, the first.
+template <class T> void route(const Experts& e, const typename T::Elem* logits, float* probabilities, Choice* chosen) {
+    const int64_t X = e.num_experts, K = e.num_per_token;
+    vf top = splat(-INFINITY), sum = {};
+    for (int64_t i = 0; i < X; i += VL) {
+        const vi inside = iota() < (vi{} + (int32_t)(X - i));
+        const vf logit = select_of(inside, load_some<T>(logits + i, X - i), splat(-INFINITY));
+        storef(probabilities + i, logit);
+        top = max_of(top, logit);
+    }
+    const float largest = max_in(top);
+    for (int64_t i = 0; i < X; i += VL) {
+        const vf p = exp2_of((loadf(probabilities + i) - largest) * LOG2E);
+        storef(probabilities + i, p);
+        sum += p;
+    }
+    const float inverse = 1.f / sum_of(sum);
+    float total = 0;
+    for (int64_t i = 0; i < X; i++) {
+        const float p = probabilities[i] * inverse;
+        if (i >= K && !(p > chosen[K - 1].weight)) continue;
+        int64_t place = std::min(i, K - 1);
+        for (; place > 0 && p > chosen[place - 1].weight; place--) chosen[place] = chosen[place - 1];
+        chosen[place] = {i, p};
+    }
+    for (int64_t k = 0; k < K; k++) total += chosen[k].weight;
+    for (int64_t k = 0; k < K; k++) {
+        const typename T::Elem rounded = T::from_float(e.renormalize ? chosen[k].weight / total : chosen[k].weight);
+        chosen[k].weight = Rows<T>::load_one(&rounded);
+    }
+    std::sort(chosen, chosen + K, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
+}
+
+// Some rows of one expert. Rows of all experts lie one after the other, in the order of experts, then of tokens.
+struct Piece {
+    int64_t expert, begin, end;
+};
+
+// Some tokens on their way through a mixture.
+template <class T> struct Mixture {
+    using E = typename T::Elem;
+    const Experts& e;
+    int64_t dtype, tokens, K, E_, inner;
+    const E* x;
+    Epilogue gate;
+    int threads;
+    float* probabilities;  // [T][experts, padded]
+    Choice* chosen;        // [T][K]
+    int64_t *places, *sources;  // row of each choice [T][K]; token of each row [T * K]
+    E *logits, *hidden, *results;  // [T][experts]; [T * K][inner]; [T * K][E]
+    std::vector<Piece> pieces;
+
+    Mixture(const Experts& e, int64_t dtype, const E* x, int64_t tokens, Epilogue gate, int threads, Arena& arena)
+        : e(e), dtype(dtype), tokens(tokens), K(e.num_per_token), E_(e.router.columns), inner(e.down[0].columns), x(x),
+          gate(gate), threads(threads) {
+        const int64_t rows = tokens * K, padded = (e.num_experts + VL - 1) / VL * VL;
+        arena.reserve(tokens * (padded * sizeof(float) + e.num_experts * sizeof(E)) +
+                      rows * (sizeof(Choice) + 2 * sizeof(int64_t) + (inner + E_) * sizeof(E)) + 7 * 64);
+        probabilities = arena.take<float>(tokens * padded);
+        chosen = arena.take<Choice>(rows);
+        places = arena.take<int64_t>(rows), sources = arena.take<int64_t>(rows);
+        logits = arena.take<E>(tokens * e.num_experts), hidden = arena.take<E>(rows * inner), results = arena.take<E>(rows * E_);
+    }
+
+    void route_all() const {
+        const int64_t padded = (e.num_experts + VL - 1) / VL * VL;
+        linear_forward(e.router, dtype, x, tokens, logits, STORE, threads);
+        for_rows(threads, tokens, 8 * e.num_experts, 8, [&](int64_t t) {
+            route<T>(e, logits + t * e.num_experts, probabilities + t * padded, chosen + t * K);
+        });
+    }
+
+    // Sorts the choices by expert, and cuts each expert's rows.
+    void group() {
+        std::vector<int64_t> next(e.num_experts + 1);
+        for (int64_t i = 0; i < tokens * K; i++) next[chosen[i].expert + 1]++;
+        for (int64_t expert = 0; expert < e.num_experts; expert++) {
+            const int64_t begin = next[expert], count = next[expert + 1], parts = (count + MOST_ROWS - 1) / MOST_ROWS;
+            next[expert + 1] += begin;
+            for (int64_t i = 0; i < parts; i++)
+                pieces.push_back({expert, begin + count * i / parts, begin + count * (i + 1) / parts});
+        }
+        for (int64_t i = 0; i < tokens * K; i++) {
+            places[i] = next[chosen[i].expert]++;
+            sources[places[i]] = i / K;
+        }
+        // the largest first, so that the threads end together
+        std::stable_sort(pieces.begin(), pieces.end(),
+                         [](const Piece& a, const Piece& b) { return a.end - a.begin > b.end - b.begin; });
+    }
+
+    // Calls work(piece, panels of its layer) for all pieces times as many groups of panels as keep the threads busy.
+    template <class Work> void for_panels_of(const Linear* layers, const Work& work) const {
+        const int64_t panels = num_panels(layers[0]), most = std::max<int64_t>(1, panels * PANEL / LEAST_FEATURES);
+        const int64_t wanted = (PIECES_PER_THREAD * threads + pieces.size() - 1) / pieces.size();
+        const int64_t groups = threads == 1 ? 1 : std::min(most, wanted);
+        parallel_for(threads, pieces.size() * groups, [&](int64_t i) {
+            const Piece& piece = pieces[i / groups];
+            const int64_t g = i % groups, first = panels * g / groups;
+            work(piece, panels_of(layers[piece.expert], first, panels * (g + 1) / groups), first * panel_width(layers[0]));
+        });
+    }
+
+    void compute() const {
+        for_panels_of(e.gate_up, [&](const Piece& piece, const Linear& part, int64_t offset) {
+            static thread_local std::vector<E> gathered;
+            const int64_t rows = piece.end - piece.begin;
+            gathered.resize(rows * E_);
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(&gathered[r * E_], x + sources[piece.begin + r] * E_, E_ * sizeof(E));
+            linear_forward(part, dtype, gathered.data(), rows, hidden + piece.begin * inner + offset, gate, 1);
+        });
+        for_panels_of(e.down, [&](const Piece& piece, const Linear& part, int64_t offset) {
+            linear_forward(part, dtype, hidden + piece.begin * inner, piece.end - piece.begin,
+                           results + piece.begin * E_ + offset, STORE, 1);
+        });
+    }
+
+    // Each product and each sum is rounded, as in torch.
+    void add_up(E* out) const {
+        for_rows(threads, tokens, K * E_, 4, [&](int64_t t) {
+            for (int64_t i = 0; i < E_; i += VL) {
+                vf sum = {};
+                for (int64_t k = t * K; k < (t + 1) * K; k++) {
+                    const vf result = load_some<T>(results + places[k] * E_ + i, E_ - i);
+                    sum = Rows<T>::round(sum + Rows<T>::round(result * chosen[k].weight));
+                }
+                store_some<T>(out + t * E_ + i, sum, E_ - i);
+            }
+        });
+    }
+};
+
+// out + sigmoid(gate) * the expert for every token, in out.
+template <class T> void add_shared(const Experts& e, int64_t dtype, const typename T::Elem* x, int64_t tokens,
+                                   typename T::Elem* out, Epilogue gate, int threads, Arena& arena) {
+    using E = typename T::Elem;
+    const int64_t inner = e.shared_down->columns, width = e.shared_down->rows;
+    arena.reserve(tokens * (inner + width + 1) * sizeof(E) + 3 * 64);
+    E *hidden = arena.take<E>(tokens * inner), *result = arena.take<E>(tokens * width), *logits = arena.take<E>(tokens);
+    linear_forward(*e.shared_gate_up, dtype, x, tokens, hidden, gate, threads);
+    linear_forward(*e.shared_down, dtype, hidden, tokens, result, STORE, threads);
+    linear_forward(*e.shared_gate, dtype, x, tokens, logits, STORE, threads);
+    for_rows(threads, tokens, width, 8, [&](int64_t t) {
+        const vf share = Rows<T>::round(sigmoid_of(splat(Rows<T>::load_one(logits + t))));
+        const E* from = result + t * width;
+        E* to = out + t * width;
+        for (int64_t i = 0; i < width; i += VL) {
+            const vf added = Rows<T>::round(load_some<T>(from + i, width - i) * share);
+            store_some<T>(to + i, load_some<T>(to + i, width - i) + added, width - i);
+        }
+    });
+}
+
+}  // namespace
+
+void experts_forward(const Experts& experts, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue gate,
+                     int threads) {
+    static thread_local Arena arena;
+    with_activations(dtype, [&](auto type) {
+        using T = decltype(type);
+        using E = typename T::Elem;
+        const int64_t width = experts.router.columns;
+        for (int64_t begin = 0; begin < num_tokens; begin += MOST_TOKENS) {
+            const int64_t count = std::min(MOST_TOKENS, num_tokens - begin);
+            const E* from = (const E*)x + begin * width;
+            E* to = (E*)out + begin * width;
+            Mixture<T> mixture(experts, dtype, from, count, gate, threads, arena);
+            mixture.route_all();
+            mixture.group();
+            mixture.compute();
+            mixture.add_up(to);
+            if (experts.shared_down) add_shared<T>(experts, dtype, from, count, to, gate, threads, arena);
+        }
+    });
+}

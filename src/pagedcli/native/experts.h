@@ -1,0 +1,16 @@
+// A mixture of experts: gated MLPs of which a router picks some for each token. Mirrored by pagedcli.native.structs.
+#pragma once
+
+#include "linear.h"
+
+struct Experts {
+    int64_t num_experts, num_per_token;
+    int64_t renormalize;           // the picked probabilities are divided by their sum
+    Linear router;                 // E -> num_experts
+    const Linear *gate_up, *down;  // [num_experts], without biases
+    const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none
+};
+
+// The weighted sum of each token's experts: x [num_tokens][E] -> out [num_tokens][E]. gate: Epilogue of gate_up.
+void experts_forward(const Experts& experts, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue gate,
+                     int threads);
