@@ -2,11 +2,12 @@
 
 What it is strict about: tensors of two devices never meet; a copy to the host holds rubbish until an event behind it
 was waited for; pinned memory must not change while a copy may still read it; nothing waits for the device, and nothing
-is uploaded, while a graph is captured; a replayed graph repeats tensor operations and kernels, no Python. Kernels run
-in triton's interpreter, so TRITON_INTERPRET=1 must be set.
+is uploaded, while a graph is captured; a replayed graph repeats tensor operations and kernels, no Python; kernels are
+launched on the thread's current device. They run in triton's interpreter, so TRITON_INTERPRET=1 must be set.
 """
 
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -16,8 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
 TOTAL, FREE = 1 << 28, 200 << 20  # bytes
-WAITS = {"item", "tolist", "nonzero", "masked_select", "unique", "equal"}
-WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
+WAITS = {"item", "tolist", "nonzero", "argwhere", "masked_select", "equal", "allclose", "bincount", "histc"}
+WAITS |= {"unique", "_unique2", "_unique_impl", "unique_consecutive", "is_nonzero", "_local_scalar_dense"}
+WAITS |= {"__bool__", "__int__", "__float__", "__index__", "__contains__", "__complex__"}
+UPLOADS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "frombuffer"}  # of values that the host has
 
 
 class OnGpu(torch.Tensor):
@@ -40,14 +43,21 @@ def plain(value):
 
 
 class PretendGpu(TorchFunctionMode):
-    """Use as a context; `install` replaces what is asked of torch.cuda and of triton."""
+    """Use as a context; `install` replaces what is asked of torch.cuda and of triton.
 
-    def __init__(self):
+    `runs_kernels` False: kernels change nothing and fresh memory is zero. The interpreter is slow, and what a step asks
+    of the device does not depend on what its kernels compute.
+    """
+
+    def __init__(self, *, runs_kernels=True):
         super().__init__()
+        self.runs_kernels = runs_kernels
         self.waits = []  # names of operations that waited for the device
         self.launches = 0  # of kernels, replayed ones not counted
         self.replays = 0
         self.recording = None  # operations of the graph that is being captured
+        self.current = threading.local()
+        self.current_elsewhere = 0  # the current device of a thread that has chosen none
         self.reading = []  # (pinned source, what it held) of uploads that may be under way
         self.arriving = []  # (host tensor, value) of downloads under way
         self.pinned = {}  # address of a storage -> it, kept alive
@@ -73,17 +83,31 @@ class PretendGpu(TorchFunctionMode):
         if ours:
             foreign = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.dim()]
             assert not foreign, f"{name}: Expected all tensors to be on the same device"
-            masks = tree_leaves(args[1]) if name in ("__getitem__", "__setitem__") else ()
-            boolean = any(isinstance(mask, torch.Tensor) and mask.dtype == torch.bool for mask in masks)
-            if name in WAITS or boolean or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            if self._waits(name, args, kwargs):
                 self._wait_for_device(name)
         elif not to_gpu:
             result = func(*args, **kwargs)
             return self._pin(result) if pin else result
+        elif name in UPLOADS:
+            self._upload(torch.as_tensor(args[0]), non_blocking=False)
         result = func(*args, **kwargs)
+        if not self.runs_kernels and "empty" in name:
+            result.zero_()
         result = tree_map(lambda x: x.as_subclass(OnGpu) if type(x) is torch.Tensor else x, result)
-        self._record(func, args, kwargs, result)
+        if "empty" not in name:  # a replayed graph has its memory already
+            self._record(func, args, kwargs, result)
         return result
+
+    @staticmethod
+    def _waits(name, args, kwargs):
+        """Whether an operation on the device needs a value on the host, or one from there."""
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            masks = [part for part in index if isinstance(part, torch.Tensor) and part.dtype == torch.bool]
+            return bool(masks) or any(isinstance(part, list) for part in index)
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        return name in WAITS or (name == "where" and len(args) + len(kwargs) == 1)
 
     def _copy(self, func, name, args, kwargs, ours):
         """What may cross between devices."""
@@ -221,12 +245,15 @@ class PretendGpu(TorchFunctionMode):
         call = GridExecutor.__call__
 
         def launch(executor, args, kwargs):
+            if not gpu.runs_kernels:
+                return
             with torch._C.DisableTorchFunction():
                 call(executor, *tree_map(plain, args), **tree_map(plain, kwargs))
 
         def checked_launch(executor, *args, **kwargs):
             tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)]
             assert all(isinstance(tensor, OnGpu) for tensor in tensors), "a kernel got a pointer to host memory"
+            assert current_device() == 0, "a kernel was launched on the thread's current device, which is another one"
             gpu.launches += 1
             launch(executor, args, kwargs)
             if gpu.recording is not None:
@@ -241,6 +268,10 @@ class PretendGpu(TorchFunctionMode):
 
         def set_device(device):
             assert _get_device_index(device) == 0
+            gpu.current.index = 0
+
+        def current_device():
+            return getattr(gpu.current, "index", gpu.current_elsewhere)
 
         def synchronize(device=None):
             on(device)
@@ -250,7 +281,7 @@ class PretendGpu(TorchFunctionMode):
         replaced = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
-            "current_device": lambda: 0,
+            "current_device": current_device,
             "set_device": set_device,
             "synchronize": synchronize,
             "empty_cache": lambda: None,

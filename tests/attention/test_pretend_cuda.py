@@ -1,5 +1,7 @@
 """The whole engine as on a GPU, with nothing but the GPU missing (see pretend_cuda)."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from engine_harness import ragged_prompts, run
@@ -157,6 +159,20 @@ def test_logits_that_are_not_numbers_end_their_request_only(tmp_path, gpu, optio
 
 
 @interpreted
+def test_steps_run_on_their_device_in_any_thread(model, gpu):
+    """A thread's current device is GPU 0 until it chooses one, and Triton launches there."""
+    engine = make_engine(model, "cuda")
+    gpu.current_elsewhere = 1
+
+    def steps():
+        with gpu:
+            return run(engine, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(steps).result()[0][0]) == 2
+
+
+@interpreted
 def test_an_fp8_cache_is_found_its_scales_and_used(model, gpu):
     engine = make_engine(model, "cuda:0", kv_cache_dtype="fp8")
     assert engine.plan.kv_dtype == "float8_e4m3fn"
@@ -208,8 +224,9 @@ def test_no_graph_asks_for_a_longer_work_list_than_the_device_makes(max_model_le
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter specializes nothing")
-def test_work_lists_of_any_size_are_served_by_one_compiled_kernel():
-    """Else kernels would be compiled in the middle of a run, a second each time."""
+def test_steps_of_any_size_are_served_by_one_compiled_kernel():
+    """Else kernels would be compiled in the middle of a run, a second each time: where lists of a step are in one
+    buffer, and rows of [groups, T] or [groups, B, W] belong to groups of layers, alignment depends on sizes."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
 
@@ -217,19 +234,20 @@ def test_work_lists_of_any_size_are_served_by_one_compiled_kernel():
     from pagedcli.layers import triton_kernels as layers
 
     changing = {
-        "first_part_ptr": "tensor", "item_seq_ptr": "tensor", "item_split_ptr": "tensor", "item_token_ptr": "tensor",
-        "mass_ptr": "tensor", "table_stride": "integer",
-    }  # fmt: skip
+        attention.store_kvcache_kernel: ["slots_ptr"],
+        attention.decode_kernel: ["first_part_ptr", "item_seq_ptr", "item_split_ptr", "table_ptr", "table_stride"],
+        attention.combine_kernel: ["first_part_ptr"],
+        attention.prefill_kernel: ["item_token_ptr", "table_ptr", "table_stride"],
+        layers.rotate_and_store_kernel: ["slots_ptr"],
+        layers.codes_linear_kernel: ["num_tokens"],
+        layers.sample_chunks_kernel: ["mass_ptr"],
+        layers.sample_rows_kernel: ["mass_ptr"],
+    }
     numbers = torch.zeros(64, dtype=torch.int32)
-    values = {"tensor": [numbers, numbers[1:], numbers[4:]], "integer": [1, 16, 17]}
-    seen = set()
-    for kernel in (attention.decode_kernel, attention.combine_kernel, attention.prefill_kernel,
-                   layers.sample_chunks_kernel, layers.sample_rows_kernel):  # fmt: skip
-        for param in kernel.params:
-            if param.name in changing and (kernel, param.name) != (attention.prefill_kernel, "item_seq_ptr"):
-                flags = not param.do_not_specialize, not param.do_not_specialize_on_alignment
-                keys = {str(native_specialize_impl(BaseBackend, value, False, *flags))
-                        for value in values[changing[param.name]]}  # fmt: skip
-                assert len(keys) == 1, (kernel, param.name)
-                seen.add(param.name)
-    assert seen == changing.keys()
+    for kernel, names in changing.items():
+        params = {param.name: param for param in kernel.params}
+        for name in names:
+            values = [numbers, numbers[1:], numbers[4:]] if name.endswith("_ptr") else [1, 16, 17]
+            flags = not params[name].do_not_specialize, not params[name].do_not_specialize_on_alignment
+            keys = {str(native_specialize_impl(BaseBackend, value, False, *flags)) for value in values}
+            assert len(keys) == 1, (kernel, name)

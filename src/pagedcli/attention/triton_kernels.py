@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a row of [groups, T]
 def store_kvcache_kernel(
     k_ptr,
     v_ptr,
@@ -79,7 +79,7 @@ def _dot(a, b, UPCAST: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["first_part_ptr", "item_seq_ptr", "item_split_ptr", "table_stride"])
+@triton.jit(do_not_specialize=["first_part_ptr", "item_seq_ptr", "item_split_ptr", "table_ptr", "table_stride"])
 def decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -305,7 +305,7 @@ def _prefill_tile(
     return top, weight_sum, acc
 
 
-@triton.jit(do_not_specialize=["item_token_ptr", "table_stride"])
+@triton.jit(do_not_specialize=["item_token_ptr", "table_ptr", "table_stride"])
 def prefill_kernel(
     q_ptr,
     k_cache_ptr,

@@ -77,6 +77,7 @@ class ModelRunner:
 
         Changes: the KV cache; last_tokens, from which the next step takes ids that the host has not read.
         """
+        self._use_device()
         logits, scores = self._logits(step, sampling, plain=sampling.is_plain)
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
@@ -89,9 +90,16 @@ class ModelRunner:
     @torch.inference_mode()
     def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
         """The same step on another rank: runs its part of the model and receives the tokens from rank 0."""
+        self._use_device()
         logits, _ = self._logits(step, None, plain=plain)
         if logits is not None:
             self.parallel.broadcast(self.state.last_tokens[:num_sampled])
+
+    def _use_device(self) -> None:
+        """Make the GPU this thread's current one: Triton launches there, and steps may run in another thread than the
+        one that loaded the model."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def _logits(
         self, step: StepInput, sampling: SamplingInput | None, *, plain: bool

@@ -51,7 +51,7 @@ def silu_and_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.con
     tl.store(out_ptr + token * WIDTH + column, silu * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a row of [groups, T]
 def rotate_and_store_kernel(
     qkv_ptr,
     norm_ptr,  # [H + G, D]
@@ -118,7 +118,7 @@ def rotate_and_store_kernel(
         tl.store(v_cache_ptr + place + HALF, kept_y, mask=inside & is_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step: each variant would be compiled in the run
 def codes_linear_kernel(
     x_ptr,  # [T, K]
     words_ptr,  # [K / PER_WORD, N] int32, lowest bits first
