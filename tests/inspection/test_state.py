@@ -128,8 +128,7 @@ class FoldMachine(RuleBasedStateMachine):
     def compute(self, user: User, num_new: int) -> None:
         """The step itself: the tokens are in the cache, and the last one of all gives the next."""
         user.num_computed_tokens += num_new
-        seq = self.state.seqs[user.seq_id]
-        seq.num_computed_tokens += num_new  # what StepScheduled says
+        self.state.seqs[user.seq_id].num_computed_tokens += num_new  # what StepScheduled says
         if user not in self.running:
             self.running.append(user)
         if user.num_computed_tokens == len(user.token_ids):

@@ -123,7 +123,7 @@ class PoolApp(DeckApp):
         moment = self._moment
         state, rate = moment.state, moment.stats.tokens_per_s
         return Text(
-            f"step {'-' if state.step is None else state.step.step}  {len(state.running())} running  "
+            f"step {'-' if state.step is None else state.step.step}  {state.num_running} running  "
             f"{len(state.waiting())} waiting  {len(state.finished):,} done"
             + (f"  {state.num_refused:,} refused" if state.num_refused else "")
             + ("" if rate is None else f"  {rate:,.0f} tok/s")

@@ -228,7 +228,7 @@ class TraceLaws(PrefixLaws):
         engine, size, tables = state.engine, state.block_size, tables_of(state)
         assert engine is not None
         chunk_size = engine.chunked_prefill_size or engine.max_num_batched_tokens
-        num_running = len(state.running())
+        num_running = state.num_running
         if num_running > engine.max_num_seqs:
             refuse(event, f"{num_running} sequences run, the limit is {engine.max_num_seqs}")
         if event.num_waiting != len(state.seqs) - num_running:

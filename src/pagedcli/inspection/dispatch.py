@@ -1,6 +1,7 @@
 """Dispatch by event type: one method per event, named after it. Used by the state, the laws and all views."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pagedcli.events import Event
@@ -30,8 +31,7 @@ class View(Generic[S]):
         super().__init_subclass__(**kwargs)
         cls._on = handlers_of(cls, "on_")
 
-    def apply(self, event: Event, state: S) -> None:
-        """Take in an event that the state has."""
-        handler = self._on.get(type(event))
-        if handler is not None:
-            handler(self, event, state)
+    def handlers(self, event_type: type[Event]) -> list[Handler]:
+        """What to call, in this order, with each event of a type and the state."""
+        method = self._on.get(event_type)
+        return [] if method is None else [MethodType(method, self)]

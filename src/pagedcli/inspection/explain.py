@@ -11,7 +11,6 @@ from pagedcli.events import (
     BlocksFilled,
     BlocksReused,
     EngineStarted,
-    Event,
     PrefixLookedUp,
     RequestAdded,
     RequestFinished,
@@ -35,7 +34,6 @@ class Explainer(View[PoolState]):
         self.block_size = 0
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
-        self._num_events = 0
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
         self._forget_cache()
 
@@ -48,11 +46,6 @@ class Explainer(View[PoolState]):
         self._evictions = _AliveCounter()
         self._earlier: list[tuple[tuple[int, ...], int, str, bool]] = []  # tokens seen before, sorted
         self._hashes: dict[int, tuple[int | None, ...]] = {}  # of the blocks of finished sequences with tokens
-
-    def apply(self, event: Event, state: PoolState) -> None:
-        """Take in an event that the state has."""
-        self._num_events += 1
-        super().apply(event, state)
 
     def finish(self) -> None:
         """Settle the lookups whose blocks were never computed."""
@@ -100,7 +93,7 @@ class Explainer(View[PoolState]):
         elif event.miss_reason != "no_match":
             lookup.reason = event.miss_reason
         else:
-            self._pending.setdefault(event.seq_id, []).append((self._num_events, lookup))
+            self._pending.setdefault(event.seq_id, []).append((state.num_events, lookup))
             self._explain_miss(lookup, state)
 
     def _explain_miss(self, lookup: Lookup, state: PoolState) -> None:
@@ -140,9 +133,9 @@ class Explainer(View[PoolState]):
             self._drop_complete(event.seq_id)
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
-        first = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
+        first = state.seqs[event.seq_id].place_of(event.block_ids)
         for index, block_hash in enumerate(event.hashes, first):
-            self._first_seen.setdefault(block_hash, (self._num_events, event.seq_id))
+            self._first_seen.setdefault(block_hash, (state.num_events, event.seq_id))
             self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
             if index % state.num_groups == 0:
                 self._learn(event.seq_id, index // state.num_groups, block_hash)

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pagedcli.errors import TraceError
 from pagedcli.events import Event
-from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.dispatch import Handler, View
 from pagedcli.inspection.laws import PoolLaws
 from pagedcli.inspection.state import PoolState
 
@@ -70,14 +70,20 @@ class Fold(Generic[S]):
         self.state = state
         self._views = views
         self._laws = laws
+        self._handlers: dict[type[Event], tuple[Handler, ...]] = {}  # of all views, filled as events come
 
     def __call__(self, event: Event) -> None:
         """Apply the next event. Raises TraceError if it breaks a law; the state is then unchanged."""
         if self._laws is not None:
             self._laws.check(event, self.state)
-        self.state.apply(event)
-        for view in self._views:
-            view.apply(event, self.state)
+        state = self.state
+        state.apply(event)
+        handlers = self._handlers.get(type(event))
+        if handlers is None:
+            handlers = tuple(each for view in self._views for each in view.handlers(type(event)))
+            self._handlers[type(event)] = handlers
+        for handle in handlers:
+            handle(event, state)
 
     def steps(self, source: EventSource) -> Iterator[Event]:
         """Yield the events of a source, each after it was applied. A TraceError names its location."""

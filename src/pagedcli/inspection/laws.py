@@ -79,7 +79,7 @@ class PoolLaws(View[PoolState]):
         due, self._due = self._due, None
         if due is not None and type(event) not in (*due[0], StepFailed):
             refuse(event, f"comes where {due[1]}")
-        self.apply(event, state)
+        self._on[type(event)](self, event, state)
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
         if event.part != (1 if state.engine is None else state.engine.part + 1):
@@ -155,10 +155,11 @@ class PoolLaws(View[PoolState]):
                 refuse(event, f"block {block_id} was taken, but {named}")
             if state.hashes[block_id] is not None:
                 refuse(event, f"block {block_id} still holds cached content")
-        not_taken = self._evicted.keys() - set(event.block_ids)
-        if not_taken:
-            refuse(event, f"evicted blocks {sorted(not_taken)} were not taken")
-        self._evicted = {}
+        if self._evicted:
+            not_taken = self._evicted.keys() - set(event.block_ids)
+            if not_taken:
+                refuse(event, f"evicted blocks {sorted(not_taken)} were not taken")
+            self._evicted = {}
 
     def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
         block_id = self._block(event, event.block_id, state)
@@ -170,10 +171,14 @@ class PoolLaws(View[PoolState]):
         self._due = (BlockEvicted, BlocksAllocated), "the evicted blocks are allocated"
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
-        table, block_ids = self._live(event, state).block_table, event.block_ids
+        seq, block_ids = self._live(event, state), event.block_ids
         if not block_ids or len(block_ids) != len(event.hashes):
             refuse(event, f"{len(event.hashes)} hashes for {len(block_ids)} blocks")
-        index = table.index(block_ids[0]) if block_ids[0] in table else len(table)
+        table = seq.block_table
+        try:
+            index = seq.place_of(block_ids)
+        except ValueError:
+            index = len(table)
         if tuple(table[index : index + len(block_ids)]) != block_ids:
             refuse(event, f"blocks {list(block_ids)} are not neighbours in the block table")
         before = table[index - 1] if index else None
@@ -274,8 +279,10 @@ class PoolLaws(View[PoolState]):
             refuse(event, "the numbers of counts and sequences differ")
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
-        for seq_id, num_new_tokens in zip(event.seq_ids, event.num_new_tokens, strict=True):
-            seq = self._live_seq(event, seq_id, state)
+        counts = dict(zip(event.seq_ids, event.num_new_tokens, strict=True))
+        are_alike = event.num_new_tokens.count(1) == len(counts)
+        for seq_id in state.not_alike(event.seq_ids) if are_alike else event.seq_ids:
+            seq, num_new_tokens = self._live_seq(event, seq_id, state), counts[seq_id]
             if not seq.running:
                 refuse(event, f"seq {seq_id} is {seq.status}, not running")
             left = seq.num_tokens - seq.num_computed_tokens
@@ -285,7 +292,7 @@ class PoolLaws(View[PoolState]):
     def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
-        for seq_id in event.seq_ids:
+        for seq_id in state.not_alike(event.seq_ids):
             seq = self._live_seq(event, seq_id, state)
             if not seq.running or seq.num_computed_tokens != seq.num_tokens:
                 computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"

@@ -22,6 +22,7 @@ class BlockLedger:
         self.num_cached_blocks = 0  # free and full
         self.num_full_blocks = 0  # in use or cached
         self.num_shared_blocks = 0  # ref_count 2 or more
+        self.num_shared_partial_blocks = 0
         self.num_references = 0  # sum of the ref_counts
 
     @property
@@ -59,7 +60,9 @@ class BlockLedger:
         if count == 0:
             del self.free_block_ids[block_id]
             self.num_cached_blocks -= self.hashes[block_id] is not None
-        self.num_shared_blocks += count == 1
+        if count == 1:
+            self.num_shared_blocks += 1
+            self.num_shared_partial_blocks += self.hashes[block_id] is None
         self.ref_counts[block_id] = count + 1
         self.num_references += 1
 
@@ -69,8 +72,10 @@ class BlockLedger:
         count = self.ref_counts[block_id] - 1
         self.ref_counts[block_id] = count
         self.num_references -= 1
-        self.num_shared_blocks -= count == 1
         if count:
+            if count == 1:
+                self.num_shared_blocks -= 1
+                self.num_shared_partial_blocks -= self.hashes[block_id] is None
             return False
         self.free_block_ids[block_id] = None
         if self.hashes[block_id] is None:
@@ -104,7 +109,7 @@ class BlockLedger:
         self.ref_counts = [0] * self.num_blocks
         self.free_block_ids = OrderedDict.fromkeys([*empty, *cached_block_ids])
         self.num_cached_blocks = self.num_full_blocks = len(cached_block_ids)
-        self.num_shared_blocks = self.num_references = 0
+        self.num_shared_blocks = self.num_shared_partial_blocks = self.num_references = 0
         found = self.hash_to_block_id.items()
         self.hash_to_block_id = {block_hash: block_id for block_hash, block_id in found if block_id in cached}
 

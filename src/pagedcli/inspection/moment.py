@@ -12,6 +12,7 @@ import msgspec
 from pagedcli.events import (
     BlockCopied,
     BlockEvicted,
+    EngineStarted,
     Event,
     PrefixLookedUp,
     RequestFinished,
@@ -21,7 +22,7 @@ from pagedcli.events import (
     StepFailed,
     StepScheduled,
 )
-from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.dispatch import Handler, View
 from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.stats import ROLLING_STEPS, Hits, RunStats, memory_use, num_recomputed_tokens, pool_counts
@@ -48,7 +49,7 @@ class Moment(View[PoolState]):
     """
 
     def __init__(self, *, follow: NamedRequest | None = None) -> None:
-        self.state = PoolState()  # replaced by that of the fold at the first event
+        self.state = PoolState()  # replaced by that of the fold when the engine starts
         self.stats = RunStats()
         self.follow = follow
         self.pool_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the share of blocks in use
@@ -56,16 +57,22 @@ class Moment(View[PoolState]):
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
         self._num_unsaid = 0  # events since new_words
 
-    def apply(self, event: Event, state: PoolState) -> None:
-        """Handle an event that has been applied to the state."""
+    def handlers(self, event_type: type[Event]) -> list[Handler]:
+        own = super().handlers(event_type)
+        if self.follow is not None or event_type in _NOTABLE:
+            own.append(self._remember)
+        return [*self.stats.handlers(event_type), *own]
+
+    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
         self.state = state
-        self.stats.apply(event, state)
-        if isinstance(event, StepScheduled):
-            self.pool_trend.append(state.num_used_blocks / state.num_blocks)
-            self.hit_trend.append(self.stats.rolling.from_others.token_rate or 0.0)
+
+    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        self.pool_trend.append(state.num_used_blocks / state.num_blocks)
+        self.hit_trend.append(self.stats.rolling.from_others.token_rate or 0.0)
+
+    def _remember(self, event: Event, state: PoolState) -> None:
         if self.follow is None:
-            if isinstance(event, _NOTABLE):
-                self._keep(event)
+            self._keep(event)
         else:
             self.follow.see(event)
             if self.follow.seq_ids.intersection(event_seq_ids(event)):
@@ -124,7 +131,7 @@ class Moment(View[PoolState]):
         state, rate = self.state, self.stats.tokens_per_s
         counts = pool_counts(state)
         return (
-            f"step {'-' if state.step is None else state.step.step}: {len(state.running())} running, "
+            f"step {'-' if state.step is None else state.step.step}: {state.num_running} running, "
             f"{len(state.waiting())} waiting, {len(state.finished)} finished; blocks {counts['in_use']:,} in use "
             f"({counts['shared']:,} shared) + {counts['cached']:,} cached + {counts['empty']:,} empty"
             + ("" if rate is None else f"; {rate:,.0f} tok/s")

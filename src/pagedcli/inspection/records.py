@@ -9,6 +9,17 @@ from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
 Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
 
 
+@dataclass(slots=True, eq=False)
+class Pace:
+    """Counters that sequences share while each decodes one token per step: one addition counts for all of them."""
+
+    num_computed: int = 0
+    num_output: int = 0
+
+
+_ALONE = Pace()  # never counts: a sequence with this pace has counters of its own
+
+
 @dataclass(slots=True)
 class SeqState:
     """A sequence, according to the events. Counts are tokens unless named otherwise."""
@@ -23,8 +34,6 @@ class SeqState:
     queue_place: int  # waiting ones are served from the lowest on
     status: Status = "waiting"
     block_table: list[int | None] = field(default_factory=list)  # None: no later token sees it
-    num_computed_tokens: int = 0  # in the cache after the current step
-    num_output_tokens: int = 0
     num_cached_tokens: int = 0  # hit by the last lookup
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
@@ -38,6 +47,32 @@ class SeqState:
     parent_seq_id: int | None = None  # forked from
     beam_width: int | None = None  # of its beam search
     row_id: str | None = None  # the user's own id
+    _pace: Pace = _ALONE
+    _num_computed: int = 0  # without what its pace has counted
+    _num_output: int = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens in the cache after the current step."""
+        return self._num_computed + self._pace.num_computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        self._num_computed = value - self._pace.num_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated."""
+        return self._num_output + self._pace.num_output
+
+    @num_output_tokens.setter
+    def num_output_tokens(self, value: int) -> None:
+        self._num_output = value - self._pace.num_output
+
+    def keep_pace(self, pace: Pace = _ALONE) -> None:
+        """Count with other sequences from now on, or alone."""
+        num_computed, num_output, self._pace = self.num_computed_tokens, self.num_output_tokens, pace
+        self.num_computed_tokens, self.num_output_tokens = num_computed, num_output
 
     @property
     def label(self) -> str:
@@ -56,7 +91,7 @@ class SeqState:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_output_tokens
+        return self.num_prompt_tokens + self._num_output + self._pace.num_output
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +108,15 @@ class SeqState:
         """Whether its request's prompt was computed before, by itself before a preemption or by an earlier sample: its
         prefix hits are then the request's own blocks."""
         return self.num_preemptions > 0 or self.sample_index > 0
+
+    def place_of(self, block_ids: tuple[int, ...]) -> int:
+        """Index in the block table of the first of some neighbours; filled ones are near its end.
+
+        Raises: ValueError if it is not there.
+        """
+        table, first = self.block_table, block_ids[0]
+        near_end = max(0, len(table) - len(block_ids) - 4)
+        return table.index(first, near_end) if first in table[near_end:] else table.index(first)
 
     def num_steps_waited(self, step: int | None) -> int:
         """Steps in which it waited for admission or after a preemption, up to and including the current step."""
@@ -98,6 +142,7 @@ class SeqState:
         """A copy that shares nothing that changes."""
         other = copy.copy(self)
         other.block_table = self.block_table.copy()
+        other.keep_pace()
         return other
 
 

@@ -31,7 +31,7 @@ from pagedcli.events import (
 )
 from pagedcli.inspection.dispatch import Handler, handlers_of
 from pagedcli.inspection.ledger import BlockLedger
-from pagedcli.inspection.records import SeqState, StepRecord
+from pagedcli.inspection.records import Pace, SeqState, StepRecord
 
 _KEPT_REFUSALS = 1000
 
@@ -50,6 +50,11 @@ class PoolState(BlockLedger):
         self.num_refused = 0
         self.step: StepRecord | None = None  # the current one, or the last
         self.num_events = 0
+        self.num_running = 0
+        self._together: dict[int, SeqState] = {}  # sequences that decode one token per step and count in _pace
+        self._pace = Pace()
+        self._num_entries = 0  # of all block tables
+        self._num_computed = 0  # tokens of all unfinished sequences
         self._hole = 0  # index in a block table that BlockCopied fills
         self._queue_head = 0  # place of the first waiting sequence
 
@@ -79,8 +84,23 @@ class PoolState(BlockLedger):
         """Waiting sequences in queue order."""
         return sorted((seq for seq in self.seqs.values() if not seq.running), key=lambda seq: seq.queue_place)
 
+    def not_alike(self, seq_ids: tuple[int, ...]) -> list[int]:
+        """These ids, with a single one for all sequences that decode together: they are running, and as many tokens
+        of each are left to compute."""
+        together = self._together
+        if together.keys() - set(seq_ids):
+            return list(seq_ids)
+        apart = [seq_id for seq_id in seq_ids if seq_id not in together] if len(together) < len(seq_ids) else []
+        return [*apart, next(iter(together))] if together else apart
+
     def num_unfilled_slots(self) -> int:
         """Slots of blocks in use without a token: internal fragmentation."""
+        if self.num_shared_partial_blocks:
+            return self.count_unfilled_slots()
+        return self._num_entries * self.block_size - self._num_computed * self.num_groups
+
+    def count_unfilled_slots(self) -> int:
+        """The same, block by block: a block that several sequences fill counts once."""
         size, num_groups = self.block_size, self.num_groups
         seen: set[int] = set()
         unfilled = 0
@@ -100,6 +120,7 @@ class PoolState(BlockLedger):
         other = copy.copy(self)
         self._copy_ledger(other)
         other.seqs = {seq_id: seq.copy() for seq_id, seq in self.seqs.items()}
+        other._together, other._pace = {}, Pace()
         other.finished = self.finished.copy()  # finished sequences no longer change
         other.refused = self.refused.copy()
         other.step = None if self.step is None else self.step.copy()
@@ -120,9 +141,11 @@ class PoolState(BlockLedger):
             self.step.end_ns = self.step.start_ns
         for seq in self.seqs.values():
             seq.admit(self.step_number)
+            seq.keep_pace()
             seq.status, seq.block_table, seq.finished_step = "finished", [], self.step_number
         self.finished.update(self.seqs)
-        self.seqs = {}
+        self.seqs, self._together = {}, {}
+        self.num_running = self._num_entries = self._num_computed = 0
 
     def on_request_added(self, event: RequestAdded) -> None:
         self.seqs[event.seq_id] = SeqState(
@@ -146,8 +169,10 @@ class PoolState(BlockLedger):
 
     def on_prefix_looked_up(self, event: PrefixLookedUp) -> None:
         seq, continued = self.seqs[event.seq_id], event.reason == "continued"
+        self._leave(seq)
+        self.num_running += not seq.running
         seq.status = "prefill"
-        seq.num_computed_tokens = event.tokens_hit + (seq.num_computed_tokens if continued else 0)
+        self._set_computed(seq, event.tokens_hit + (seq.num_computed_tokens if continued else 0))
         seq.num_cached_tokens = event.tokens_hit + (seq.num_cached_tokens if continued else 0)
         seq.admit(self.step_number)
         if seq.admitted_step is None:
@@ -160,11 +185,13 @@ class PoolState(BlockLedger):
             if block_id is not None:
                 self.hold(block_id)
         self.seqs[event.seq_id].block_table.extend(event.block_ids)
+        self._num_entries += len(event.block_ids)
 
     def on_blocks_allocated(self, event: BlocksAllocated) -> None:
         for block_id in event.block_ids:
             self.hold(block_id)
         self.seqs[event.seq_id].block_table.extend(event.block_ids)
+        self._num_entries += len(event.block_ids)
         if self.step is not None:
             self.step.num_allocated += len(event.block_ids)
 
@@ -174,8 +201,8 @@ class PoolState(BlockLedger):
             self.step.num_evicted += 1
 
     def on_blocks_filled(self, event: BlocksFilled) -> None:
-        table = self.seqs[event.seq_id].block_table
-        index = table.index(event.block_ids[0])  # the blocks of one event are neighbours in the table
+        seq = self.seqs[event.seq_id]
+        table, index = seq.block_table, seq.place_of(event.block_ids)
         before = table[index - 1] if index else None
         parent_hash = None if before is None else self.hashes[before]
         for block_id, block_hash in zip(event.block_ids, event.hashes, strict=True):
@@ -184,11 +211,13 @@ class PoolState(BlockLedger):
 
     def on_blocks_released(self, event: BlocksReleased) -> None:
         seq = self.seqs.get(event.seq_id) or self.finished[event.seq_id]
+        num_before = len(seq.block_table)
         if len(event.block_ids) == len(seq.block_table) - seq.num_passed_blocks:
             seq.block_table = []
         else:  # replaced by copies, or by the hits of a continued lookup
             self._hole = seq.block_table.index(event.block_ids[0])
             del seq.block_table[self._hole : self._hole + len(event.block_ids)]
+        self._num_entries += len(seq.block_table) - num_before
         for block_id in event.block_ids:
             self.let_go(block_id)
 
@@ -209,17 +238,19 @@ class PoolState(BlockLedger):
             if block_id is not None:
                 self.hold(block_id)
         child = self.seqs[event.seq_id]
+        self._leave(child)
+        self._num_entries += len(event.block_ids) - len(child.block_table)
         child.block_table = list(event.block_ids)
-        child.num_computed_tokens = event.num_computed_tokens
+        self._set_computed(child, event.num_computed_tokens)
         child.parent_seq_id = event.parent_seq_id
+        self.num_running += not child.running
         child.status = "decode"
         child.admit(self.step_number)
         if child.admitted_step is None:
             child.admitted_step = self.step_number
 
     def on_request_preempted(self, event: RequestPreempted) -> None:
-        seq = self.seqs[event.seq_id]
-        seq.preempt(self._front_place(), self.step_number)
+        self._preempt(self.seqs[event.seq_id])
         if self.step is not None:
             self.step.preemptions.append(event)
 
@@ -231,7 +262,18 @@ class PoolState(BlockLedger):
         self.step = StepRecord(event.step, event.time_ns)
 
     def on_step_scheduled(self, event: StepScheduled) -> None:
-        for seq_id, num_new_tokens in zip(event.seq_ids, event.num_new_tokens, strict=True):
+        self._num_computed += sum(event.num_new_tokens)
+        together = self._together
+        if event.num_new_tokens.count(1) < len(event.seq_ids):
+            pairs = zip(event.seq_ids, event.num_new_tokens, strict=True)
+            self._keep_together({seq_id for seq_id, count in pairs if count == 1})
+        else:
+            self._keep_together(set(event.seq_ids))
+        self._pace.num_computed += 1
+        counts = zip(event.seq_ids, event.num_new_tokens, strict=True) if len(together) < len(event.seq_ids) else ()
+        for seq_id, num_new_tokens in counts:
+            if seq_id in together:
+                continue
             seq = self.seqs[seq_id]
             num_computed = seq.num_computed_tokens + num_new_tokens
             seq.num_recomputed_tokens += max(0, min(num_computed, seq.most_computed_tokens) - seq.num_computed_tokens)
@@ -242,17 +284,28 @@ class PoolState(BlockLedger):
             step.seq_ids, step.num_new_tokens, step.num_waiting = event.seq_ids, event.num_new_tokens, event.num_waiting
 
     def on_tokens_sampled(self, event: TokensSampled) -> None:
-        for seq_id in event.seq_ids:
+        together, pace = self._together, self._pace
+        self._keep_together(set(event.seq_ids))
+        pace.num_output += 1
+        for seq_id in event.seq_ids if len(together) < len(event.seq_ids) else ():
+            if seq_id in together:
+                continue
             seq = self.seqs[seq_id]
             seq.num_output_tokens += 1
             seq.status = "decode"
             if seq.first_token_step is None:
                 seq.first_token_step = self.step_number
+            if seq.num_computed_tokens >= seq.most_computed_tokens:  # nothing that it computes later is recomputed
+                seq.keep_pace(pace)
+                together[seq_id] = seq
         if self.step is not None:
             self.step.num_sampled += len(event.seq_ids)
 
     def on_request_finished(self, event: RequestFinished) -> None:
         seq = self.seqs.pop(event.seq_id)
+        self._leave(seq)
+        self.num_running -= seq.running
+        self._num_computed -= seq.num_computed_tokens
         seq.admit(self.step_number)
         seq.status = "finished"
         seq.finish_reason = event.reason
@@ -271,11 +324,31 @@ class PoolState(BlockLedger):
     def on_step_failed(self, event: StepFailed) -> None:
         for seq_id in reversed(event.seq_ids):
             seq = self.seqs[seq_id]
+            self._num_entries -= len(seq.block_table)
             seq.block_table = []
-            seq.preempt(self._front_place(), self.step_number)
+            self._preempt(seq)
         self.free_all(event.cached_block_ids)
         if self.step is not None:
             self.step.end_ns = event.time_ns
+
+    def _preempt(self, seq: SeqState) -> None:
+        self._leave(seq)
+        self.num_running -= seq.running
+        self._num_computed -= seq.num_computed_tokens
+        seq.preempt(self._front_place(), self.step_number)
+
+    def _set_computed(self, seq: SeqState, num_tokens: int) -> None:
+        self._num_computed += num_tokens - seq.num_computed_tokens
+        seq.num_computed_tokens = num_tokens
+
+    def _keep_together(self, seq_ids: set[int]) -> None:
+        """Let all but these sequences count alone."""
+        for seq_id in self._together.keys() - seq_ids:
+            self._together.pop(seq_id).keep_pace()
+
+    def _leave(self, seq: SeqState) -> None:
+        if self._together.pop(seq.seq_id, None) is not None:
+            seq.keep_pace()
 
     def _front_place(self) -> int:
         """A place before all others in the waiting queue."""

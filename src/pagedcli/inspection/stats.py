@@ -172,7 +172,7 @@ def memory_use(state: PoolState) -> MemoryUse:
     used, unfilled = state.num_used_blocks, state.num_unfilled_slots()
     slot_bytes = engine.block_bytes / engine.block_size
     used_bytes = used * engine.block_bytes
-    contiguous = round(len(state.running()) * engine.max_model_len * slot_bytes) * state.num_groups
+    contiguous = round(state.num_running * engine.max_model_len * slot_bytes) * state.num_groups
     passed = sum(seq.num_passed_blocks for seq in state.running())
     return MemoryUse(
         used_blocks=used,
@@ -234,7 +234,7 @@ class StepSeries(View[PoolState]):
         self._see(state, sum(event.num_new_tokens))
 
     def _see(self, state: PoolState, num_new_tokens: int) -> None:
-        running = len(state.running())
+        running = state.num_running
         self._at_schedule = (
             state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
             len(state.seqs) - running, num_new_tokens,

@@ -44,6 +44,7 @@ class Timelines(View[PoolState]):
 
     def __init__(self) -> None:
         self.seqs: dict[int, SeqTimeline] = {}
+        self._in_prefill: set[int] = set()
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
         """Another part: close what the earlier run left unfinished."""
@@ -64,9 +65,8 @@ class Timelines(View[PoolState]):
         self._enter(event.seq_id, "decode", _now(state) + 1)
 
     def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
-        for seq_id in event.seq_ids:
-            if self.seqs[seq_id].phases[-1].status == "prefill":
-                self._enter(seq_id, "decode", _now(state) + 1)
+        for seq_id in self._in_prefill.intersection(event.seq_ids):
+            self._enter(seq_id, "decode", _now(state) + 1)
 
     def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
         self._enter(event.seq_id, "preempted", _now(state))
@@ -78,6 +78,7 @@ class Timelines(View[PoolState]):
     def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
         seq = self.seqs[event.seq_id]
         self._end(seq, _now(state))
+        self._in_prefill.discard(event.seq_id)
         seq.finish_reason, seq.num_output_tokens = event.reason, event.num_output_tokens
 
     def finish(self, state: PoolState) -> None:
@@ -96,6 +97,10 @@ class Timelines(View[PoolState]):
         if seq.phases:
             self._end(seq, step - 1)
         seq.phases.append(Phase(status, step))
+        if status == "prefill":
+            self._in_prefill.add(seq_id)
+        else:
+            self._in_prefill.discard(seq_id)
 
     def _end(self, seq: SeqTimeline, last_step: int) -> None:
         seq.phases[-1].last_step = last_step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from pagedcli.events import Event
-from pagedcli.inspection.dispatch import View
+from pagedcli.inspection.dispatch import Handler, View
 from pagedcli.inspection.explain import Explainer
 from pagedcli.inspection.findings import WAITING_WORDS, RunFacts
 from pagedcli.inspection.lookups import Lookup
@@ -76,12 +76,9 @@ class WholeRun(View[PoolState]):
         self.explainer = Explainer()
         self.requests: list[RequestRow] = []  # in order of arrival
 
-    def apply(self, event: Event, state: PoolState) -> None:
-        """Take in an event that the state has."""
-        self.stats.apply(event, state)
-        self.series.apply(event, state)
-        self.timelines.apply(event, state)
-        self.explainer.apply(event, state)
+    def handlers(self, event_type: type[Event]) -> list[Handler]:
+        parts = (self.stats, self.series, self.timelines, self.explainer)
+        return [handler for part in parts for handler in part.handlers(event_type)]
 
     def finish(self, state: PoolState) -> None:
         """Call once, after the last event."""
