@@ -19,6 +19,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.events import Emit
 from pagedcli.inspection.trace_writer import TraceWriter
+from pagedcli.inspection.whole_run import WholeRun
 from pagedcli.sampling_params import SamplingParams
 
 NUM_SEQS = 64
@@ -55,7 +56,7 @@ class SelfClosing(PoolApp):
 
 def watched(num_tokens: int) -> tuple[float, float]:
     """Tokens/s under the application, on this terminal, and the share of the time that the screen's thread computed."""
-    deck = LiveDeck()
+    deck = LiveDeck(WholeRun())
     cpu_s = time.thread_time()
     rate = watch(SelfClosing(deck, "bench"), deck, lambda: rate_of(deck.on_event, num_tokens))
     return rate, (time.thread_time() - cpu_s) / (NUM_SEQS * num_tokens / rate)

@@ -33,12 +33,12 @@ def run_job(
     trace_tokens: bool = False,
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
-    facts_of_events: Callable[[], RunFacts] | None = None,
+    facts_of_events: Callable[[], RunFacts | None] = lambda: None,
 ) -> int:
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
-    `facts_of_events` returns, once it has ended, what its events say about it; by default its counters do.
+    `facts_of_events` returns, once it has ended, what its events say about it; None: its counters do.
     Raises: PagedcliError for fatal errors.
     """
     work = OpenJob(job)
@@ -62,8 +62,9 @@ def run_job(
     result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
     is_reordered = job.loaded.config.run.reorder == "prefix"
     facts = engine_facts(engine, is_reordered=is_reordered)
-    if facts_of_events is not None:
-        facts = with_shared_prefixes(facts_of_events(), facts)
+    of_events = facts_of_events()
+    if of_events is not None:
+        facts = with_shared_prefixes(of_events, facts)
     say_summary(result, facts)
     if work.lines.has_grown:
         say(f"note: {job.input_name} has grown since the run began; the new rows were not read")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 from rich.console import Console
@@ -23,7 +23,6 @@ from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
 from pagedcli.inspection.findings import RunFacts
-from pagedcli.inspection.fold import Fold
 from pagedcli.inspection.names import NamedRequest, unknown_request
 from pagedcli.inspection.printers import PlainView, StepPrinter, print_ending
 from pagedcli.inspection.state import PoolState
@@ -89,17 +88,19 @@ def trace(
     job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
     job.check_files()
     request = None if follow is None else _named(follow, job)
-    record_events = partial(_run, job, record_tokens=record_tokens, record_ids=not no_ids)
+    whole_run = WholeRun()
+    run = partial(_run, job, whole_run, record_tokens=record_tokens, record_ids=not no_ids)
     if as_tables:
-        printer = StepPrinter(table_console(), follow=request, only_step=step, as_json=format_ is StepFormat.JSON)
-        code = record_events(printer.on_event)
+        as_json = format_ is StepFormat.JSON
+        printer = StepPrinter(table_console(), whole_run, follow=request, only_step=step, as_json=as_json)
+        code = run(printer)
         if step is not None and not printer.num_printed:
             raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
     elif is_interactive(with_stdout=False):
-        code = _run_under_application(record_events, request, paused=paused)
+        code = _run_under_application(run, whole_run, request, paused=paused)
     else:
-        with PlainView(Console(stderr=True), follow=request) as view:
-            code = record_events(view.on_event, terminal_is_taken=True)
+        with PlainView(Console(stderr=True), whole_run, follow=request) as view:
+            code = run(view, terminal_is_taken=True)
     if request is not None and code in (EXIT_OK, EXIT_ERROR_ROWS):
         request.check("this run")
     raise typer.Exit(code)
@@ -119,15 +120,17 @@ def _named(name: str, job: Job) -> NamedRequest:
     raise unknown_request(name, known, job.input_name)
 
 
-def _run_under_application(run: Callable[..., int], follow: NamedRequest | None, *, paused: bool) -> int:
+def _run_under_application(
+    run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, *, paused: bool
+) -> int:
     from pagedcli.app.pool_app import PoolApp
     from pagedcli.app.pool_decks import LiveDeck
     from pagedcli.app.watch import watch
 
-    deck = LiveDeck(follow=follow, paused=paused)
+    deck = LiveDeck(whole_run, follow=follow, paused=paused)
 
     def work() -> int:
-        return run(deck.on_event, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested)
+        return run(deck, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested)
 
     try:
         return watch(PoolApp(deck, "pagedcli trace"), deck, work)
@@ -135,32 +138,51 @@ def _run_under_application(run: Callable[..., int], follow: NamedRequest | None,
         print_ending(deck.live, deck.damage, Console(stderr=True))
 
 
+class EventView(Protocol):
+    """What watches the events of a run."""
+
+    def on_event(self, event: Event) -> None:
+        """Handle the next event."""
+        ...
+
+    def settled(self) -> PoolState | None:
+        """The state after all events so far; None: they contradict each other."""
+        ...
+
+
+def _both(first: Emit, second: Emit) -> Emit:
+    def emit(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return emit
+
+
 def _run(
     job: Job,
-    on_event: Emit,
+    whole_run: WholeRun,
+    view: EventView,
     *,
     record_tokens: bool,
     record_ids: bool,
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Generate with a view, and record a trace if the job names a file. Returns the exit code."""
-    whole_run = WholeRun()
-    folding = Fold(PoolState(), whole_run)
-    observers: list[Emit] = [on_event, folding]
+    """Generate with a view, which folds the events into `whole_run`, too, and record a trace if the job names a file.
+    Returns the exit code."""
+    emit: Emit = view.on_event
     with ExitStack() as stack:
         writer = None
         if job.record is not None:
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
-            observers.insert(0, only_wanted(writer, tokens=record_tokens, row_ids=record_ids))
+            emit = _both(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
 
-        def emit(event: Event) -> None:
-            for observer in observers:
-                observer(event)
-
-        def facts() -> RunFacts:
-            whole_run.finish(folding.state)
-            return whole_run.facts(folding.state)
+        def facts() -> RunFacts | None:
+            state = view.settled()
+            if state is None:
+                return None
+            whole_run.finish(state)
+            return whole_run.facts(state)
 
         code = run_job(
             job,

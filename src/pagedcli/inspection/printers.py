@@ -12,26 +12,31 @@ from rich.text import Text
 
 from pagedcli.errors import TraceError
 from pagedcli.events import Event, StepFinished, StepScheduled
+from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.fold import pool_fold
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.names import NamedRequest
+from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.view import print_step_tables, print_summary
 from pagedcli.printable import one_line, printable_json
 
 
 class StepPrinter:
-    """Prints each step (or one) as its forward pass sees the cache: as tables, or as one JSON object per line."""
+    """Prints each step (or one) as its forward pass sees the cache: as tables, or as one JSON object per line.
+
+    `views` fold the same events.
+    """
 
     def __init__(
         self,
         console: Console,
-        *,
+        *views: View[PoolState],
         follow: NamedRequest | None = None,
         only_step: int | None = None,
         as_json: bool = False,
     ) -> None:
         self.moment = Moment(follow=follow)
-        self.fold = pool_fold(self.moment)
+        self.fold = pool_fold(self.moment, *views)
         self.num_printed = 0
         self._console = console
         self.only_step = only_step
@@ -41,6 +46,10 @@ class StepPrinter:
         """Handle an event of the engine. Raises TraceError if it contradicts earlier ones."""
         self.fold(event)
         self.show(event)
+
+    def settled(self) -> PoolState:
+        """The state after all events so far."""
+        return self.moment.state
 
     def show(self, event: Event) -> None:
         """Print the step once this event completes what its forward pass sees."""
@@ -56,12 +65,12 @@ class PlainView:
     """Prints a plain line for each preemption, one for the whole run every ten seconds, and a summary at the end.
 
     A context manager; pass its `on_event` to the engine as `emit`. It only observes: inconsistent events end the view,
-    not the run.
+    not the run. `views` fold the same events.
     """
 
-    def __init__(self, console: Console, *, follow: NamedRequest | None = None) -> None:
+    def __init__(self, console: Console, *views: View[PoolState], follow: NamedRequest | None = None) -> None:
         self.moment = Moment(follow=follow)
-        self._fold = pool_fold(self.moment)
+        self._fold = pool_fold(self.moment, *views)
         self._console = console
         self._next_line_s = 0.0
         self._damage: str | None = None
@@ -73,6 +82,10 @@ class PlainView:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         print_ending(self.moment, self._damage, self._console)
+
+    def settled(self) -> PoolState | None:
+        """The state after all events so far; None: they contradict each other."""
+        return self.moment.state if self._damage is None else None
 
     def on_event(self, event: Event) -> None:
         """Handle an event of the engine."""

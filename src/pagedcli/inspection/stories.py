@@ -3,7 +3,7 @@
 Used by the application. The events come from a Replay, or from those that a running engine's view keeps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from pagedcli.events import (
     BlockCopied,
@@ -18,6 +18,7 @@ from pagedcli.events import (
     SequenceForked,
     StepFailed,
     StepScheduled,
+    StepStarted,
     TokensSampled,
     WindowPassed,
 )
@@ -26,6 +27,16 @@ from pagedcli.inspection.words import event_seq_ids, event_words, plural, seq_na
 
 StepEvent = tuple[int | None, Event]
 Story = list[tuple[int | None, str]]  # step and words, in order
+
+
+def with_steps(events: Collection[Event]) -> Iterator[StepEvent]:
+    """Events with their steps, which may begin within a run."""
+    first = next((event.step for event in events if isinstance(event, StepStarted)), 0)
+    step = first - 1 if first else None
+    for event in events:
+        if isinstance(event, StepStarted):
+            step = event.step
+        yield step, event
 
 
 def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -> Story:
