@@ -15,9 +15,9 @@ extern "C" {
 int64_t linear_padded_rows(const Linear*);
 void linear_pack(const Linear*, const void* weight, void* packed, int threads);
 void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
-int64_t linear_groups_bytes(const Linear*);
+int64_t linear_packed_bytes(const Linear*);
 void linear_pack_codes(const Linear*, const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t group_columns, uint8_t* packed, int threads);
-void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, float* mins, int threads);
+void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int32_t* sums, int threads);
 }
 
 namespace {
@@ -65,13 +65,13 @@ template <class T> void check_linear(int64_t dtype, int64_t kind, double toleran
     l.kind = kind, l.rows = rows, l.columns = columns;
     const int64_t padded = linear_padded_rows(&l);
     std::vector<char> packed(padded * columns * 4);
-    std::vector<float> scales(padded), mins(padded);
+    std::vector<float> scales(padded);
     std::vector<int32_t> sums(padded);
-    l.weight = packed.data(), l.scales = scales.data(), l.mins = mins.data(), l.sums = sums.data();
+    l.weight = packed.data(), l.scales = scales.data(), l.sums = sums.data();
     if (kind == INT8)
         linear_pack_int8(&l, dtype, weight.stored.data(), (int8_t*)packed.data(), scales.data(), sums.data(), 1);
     else if (kind == INT4)
-        linear_pack_int4(&l, dtype, weight.stored.data(), (uint8_t*)packed.data(), scales.data(), mins.data(), 1);
+        linear_pack_int4(&l, dtype, weight.stored.data(), (uint8_t*)packed.data(), scales.data(), sums.data(), 1);
     else
         linear_pack(&l, weight.stored.data(), packed.data(), 1);
     std::vector<E> out(tokens * rows), alone(rows);
@@ -102,7 +102,7 @@ void check_codes(int64_t kind, int64_t group) {
     for (int64_t t = 0; t < tokens; t++) x[t * columns] = 127;
     Linear l = {};
     l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = FLOAT32;
-    std::vector<uint8_t> packed(linear_groups_bytes(&l));
+    std::vector<uint8_t> packed(linear_packed_bytes(&l));
     linear_pack_codes(&l, codes.data(), scales.data(), zeros.data(), group, packed.data(), 1);
     l.weight = packed.data();
     linear_forward(l, FLOAT32, x.data(), tokens, out.data(), STORE, 2);

@@ -115,10 +115,12 @@ def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quan
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 100])
-def test_int8_tiles_equal_the_vector_path_to_the_bit(emulated, tokens):
-    x, weight = linear_inputs(tokens, columns=320)
-    linear = NativeLinear(emulated, weight, quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("columns", [64, 320, 1024])
+@pytest.mark.parametrize("tokens", [1, 7, 20, 100])
+def test_tiles_equal_the_vector_path_to_the_bit(emulated, tokens, columns, quantization):
+    x, weight = linear_inputs(tokens, columns=columns)
+    linear = NativeLinear(emulated, weight, quantization=quantization)
     tiles = linear(x)
     with avoiding(emulated.functions, Path.INT8_TILES):
         assert torch.equal(linear(x), tiles)

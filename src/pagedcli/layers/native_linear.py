@@ -34,7 +34,7 @@ class NativeLinear:
         dtype: torch.dtype | None = None,
     ) -> None:
         """Pack `weight` [out, in]. Floating-point weights may be quantized: to int8 with a scale per output feature, or
-        to 4 bits with a scale and a minimum per 32 inputs, chosen for least squared error. Weights that are quantized
+        to 4 bits with a step and a zero point per 32 inputs, chosen for least squared error. Weights that are quantized
         already keep their numbers; `dtype` is that of the activations. Neither tensor is kept.
 
         Raises: BackendError for a dtype or shape that the kernels do not support.
@@ -98,23 +98,13 @@ class NativeLinear:
         """The packed weight, and what the struct needs with it."""
         if quantization is not None:
             self.struct.kind = {"int8": INT8, "int4": INT4}[quantization]
-            return self._packed_int8(weight) if quantization == "int8" else self._packed_int4(weight)
+            tensors = packed, scales, sums = self._empty_with_scales()
+            self._call(f"linear_pack_{quantization}", DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
+            return tensors
         self.struct.kind = DTYPE_CODES[weight.dtype]
         packed = empty_in_huge_pages(self._padded_rows() * weight.shape[1], weight.dtype)
         self._call("linear_pack", weight, packed)
         return (packed,)
-
-    def _packed_int8(self, weight: Tensor) -> tuple[Tensor, ...]:
-        tensors = packed, scales, sums = self._empty_int8()
-        self._call("linear_pack_int8", DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
-        return tensors
-
-    def _packed_int4(self, weight: Tensor) -> tuple[Tensor, ...]:
-        scales, mins = (torch.empty(self._padded_rows(), dtype=torch.float32) for _ in range(2))
-        packed = self._empty_groups()
-        self._call("linear_pack_int4", DTYPE_CODES[weight.dtype], weight, packed, scales, mins)
-        self.struct.scales, self.struct.mins = scales.data_ptr(), mins.data_ptr()
-        return packed, scales, mins
 
     def _pack_codes(self, weight: QuantizedWeight) -> tuple[Tensor, ...]:
         """A quantized weight: 8 bits symmetric per output feature as int8, everything else in chunks of its groups."""
@@ -122,7 +112,7 @@ class NativeLinear:
         if weight.bits == 8 and num_groups == 1 and bool((weight.zeros == 128).all()):
             self.struct.kind = INT8
             signed = (weight.codes ^ 128).contiguous().view(torch.int8)
-            tensors = packed, scales, sums = self._empty_int8()
+            tensors = packed, scales, sums = self._empty_with_scales()
             self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), packed, scales, sums)
             return tensors
         weight, order = weight.in_order
@@ -133,7 +123,7 @@ class NativeLinear:
             raise BackendError(f"no native kernel for groups of {weight.group_size}")
         blocks = -(-columns // 32) if num_groups == 1 else weight.group_size // 32
         self.struct.chunk = 32 * (min(8, 1 << (blocks - 1).bit_length()) if num_groups == 1 else math.gcd(blocks, 8))
-        packed = self._empty_groups()
+        packed = self._empty()
         scales, zeros = weight.scales.to(kept_dtype).contiguous(), weight.zeros.contiguous()
         self._call("linear_pack_codes", weight.codes.contiguous(), scales, zeros, weight.group_size, packed)
         if order is None:
@@ -142,16 +132,15 @@ class NativeLinear:
         self.struct.order = order.data_ptr()
         return packed, order
 
-    def _empty_int8(self) -> tuple[Tensor, Tensor, Tensor]:
-        padded_rows = self._padded_rows()
-        packed = empty_in_huge_pages(padded_rows * (-(-self.struct.columns // 4) * 4), torch.int8)
+    def _empty_with_scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        packed, padded_rows = self._empty(), self._padded_rows()
         scales = torch.empty(padded_rows, dtype=torch.float32)
         sums = torch.empty(padded_rows, dtype=torch.int32)
         self.struct.scales, self.struct.sums = scales.data_ptr(), sums.data_ptr()
         return packed, scales, sums
 
-    def _empty_groups(self) -> Tensor:
-        return empty_in_huge_pages(self._functions.linear_groups_bytes(ctypes.byref(self.struct)), torch.uint8)
+    def _empty(self) -> Tensor:
+        return empty_in_huge_pages(self._functions.linear_packed_bytes(ctypes.byref(self.struct)), torch.uint8)
 
     def _padded_rows(self) -> int:
         padded_rows: int = self._functions.linear_padded_rows(ctypes.byref(self.struct))

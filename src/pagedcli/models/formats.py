@@ -134,7 +134,7 @@ AS_STORED = AsStored()
 
 class Rounded:
     """Floating-point weights, rounded while they are packed: to int8 with a scale per output feature, or to 4 bits with
-    a scale and a minimum per 32 inputs, with an int8 output layer."""
+    a step and a zero point per 32 inputs, with an int8 output layer."""
 
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     stacks = True

@@ -14,9 +14,10 @@ constexpr int MAX_ROWS = 8;
 constexpr int PANEL_VECTORS = 2, PANEL = PANEL_VECTORS * VL;  // output features of a panel
 
 // How often a panel is read for this many tokens. With two passes, the second one leaves time to fetch the next panel.
+constexpr int64_t FEW_TOKENS = 6;  // are one pass, where the registers suffice
 static inline int64_t num_passes(int64_t tokens) {
     const int64_t needed = (tokens + MAX_ROWS - 1) / MAX_ROWS;
-    return tokens > 6 ? std::max<int64_t>(2, needed) : needed;
+    return tokens > FEW_TOKENS ? std::max<int64_t>(2, needed) : needed;
 }
 
 static inline int64_t padded_rows(const Linear& l) {
@@ -36,7 +37,6 @@ static inline Linear panels_of(const Linear& l, int64_t first, int64_t end) {
     part.weight = (const char*)l.weight + first * l.panel_bytes;
     if (l.scales) part.scales += first * PANEL;
     if (l.sums) part.sums += first * PANEL;
-    if (l.mins) part.mins += first * PANEL;
     part.out_stride = width;
     return part;
 }

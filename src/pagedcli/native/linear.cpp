@@ -1,4 +1,5 @@
-// Packing, and the matrix kernels of linear.h for float32, bfloat16 and float16 weights. int8: linear_int8.cpp.
+// Packing, and the matrix kernels of linear.h for float32, bfloat16 and float16 weights. 8 and 4 bits: linear_int8.cpp,
+// linear_groups.cpp.
 
 #include "linear.h"
 
@@ -105,8 +106,8 @@ template <class T> void pack(const Linear& l, const typename T::Elem* weight, ty
 
 void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads) {
-    if (l.kind == INT8) return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads);
-    if (l.kind > INT8) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
+    if (l.kind == INT8 || l.kind == INT4) return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads);
+    if (l.kind > INT4) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
     with_activations(dtype, [&](auto type) {
         using A = decltype(type);
         using E = typename A::Elem;
@@ -116,7 +117,7 @@ void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_t
             if constexpr (std::is_same_v<T, BF16Tiles>) {
                 const Output<A> output(l, (E*)out, epilogue);
                 return forward_tiles<TileProductBF16>(
-                    x, l.columns * 2, l.weight, padded_rows(l) / PANEL, num_tokens, threads,
+                    x, l.columns * 2, PackedTiles{l.weight, l.columns * 2}, padded_rows(l) / PANEL, num_tokens, threads,
                     [&](int64_t t, int64_t p, const char* sums) { output.put(t, p, (const float*)sums); });
             } else
 #endif

@@ -26,9 +26,8 @@ struct Linear {
     int64_t kind, rows, columns, gated;  // rows: output features, of gate and up together; columns: input features
     const void* weight;                  // packed
     const float* bias;                   // [rows], or null
-    const float* scales;                 // int8, int4: [padded rows] what a step of the weight, of a scale is worth, in packed order
-    const int32_t* sums;                 // int8: [padded rows] sum of the weights of a feature, in packed order
-    const float* mins;                   // int4: [padded rows] a step of the mins in steps of the scales, in packed order
+    const float* scales;                 // int8, int4: [padded rows] of a feature, in packed order
+    const int32_t* sums;                 // int8, int4: [padded rows] sum of the weights of a feature, in packed order
     const int32_t* order;                // codes: [columns] which column of x comes first, second, ...; null: as they are
     int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
     int64_t panel_bytes;                 // of a panel of the packed weight

@@ -1,9 +1,7 @@
-// Linear layers on weights of 4 or 8 bits in groups (packed_groups.h). Activations are rounded to 8 bits with a scale per
+// Linear layers on the weights of quantized checkpoints (packed_groups.h). Activations are rounded to 8 bits with a scale per
 // token. The sum of a chunk is exact; chunks are added in ascending order, so a row never depends on the others.
 
 #include "packed_groups.h"
-
-#include <type_traits>
 
 namespace {
 
@@ -22,12 +20,10 @@ struct Activations {
     int64_t chunks, stride;
 };
 
-// sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`. BLOCKS of a chunk, or 0:
-// any number.
-template <int R, int BLOCKS, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
-__attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t num_blocks,
+// sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`.
+template <int R, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
+__attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t blocks,
                                         const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
-    const int64_t blocks = BLOCKS ? BLOCKS : num_blocks;
     vf acc[R][PANEL_VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = loadf(sums + r * PANEL + v * VL);
@@ -58,13 +54,12 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
         for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
-// `rows` rows from `row` on times chunks [first, end) of panel p, which begin at `chunk`, as they are packed.
-void multiply_packed(const Linear& l, int64_t p, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
+// `rows` rows from `row` on times chunks [first, end) of a panel, which begin at `chunk`, as they are packed.
+void multiply_packed(const Linear& l, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
                      const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
-    with_packing(l, p, [&](auto header, auto codes) {
+    with_packing(l, [&](auto header, auto codes) {
         with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-            constexpr int BLOCKS = std::is_same_v<decltype(header), ByteHeader> ? 1 : 0;
-            multiply<R(), BLOCKS, decltype(header), decltype(codes)>(x, row, header, blocks, chunk, first, end, sums);
+            multiply<R(), decltype(header), decltype(codes)>(x, row, header, blocks, chunk, first, end, sums);
         });
     });
 }
@@ -73,8 +68,8 @@ void multiply_packed(const Linear& l, int64_t p, int64_t blocks, const Activatio
 using Unpacked = Bytes<NibbleSum>;
 constexpr int64_t unpacked_bytes(int64_t blocks) { return FloatHeader::BYTES + blocks * Unpacked::BYTES; }
 
-void unpack(const Linear& l, int64_t p, int64_t blocks, const uint8_t* from, uint8_t* to) {
-    with_packing(l, p, [&](auto header, auto codes) {
+void unpack(const Linear& l, int64_t blocks, const uint8_t* from, uint8_t* to) {
+    with_packing(l, [&](auto header, auto codes) {
         for (int v = 0; v < PANEL_VECTORS; v++) {
             store_any(to + v * VL * 4, header.scale(from, v));
             store_any(to + (PANEL + v * VL) * 4, header.min(from, v));
@@ -106,27 +101,23 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
             const int64_t stop = std::min(chunks.count, c + part);
             for (int64_t i = c; unpacks && i < stop; i++) {
                 const uint8_t* from = panel + i * chunks.bytes;
-                unpack(l, p, blocks, from, unpacked + (i - c) * unpacked_bytes(blocks));
+                unpack(l, blocks, from, unpacked + (i - c) * unpacked_bytes(blocks));
                 for (int64_t j = 0; j < chunks.bytes; j += 64) __builtin_prefetch(from + chunks.panel_bytes() + j, 0, 2);
             }
             for (int64_t pass = 0; pass < passes; pass++) {
                 const int64_t row = tokens * pass / passes, rows = tokens * (pass + 1) / passes - row;
                 float* to = sums + row * PANEL;
                 if (!unpacks)
-                    multiply_packed(l, p, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
+                    multiply_packed(l, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
                 else
                     with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-                        const auto run = blocks == 1 ? multiply<R(), 1, FloatHeader, Unpacked> : multiply<R(), 0, FloatHeader, Unpacked>;
-                        run(x, begin + row, {}, blocks, unpacked, c, stop, to);
+                        multiply<R(), FloatHeader, Unpacked>(x, begin + row, {}, blocks, unpacked, c, stop, to);
                     });
             }
         }
         for (int64_t r = 0; r < tokens; r++) {
             float* y = sums + r * PANEL;
-            for (int64_t v = 0; v < PANEL; v += VL) {
-                const vf unit = l.scales ? loadf(l.scales + p * PANEL + v) : splat(1.f);
-                storef(y + v, loadf(y + v) * unit * x.steps[begin + r]);
-            }
+            for (int64_t v = 0; v < PANEL; v += VL) storef(y + v, loadf(y + v) * x.steps[begin + r]);
             output.put(begin + r, p, y);
         }
     }

@@ -1,28 +1,44 @@
-// Linear layers on int8 weights: a scale per output feature, activations rounded to 8 bits with a scale per token.
+// Linear layers on int8 weights, and on 4-bit weights that are widened to int8 (packed_int4.h): a scale per output feature,
+// activations rounded to 8 bits with a scale per token.
 //
-// Packed as in linear.h with groups of four: [K / 4][PANEL][4]. Where the instruction multiplies unsigned by signed bytes,
+// int8 is packed as in linear.h with groups of four: [K / 4][PANEL][4]. Where the instruction multiplies unsigned by signed bytes,
 // activations are stored with 128 added, and 128 times the sum of a feature's weights is taken off at the end.
 
 #include "epilogue.h"
 #include "int8_dot.h"
 #include "linear.h"
 #include "linear_tiles.h"
+#include "packed_int4.h"
 #include "paths.h"
 
 #include <type_traits>
 
 namespace {
 
-template <int R, bool PREFETCH>
-inline void multiply(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t steps, const char* next,
-                     int32_t* sums) {
+// Four columns of a panel of int8.
+struct Int8Columns {
+    static constexpr int STEPS = 1;
+    static constexpr int64_t BYTES = PANEL * GROUP;
+    const uint8_t* from;
+    explicit Int8Columns(const uint8_t* from) : from(from) {}
+    vi four(int, int v) const { return load_any<vi>(from + v * VL * GROUP); }
+};
+
+// sums[R][PANEL] = x[R][k] . panel, which consists of Columns. With PREFETCH, what is needed next is fetched, some bytes at
+// each step.
+template <class Columns, int R, bool PREFETCH>
+inline void multiply(const uint8_t* x, int64_t stride, const uint8_t* panel, const char* next, int64_t next_bytes, int32_t* sums) {
     vi acc[R][PANEL_VECTORS] = {};
-    for (int64_t i = 0; i < steps; i++) {
-        vi w[PANEL_VECTORS];
-        for (int v = 0; v < PANEL_VECTORS; v++) w[v] = load_any<vi>(panel + (i * PANEL_VECTORS + v) * VL * GROUP);
-        if (PREFETCH) __builtin_prefetch(next + i * 64, 0, 2);
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < PANEL_VECTORS; v++) madd_int8(acc[r][v], x + r * stride + i * GROUP, w[v]);
+    for (const uint8_t* end = x + stride; x < end; panel += Columns::BYTES) {
+        const Columns columns(panel);
+#pragma GCC unroll 8
+        for (int i = 0; i < Columns::STEPS; i++, x += GROUP) {
+            vi w[PANEL_VECTORS];
+            for (int v = 0; v < PANEL_VECTORS; v++) w[v] = columns.four(i, v);
+            if (PREFETCH) __builtin_prefetch(next, 0, 2), next += next_bytes;
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < PANEL_VECTORS; v++) madd_int8(acc[r][v], x + r * stride, w[v]);
+        }
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) store_any(sums + r * PANEL + v * VL, acc[r][v]);
@@ -42,32 +58,53 @@ inline void put_whole(const Linear& l, const Output<T>& output, float step_of, i
 template <class T>
 void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t stride, int64_t begin, int64_t end,
                int64_t first, int64_t last, typename T::Elem* out, Epilogue epilogue) {
-    const int64_t steps = stride / GROUP, panel_bytes = stride * PANEL, tokens = end - begin, passes = num_passes(tokens);
-    const int64_t panels = padded_rows(l) / PANEL;
+    const int64_t tokens = end - begin, passes = num_passes(tokens), panels = padded_rows(l) / PANEL;
+    const int64_t panel_bytes = packed_panel_bytes(l), next_bytes = panel_bytes / (stride / GROUP) / 2;
     const Output<T> output(l, out, epilogue);
     alignas(64) int32_t sums[MAX_ROWS * PANEL];
+    static thread_local std::vector<uint8_t> room;
+    const bool widens = l.kind == INT4 && passes > 1;
+    if (widens) room.resize(stride * PANEL);
     for (int64_t p = first; p < last; p++) {
-        const int8_t* panel = (const int8_t*)l.weight + p * panel_bytes;
+        const uint8_t *packed = (const uint8_t*)l.weight + p * panel_bytes, *panel = widens ? room.data() : packed;
+        if (widens) widen_int4(packed, stride / BLOCK_COLUMNS, room.data());
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = begin + tokens * pass / passes, rows = begin + tokens * (pass + 1) / passes - row;
-            const bool fetch = pass < 2 && p + 1 < panels;
-            const char* next = (const char*)panel + (fetch ? panel_bytes + pass * steps * 64 : 0);
+            const bool fetch = pass < 2 && p + 1 < panels;  // the next panel, half in each pass
+            const char* next = (const char*)packed + (fetch ? panel_bytes + pass * panel_bytes / 2 : 0);
+            const uint8_t* from = x + row * stride;
             with_rows<MAX_ROWS>(rows, [&](auto R) {
                 if (passes > 1)
-                    multiply<R(), true>(x + row * stride, stride, panel, steps, next, sums);
+                    multiply<Int8Columns, R(), true>(from, stride, panel, next, next_bytes, sums);
+                else if (l.kind == INT8)
+                    multiply<Int8Columns, R(), false>(from, stride, panel, next, 0, sums);
                 else
-                    multiply<R(), false>(x + row * stride, stride, panel, steps, next, sums);
+                    multiply<Int4Group, R(), false>(from, stride, panel, next, 0, sums);
             });
             for (int64_t r = 0; r < rows; r++) put_whole(l, output, steps_of[row + r], row + r, p, sums + r * PANEL);
         }
     }
 }
 
+#if defined(HAS_TILES)
+struct Int4Tiles {
+    static constexpr bool WIDENS = true;
+    static constexpr int64_t GROUPS = TILE_BYTES / BLOCK_COLUMNS;  // of a step
+    const void* weight;
+    int64_t row_bytes;
+    const char* part(int64_t panel, int64_t first, int64_t end, char* widened) const {
+        const int64_t group = panel * (row_bytes / BLOCK_COLUMNS) + first * GROUPS;
+        widen_int4((const uint8_t*)weight + group * Int4Group::BYTES, (end - first) * GROUPS, (uint8_t*)widened);
+        return widened;
+    }
+};
+#endif
+
 }  // namespace
 
 void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                          int threads) {
-    const int64_t stride = (l.columns + GROUP - 1) / GROUP * GROUP;
+    const int64_t stride = padded_columns(l);
     static thread_local std::vector<uint8_t> bytes;
     static thread_local std::vector<float> worth;
     bytes.resize(num_tokens * stride);
@@ -77,20 +114,25 @@ void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t 
     const int64_t panels = padded_rows(l) / PANEL;
     const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP;
     [[maybe_unused]] const int most_threads = threads;
-    Cut cut(num_tokens, panels, stride * PANEL, stride, ns_per_row, threads);
+    Cut cut(num_tokens, panels, packed_panel_bytes(l), stride, ns_per_row, threads);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
         parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
-            steps_of[t] = quantize_row<T>((const E*)x + t * l.columns, l.columns, OFFSET, quantized + t * stride);
+            uint8_t* row = quantized + t * stride;
+            memset(row + l.columns, OFFSET, stride - l.columns);
+            steps_of[t] = quantize_row<T>((const E*)x + t * l.columns, l.columns, OFFSET, row);
         });
 #if defined(HAS_TILES)
-        if (int8_path() == INT8_TILES && stride % TILE_BYTES == 0) {
+        if (int8_path() == INT8_TILES && stride % TILE_BYTES == 0 && (l.kind == INT8 || num_tokens > FEW_TOKENS)) {
             const Output<T> output(l, (E*)out, epilogue);
-            return forward_tiles<TileProductInt8>(
-                quantized, stride, l.weight, panels, num_tokens, most_threads, [&](int64_t t, int64_t p, const char* sums) {
-                    put_whole(l, output, steps_of[t], t, p, (const int32_t*)sums);
-                });
+            const auto finish = [&](int64_t t, int64_t p, const char* sums) {
+                put_whole(l, output, steps_of[t], t, p, (const int32_t*)sums);
+            };
+            const auto multiply_by = [&](const auto& weight) {
+                forward_tiles<TileProductInt8>(quantized, stride, weight, panels, num_tokens, most_threads, finish);
+            };
+            return l.kind == INT4 ? multiply_by(Int4Tiles{l.weight, stride}) : multiply_by(PackedTiles{l.weight, stride});
         }
 #endif
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {

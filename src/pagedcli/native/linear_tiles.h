@@ -40,6 +40,16 @@ static inline TileRows pack_tile_rows(const void* x, int64_t num_tokens, int64_t
     return {base, row_bytes, true};
 }
 
+// A weight that lies in memory as tiles read it.
+struct PackedTiles {
+    static constexpr bool WIDENS = false;
+    const void* weight;
+    int64_t row_bytes;
+    const char* part(int64_t panel, int64_t first, int64_t, char*) const {
+        return (const char*)weight + (panel * (row_bytes / TILE_BYTES) + first) * STEP_BYTES;
+    }
+};
+
 struct TileProductBF16 {
     template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_bf16<C, A, B>(); }
 };
@@ -47,7 +57,8 @@ struct TileProductInt8 {
     template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_int8<C, A, B>(); }
 };
 
-// sums [32][PANEL] of up to 32 rows, begun at zero or as they are. At each step a part of `next` is fetched, if there is one.
+// sums [32][PANEL] of up to 32 rows, begun at zero or as they are. `panel` begins at step `first`. At each step a part of
+// `next` is fetched, if there is one.
 template <class Product, bool TWO>
 inline void multiply_tiles(TileRegisters& t, const TileRows& x, int64_t row, int64_t first, int64_t end, const char* panel,
                            const char* next, bool begin, char* sums) {
@@ -60,14 +71,14 @@ inline void multiply_tiles(TileRegisters& t, const TileRows& x, int64_t row, int
         t.load<0>(sums, ROW), t.load<1>(sums + TILE_BYTES, ROW);
         if (TWO) t.load<2>(second, ROW), t.load<3>(second + TILE_BYTES, ROW);
     }
-    for (int64_t i = first; i < end; i++) {
-        t.load<6>(panel + i * STEP_BYTES, 2 * TILE_BYTES);
+    for (int64_t i = first; i < end; i++, panel += STEP_BYTES) {
+        t.load<6>(panel, 2 * TILE_BYTES);
         t.load<4>(x.tile(row, i), x.stride());
         Product::template multiply<0, 4, 6>(t);
-        t.load<7>(panel + i * STEP_BYTES + TILE_BYTES, 2 * TILE_BYTES);
+        t.load<7>(panel + TILE_BYTES, 2 * TILE_BYTES);
         Product::template multiply<1, 4, 7>(t);
         if (next)
-            for (int64_t j = 0; j < STEP_BYTES; j += 64) __builtin_prefetch(next + i * STEP_BYTES + j, 0, 2);
+            for (int64_t j = 0; j < STEP_BYTES; j += 64) __builtin_prefetch(next + (i - first) * STEP_BYTES + j, 0, 2);
         if (TWO) {
             t.load<5>(x.tile(row + TILE_ROWS, i), x.stride());
             Product::template multiply<2, 5, 6>(t);
@@ -80,27 +91,28 @@ inline void multiply_tiles(TileRegisters& t, const TileRows& x, int64_t row, int
 
 // Tokens [begin, end), begin a multiple of 16, times panels [first, last) of `steps` products each. Calls
 // finish(token, panel, its PANEL sums).
-template <class Product, class Finish>
-void run_tiles(const TileRows& x, int64_t steps, const char* weight, int64_t num_panels, int64_t begin, int64_t end,
+template <class Product, class Weight, class Finish>
+void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t num_panels, int64_t begin, int64_t end,
                int64_t first, int64_t last, const Finish& finish) {
     // A part of the panel stays in the L1 cache while all tokens pass: 8 steps are 16 KiB, and 256 of K in bf16. What is
     // summed so far waits in memory, as exact as in a register.
     constexpr int64_t PART_STEPS = 8;
     constexpr int64_t SOON = 4 * STEP_BYTES;  // between what is fetched and what is read where all tokens are one block
     const bool one_block = end - begin <= BLOCK_TOKENS;
-    const int64_t part_steps = one_block ? steps : PART_STEPS;
+    const int64_t part_steps = one_block && !Weight::WIDENS ? steps : PART_STEPS;
+    alignas(64) char widened[Weight::WIDENS ? PART_STEPS * STEP_BYTES : 1];
     static thread_local std::vector<char> room;
     room.resize((end - begin + BLOCK_TOKENS) * PANEL * 4 + TILE_BYTES);
     char* sums = (char*)(((uintptr_t)room.data() + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES);
     TileRegisters registers;
     for (int64_t p = first; p < last; p++) {
-        const char* panel = weight + p * steps * STEP_BYTES;
         for (int64_t part = 0; part < steps; part += part_steps) {
             const int64_t part_end = std::min(steps, part + part_steps);
+            const char* panel = weight.part(p, part, part_end, widened);
             for (int64_t row = begin; row < end; row += BLOCK_TOKENS) {
                 const int64_t rows = std::min(end - row, BLOCK_TOKENS);
                 const char* next = row > begin ? nullptr : one_block ? panel + SOON : panel + steps * STEP_BYTES;
-                if (!one_block && p + 1 == num_panels) next = nullptr;
+                if (Weight::WIDENS || (!one_block && p + 1 == num_panels)) next = nullptr;
                 char* to = sums + (row - begin) * PANEL * 4;
                 registers.shape(std::min<int64_t>(rows, TILE_ROWS), std::max<int64_t>(0, rows - TILE_ROWS), TILE_BYTES, TILE_ROWS);
                 if (rows > TILE_ROWS)
@@ -114,8 +126,8 @@ void run_tiles(const TileRows& x, int64_t steps, const char* weight, int64_t num
 }
 
 // A whole layer: x [num_tokens][row_bytes], of which every 64 bytes are one product's.
-template <class Product, class Finish>
-void forward_tiles(const void* x, int64_t row_bytes, const void* weight, int64_t panels, int64_t num_tokens, int threads,
+template <class Product, class Weight, class Finish>
+void forward_tiles(const void* x, int64_t row_bytes, const Weight& weight, int64_t panels, int64_t num_tokens, int threads,
                    const Finish& finish) {
     const int64_t steps = row_bytes / TILE_BYTES;
     constexpr double NS_PER_ROW = 2 * 16 / 3.0 / TILE_ROWS;  // of a step: two products of 16 cycles for 16 rows
@@ -123,7 +135,7 @@ void forward_tiles(const void* x, int64_t row_bytes, const void* weight, int64_t
     static thread_local std::vector<char> room;
     const TileRows rows = pack_tile_rows(x, num_tokens, row_bytes, room, threads);
     cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
-        run_tiles<Product>(rows, steps, (const char*)weight, panels, begin, end, first, last, finish);
+        run_tiles<Product>(rows, steps, weight, panels, begin, end, first, last, finish);
     });
 }
 

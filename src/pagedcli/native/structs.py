@@ -17,7 +17,7 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("kind", "rows", "columns", "gated")),
-        *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "mins", "order")),
+        *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "order")),
         *((name, _int64) for name in ("chunk", "scale_type", "panel_bytes", "out_stride")),
     ]
 
@@ -82,7 +82,7 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
         "linear_pack_int8": ([_pointer, _int64, *[_pointer] * 4, _int], None),
         "linear_pack_int8_codes": ([_pointer] * 6 + [_int], None),
-        "linear_groups_bytes": ([_pointer], _int64),
+        "linear_packed_bytes": ([_pointer], _int64),
         "linear_pack_codes": ([*[_pointer] * 4, _int64, _pointer, _int], None),
         "linear_pack_int4": ([_pointer, _int64, *[_pointer] * 4, _int], None),
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),

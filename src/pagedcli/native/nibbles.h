@@ -1,0 +1,22 @@
+// Blocks of 32 columns of a panel as 4-bit numbers: [4][PANEL][4] bytes, of which the low half of byte i in row j is
+// k = 8 j + i and the high half k = 8 j + 4 + i.
+#pragma once
+
+#include "epilogue.h"
+#include "int8_dot.h"
+
+constexpr int64_t BLOCK_COLUMNS = 32, BLOCK_STEPS = BLOCK_COLUMNS / GROUP;
+
+struct Nibbles {
+    static constexpr int64_t BYTES = PANEL * BLOCK_COLUMNS / 2;
+    using Sum = NibbleSum;
+    // Columns 4 i to 4 i + 3 of each feature.
+    static vi four(const uint8_t* block, int i, int v) {
+        const vi bytes = load_any<vi>(block + (i / 2 * PANEL_VECTORS + v) * VL * GROUP);
+        return (i % 2 ? (vi)((vu)bytes >> 4) : bytes) & (vi{} + 0x0f0f0f0f);
+    }
+    // Into a block of zeros.
+    static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) {
+        block[(k / 8 * PANEL + lane) * GROUP + k % GROUP] |= q << (k % 8 < 4 ? 0 : 4);
+    }
+};
