@@ -5,16 +5,15 @@ import random
 import msgspec
 import pytest
 from scripted import Simulation
-from trace_harness import simulated, write
+from trace_harness import simulated
 
-from pagedcli.errors import TraceError, UsageError
+from pagedcli.errors import TraceError
 from pagedcli.events import StepFinished, WindowPassed
 from pagedcli.inspection.check import TraceChecker, check_events
 from pagedcli.inspection.explain import Explainer
 from pagedcli.inspection.fold import EventList, fold
 from pagedcli.inspection.memory_report import group_rows
 from pagedcli.kvcache.groups import TableShape, cache_groups
-from pagedcli.simulation.recorded import read_recorded_run
 
 WINDOWS = [(5,), (3,), (4, None), (3, 3, None), (6, 9)]
 
@@ -117,8 +116,3 @@ def test_salts_samples_and_failed_steps_obey_every_law(windows):
     for seed in range(3):
         events = simulated(num_blocks=16 * len(windows), windows=windows, fails=0.1, seed=seed)
         assert check_events(events).state.num_used_blocks == 0
-
-
-def test_simulate_refuses_a_run_with_windows(tmp_path):
-    with pytest.raises(UsageError, match="the model has sliding windows"):
-        read_recorded_run(write(tmp_path / "run.jsonl", simulated(num_blocks=16, windows=(5,))))

@@ -79,6 +79,23 @@ def test_one_request_at_a_time_hits_like_a_cache_without_running_requests():
         assert real.hit_blocks == alone.hit_blocks
 
 
+@pytest.mark.parametrize("windows", [(5,), (6,), (4, None), (3, 3, None)])
+def test_one_request_at_a_time_hits_like_a_cache_without_running_requests_also_with_windows(windows):
+    rng = np.random.default_rng(0)
+    prompts = [[7] * 8 + rng.integers(0, 2, 6).tolist() for _ in range(40)]
+    workload = workload_of(prompts, num_output=1)
+    plan = plan_for(workload, num_blocks=1, block_size=2, max_num_seqs=1, max_num_batched_tokens=4, windows=windows)
+    sweep = Sweep(workload, accesses_of(workload, 2), windows=windows, chunk=4)
+    for num_blocks in (8, 12, 20, 40, 200):
+        num_blocks *= len(windows)
+        [real] = points(sweep, plan, [num_blocks], ["lru"], Schedule())
+        [alone] = points(sweep, plan, [num_blocks], ["lru"], None)
+        assert real.hit_blocks == alone.hit_blocks
+        assert sweep.lru(num_blocks) == (alone.hit_blocks[0], alone.hit_tokens[0])
+        assert alone.hit_tokens[0] <= sweep.best(num_blocks)[0]
+    assert alone.hit_tokens == (sweep.curve.ceiling[1], workload.num_prompt_tokens)
+
+
 @pytest.fixture(scope="module")
 def conversations():
     return read_traces([str(shared_data("mooncake") / "conversation_trace.jsonl")])

@@ -12,6 +12,9 @@ from scripted import Simulation, scripted_plan
 
 from pagedcli.events import EngineStarted, StepFinished, StepStarted
 from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.inspection.trace_writer import TraceWriter
+from pagedcli.kvcache.groups import TableShape
+from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.recorded import read_recorded_run
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import simulate
@@ -46,19 +49,23 @@ requests = st.tuples(prompts, st.integers(1, 7), st.sampled_from([1, 1, 2]), st.
     chunk=st.sampled_from([None, 2, 5]),
     policy=st.sampled_from(["last", "largest"]),
     eviction=st.sampled_from(POLICIES),
+    windows=st.sampled_from([(None,), (None,), (4,), (3, None), (2, 5, None)]),
 )
-def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy, eviction):
+def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy, eviction, windows):
     limits = {
         "max_num_batched_tokens": budget,
         "chunked_prefill_size": chunk,
         "preemption_policy": policy,
         "eviction": eviction,
+        "windows": windows,
     }
+    num_blocks *= len(windows)
     expected, got = [], []
     run = Simulation(num_blocks, block_size, emit=expected.append, **limits)
     workload, outputs = Workload(), {}
     for index, (prompt, max_tokens, num_samples, salt) in enumerate(rows):
-        if -(-(len(prompt) + max_tokens - 1) // block_size) > num_blocks:
+        tables = TableShape(block_size, windows)
+        if tables.most_blocks(len(prompt) + max_tokens - 1, chunk or budget) > num_blocks:
             continue
         run.add(prompt, max_tokens, n=num_samples, cache_salt=salt, request_id=str(index))
         workload.requests.append(
@@ -116,3 +123,37 @@ def test_a_recorded_run_is_simulated_as_it_was(tmp_path):
     )  # fmt: skip
     simulate(workload, plan, emit=got.append)
     assert decisions(got) == decisions(TraceReader(trace))
+
+
+@pytest.mark.parametrize("windows", [(5,), (4, None), (3, 3, None)])
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_recorded_run_with_windows_is_simulated_as_it_was(tmp_path, windows, tokens):
+    """With tokens event by event; without, the outputs are unknown, and the prompts hit as they did."""
+    trace, cached, got = tmp_path / "run.jsonl", [], []
+    limits = {"windows": windows, "max_num_batched_tokens": 6, "max_num_seqs": 6, "max_model_len": 64}
+    with TraceWriter(trace) as writer:
+        run = Simulation(24 * len(windows), 4, emit=writer, trace_tokens=tokens, **limits)
+        for index in range(12):
+            prompt = [7] * 13 + [index % 3] * (index % 5 + 9) + [100 + index]  # no output is in a later prompt
+            run.add(prompt, 2 + index % 3, n=1 + (index == 5), request_id=str(index))
+        while run.has_unfinished_requests():
+            cached += [(int(output.request_id), output.num_cached_tokens) for output in run.step()]
+    workload, engine = read_recorded_run(trace)
+    assert engine.windows == windows
+    plan = scripted_plan(engine.num_blocks, 4, **limits)
+    result = simulate(workload, plan, emit=got.append)
+    assert list(result.cached_tokens) == [num for _, num in sorted(cached)]
+    assert sum(result.cached_tokens) > 0
+    if tokens:
+        assert decisions(got) == decisions(TraceReader(trace))
+
+
+def test_beam_searches_of_a_recorded_run_are_left_out(tmp_path):
+    with TraceWriter(tmp_path / "run.jsonl") as writer:
+        run = Simulation(64, 4, emit=writer, trace_tokens=True)
+        run.add([1, 2, 3], params=SamplingParams(beam_width=3, n=2, max_tokens=4, temperature=0))
+        run.add([1, 2, 3, 4], 3)
+        run.run()
+    workload, _ = read_recorded_run(tmp_path / "run.jsonl")
+    assert [request.num_prompt_tokens for request in workload.requests] == [4]
+    assert "1 beam searches, which simulate does not model: left out" in workload.notes

@@ -137,3 +137,52 @@ def test_the_page_is_one_file_that_shows_every_point(trace, tmp_path):
     again = simulate(trace, "-o", page, expect=2)
     assert "already exists" in again.stderr
     assert page.read_text() == text
+
+
+def gemma_3(folder):
+    """The shape of Gemma 3 270M: of 18 layers, three see everything, the others 512 tokens."""
+    config = {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 640,
+        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "max_position_embeddings": 32768, "sliding_window": 512, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16",
+        "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
+    long = write(tmp_path / "long.jsonl", [
+        {"timestamp": 0, "input_length": 4096, "output_length": 8, "hash_ids": [0, *range(9 * i + 1, 9 * i + 8)]}
+        for i in range(8)
+    ])  # fmt: skip
+    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,64MiB")
+    model = gemma_3(tmp_path / "gemma")
+    found = json.loads(pagedcli("simulate", long, *flags, "-m", model, "--gpu", "h200").stdout)
+    assert found["windows"] == [512] * 5 + [None]
+    assert found["block_bytes"] == 2 * 3 * 16 * 256 * 2  # K and V of three layers
+    assert found["num_unique_blocks"] == 6 * (32 + 8 * 7 * 32)
+    small, large = found["pools"]
+    assert small["pool_blocks"] == 2**26 // found["block_bytes"]
+    assert large["hit_rate_tokens"] == found["unlimited_hit_rate_tokens"] == 7 / 64
+    # one request at a time holds its last window and one chunk in five groups, and everything in one
+    assert 257 + 5 * 33 < large["peak_used_blocks"] < 257 + 5 * (33 + 2048 // 16) < 6 * 257
+    screen = pagedcli("simulate", long, "--block-size", "16", "-m", model, "-o", tmp_path / "page.html").stdout
+    assert "the layers form 6 groups, each with blocks of its own" in " ".join(screen.split())
+
+
+def test_the_answers_name_the_policy_that_they_are_for(trace):
+    for policy in ("lru", "next-use"):
+        answers = as_json(trace, "--pool", "10", "--policy", policy)["answers"]
+        found = [answer for answer in answers if f"({policy} without running requests)" in answer]
+        assert [answer.split()[0] for answer in found] == ["Sorting", "Hit"], answers
+
+
+def test_rows_with_beams_are_counted_and_named(tmp_path):
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a", "beam_width": 2}, {"prompt": "b", "max_tokens": 2}])
+    found = json.loads(pagedcli("simulate", prompts, "--pool", "10", "--format", "json", expect=3).stdout)
+    assert found["num_requests"] == 1
+    assert found["bad_lines"][0]["reason"] == "beam search, which simulate does not model"

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.job import batch_options, open_tokenizer
+from pagedcli.batch.prompt_reader import limits_without_pool
 from pagedcli.cli import simulate_tables as tables
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
@@ -13,8 +16,6 @@ from pagedcli.cli.simulate_page import render_page
 from pagedcli.cli.tables import Format, print_tables
 from pagedcli.cli.terminal import ProgressLine, say
 from pagedcli.config import LoadedConfig
-from pagedcli.engine.admission import AdmissionLimits
-from pagedcli.engine.decide import resolve_max_model_len
 from pagedcli.engine.engine_plan import Plan
 from pagedcli.engine.forecast import model_sizes
 from pagedcli.errors import UsageError
@@ -23,12 +24,13 @@ from pagedcli.files import whole_file
 from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.kvcache.budget import ModelSizes
 from pagedcli.kvcache.cards import find_card
-from pagedcli.simulation.accesses import accesses_of
+from pagedcli.kvcache.groups import CacheGroup, cache_groups, group_size
+from pagedcli.simulation.accesses import Ints, accesses_of
 from pagedcli.simulation.answers import answers
 from pagedcli.simulation.floors import StepFloor
 from pagedcli.simulation.prompts import read_outputs, read_prompts, set_output_lengths
-from pagedcli.simulation.requests import MAX_TOKENS, Workload
-from pagedcli.simulation.run import Schedule, plan_for
+from pagedcli.simulation.requests import Workload
+from pagedcli.simulation.run import Schedule, known_ahead, plan_for
 from pagedcli.simulation.sources import read_workload
 from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, parse_policies, parse_pools, points
 
@@ -41,19 +43,21 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     policies = parse_policies(options.policy)
     workload, recorded = _read(loaded, options)
     block_size = _block_size(loaded, workload, recorded)
-    sizes = _sizes(loaded, workload)
-    kv_dtype = _kv_dtype(loaded)
-    block_bytes = None if sizes is None else sizes.block_bytes(block_size, kv_dtype)
+    model = _model(loaded, workload)
     accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
-    sweep = Sweep(workload, accesses, warmup=options.warmup)
-    pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
-    pools = parse_pools(pool, max(1, accesses.num_unique), block_bytes)
     plan = _plan(loaded, workload, recorded, block_size)
-    schedule = _schedule(loaded, options, workload, sizes, kv_dtype) if not options.no_schedule else None
+    if model is not None:
+        plan = replace(plan, windows=model.windows, block_bytes=model.block_bytes(block_size))
+    block_bytes = plan.block_bytes or None
+    sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.windows, chunk=plan.chunk_size)
+    pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
+    pools = parse_pools(pool, max(1, sweep.num_unique_blocks), block_bytes)
+    schedule = _schedule(loaded, options, workload, model) if not options.no_schedule else None
     if options.record is not None and (len(pools) * len(policies) > 1 or schedule is None):
         raise UsageError("--record needs a scheduled run of one pool and policy", hint="for example --pool 4096")
     found = _run(sweep, plan, pools, policies, schedule, options.record)
-    sentences = answers(sweep, found, block_bytes)
+    known = partial(_known, plan, schedule)
+    sentences = answers(sweep, found, block_bytes, known)
     shown = [
         tables.trace_table(workload, sweep),
         tables.pool_table(found, sweep, schedule, block_bytes),
@@ -87,12 +91,7 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, Eng
     def prompts(name: str) -> Workload:
         folder, spec = prompt_model(loaded, None)
         engine = loaded.config.engine
-        limits = AdmissionLimits(
-            MAX_TOKENS if spec is None else resolve_max_model_len(engine, spec),
-            engine.block_size,
-            None,
-            None if spec is None else spec.vocab_size,
-        )
+        limits = limits_without_pool(engine, spec)
         tokenizer = open_tokenizer(loaded.config, folder)
         return read_prompts(name, tokenizer, batch_options(loaded, Columns.of(loaded.config.run)), limits, outputs)
 
@@ -117,12 +116,33 @@ def _block_size(loaded: LoadedConfig, workload: Workload, recorded: EngineStarte
     return workload.hash_size or loaded.config.engine.block_size
 
 
-def _sizes(loaded: LoadedConfig, workload: Workload) -> ModelSizes | None:
-    """The model's sizes, if there is a model: of traces only the one named."""
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a model's config.json says about its cache."""
+
+    sizes: ModelSizes
+    groups: tuple[CacheGroup, ...]  # of layers that share blocks
+    num_windowed: int  # layers with a window
+    kv_dtype: str
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.groups)
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.sizes.block_bytes(block_size, self.kv_dtype, group_size(self.groups))
+
+
+def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
+    """The model, if there is one that pagedcli reads: of traces only the one named."""
     if workload.format != "prompts" and "engine.model" not in loaded.sources:
         return None
     _, spec = prompt_model(loaded, None)
-    return None if spec is None or spec.is_fallback else model_sizes(loaded.config.engine, spec)
+    if spec is None or spec.is_fallback:
+        return None
+    windows = [layer.window for layer in spec.attention_layers]
+    num_windowed = sum(window is not None for window in windows)
+    return _Model(model_sizes(loaded.config.engine, spec), cache_groups(windows), num_windowed, _kv_dtype(loaded))
 
 
 def _kv_dtype(loaded: LoadedConfig) -> str:
@@ -155,12 +175,11 @@ def _plan(loaded: LoadedConfig, workload: Workload, recorded: EngineStarted | No
         max_num_batched_tokens=budget or max(_STEP_TOKENS, max_num_seqs),
         chunked_prefill_size=chunk,
         preemption_policy=engine.preemption_policy,
+        windows=(None,) if recorded is None else recorded.windows,
     )
 
 
-def _schedule(
-    loaded: LoadedConfig, options: SimulateOptions, workload: Workload, sizes: ModelSizes | None, kv_dtype: str
-) -> Schedule:
+def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload, model: _Model | None) -> Schedule:
     if options.gpu is not None and options.step_ms is not None:
         raise UsageError("--gpu and --step-ms both set the time of a step", hint="use one of them")
     if options.speed is not None:
@@ -174,15 +193,21 @@ def _schedule(
         return Schedule(options.speed, lambda work, scheduler: step_ns, read_ahead)
     if options.gpu is None:
         return Schedule(options.speed, None, read_ahead)
-    if sizes is None:
+    if model is None:
         raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
-    _, spec = prompt_model(loaded, None)
-    assert spec is not None, "sizes come from it"
-    num_windowed = sum(layer.window is not None for layer in spec.attention_layers)
     floor = StepFloor.of(
-        sizes, find_card(options.gpu), dtype=_weight_dtype(loaded), kv_dtype=kv_dtype, num_windowed=num_windowed
+        model.sizes,
+        find_card(options.gpu),
+        dtype=_weight_dtype(loaded),
+        kv_dtype=model.kv_dtype,
+        num_windowed=model.num_windowed,
     )
     return Schedule(options.speed, floor, read_ahead)
+
+
+def _known(plan: Plan, schedule: Schedule | None, prompt_tokens: Ints, policy: Eviction) -> Ints | None:
+    """What next-use knows of requests with these prompts, as in the runs."""
+    return None if schedule is None else known_ahead(prompt_tokens, replace(plan, eviction=policy), schedule)
 
 
 def _weight_dtype(loaded: LoadedConfig) -> str:

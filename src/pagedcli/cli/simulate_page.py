@@ -84,7 +84,7 @@ def render_page(
     return _PAGE.substitute(
         title=escape(f"pagedcli simulate: {', '.join(one_line(Path(name).name) for name in names)}"),
         subtitle=f"{len(sweep.workload.requests):,} requests, {sweep.workload.num_prompt_tokens:,} prompt tokens,"
-        f" {sweep.accesses.num_unique:,} unique blocks of {sweep.accesses.block_size:,} tokens",
+        f" {sweep.num_unique_blocks:,} unique blocks of {sweep.accesses.block_size:,} tokens",
         policy_styles=" ".join(
             f".m{place} {{ fill: var(--p{place}); stroke: var(--p{place}); }}" for place in range(len(POLICIES))
         ),
@@ -108,8 +108,8 @@ class _Plot:
         self._points = points
         self._block_bytes = block_bytes
         sizes = [point.num_blocks for point in points]
-        self._first = min([*sizes, max(1, sweep.accesses.num_unique // 200)])
-        self._last = max([*sizes, sweep.accesses.num_unique, 2 * self._first])
+        self._first = min([*sizes, max(1, sweep.num_unique_blocks // 200)])
+        self._last = max([*sizes, sweep.num_unique_blocks, 2 * self._first])
         tokens = max(1, sweep.curve.num_tokens)
         rates = [point.hit_tokens[0] / max(1, point.hit_tokens[1]) for point in points]
         self._top = max(0.1, math.ceil(max([sweep.curve.ceiling[1] / tokens, *rates]) * 10 + 0.2) / 10)
@@ -152,7 +152,13 @@ class _Plot:
         )
 
     def _curve(self) -> str:
+        """LRU at every size. With windows, at the sizes of the points: there is no curve in one pass."""
         curve, places = self._sweep.curve, []
+        if self._sweep.has_windows:
+            sizes = sorted({point.num_blocks for point in self._points})
+            rates = {num_blocks: self._sweep.lru(num_blocks)[1] / max(1, curve.num_tokens) for num_blocks in sizes}
+            ends = " ".join(f"{self._x(size):.1f},{self._y(rate):.1f}" for size, rate in rates.items())
+            return f'<polyline class="curve" points="{ends}"/>'
         for index in range(_CURVE_POINTS + 1):
             num_blocks = self._first * (self._last / self._first) ** (index / _CURVE_POINTS)
             rate = curve.hits_at(int(num_blocks))[1] / max(1, curve.num_tokens)
@@ -204,7 +210,7 @@ def _bars(points: Sequence[SweepPoint]) -> str:
 def _chart_legend(policies: Sequence[Eviction], *, scheduled: bool) -> str:
     line = '<svg viewBox="0 0 22 16"><line class="{0}" x1="0" x2="22" y1="8" y2="8"/></svg>'
     items = [
-        f"<span>{line.format('curve')}LRU without running requests, every size</span>",
+        f"<span>{line.format('curve')}LRU without running requests</span>",
         f"<span>{line.format('best')}evicting what is needed last, without running requests</span>",
     ]
     for policy in policies:

@@ -30,7 +30,8 @@ def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, A
         "block_size": block_size,
         "block_bytes": block_bytes,
         "num_blocks": len(sweep.accesses.blocks),
-        "num_unique_blocks": sweep.accesses.num_unique,
+        "num_unique_blocks": sweep.num_unique_blocks,
+        "windows": list(sweep.windows),
         "warmup": sweep.warmup,
         "unlimited_hit_rate_blocks": _rate(blocks, curve.num_blocks),
         "unlimited_hit_rate_tokens": _rate(tokens, curve.num_tokens),
@@ -45,7 +46,7 @@ def trace_table(workload: Workload, sweep: Sweep) -> Table:
         {"what": "prompt tokens", "value": count(workload.num_prompt_tokens)},
         {"what": "output tokens", "value": count(sum(outputs))},
         {"what": "full blocks looked up", "value": count(len(sweep.accesses.blocks))},
-        {"what": "unique blocks", "value": count(sweep.accesses.num_unique)},
+        {"what": "unique blocks", "value": count(sweep.num_unique_blocks)},
         {"what": "hit rate without limit", "value": _ceiling_text(sweep.curve)},
     ]
     if workload.has_times:
@@ -67,10 +68,10 @@ def _ceiling_text(curve: LruCurve) -> str:
 
 def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
     """One row of JSON: a pool size and a policy."""
-    blocks, tokens = sweep.curve.hits_at(point.num_blocks)
+    blocks, tokens = sweep.lru(point.num_blocks)
     row: dict[str, Any] = {
         "pool_blocks": point.num_blocks,
-        "pool_share": _rate(point.num_blocks, sweep.accesses.num_unique),
+        "pool_share": _rate(point.num_blocks, sweep.num_unique_blocks),
         "policy": point.policy,
         "hit_rate_blocks": _rate(*point.hit_blocks),
         "hit_rate_tokens": _rate(*point.hit_tokens),
@@ -149,6 +150,11 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             f"waiting: mean {'time' if timed else 'steps'} from arrival to the first step that computes a request;"
             " preempted: in the whole run",
         ]
+    if sweep.has_windows:
+        notes.append(
+            f"the layers form {len(sweep.windows)} groups, each with blocks of its own; best: an upper bound, as if"
+            " layers with a window needed no blocks"
+        )
     return Table("pools", title, columns, rows, notes)
 
 

@@ -86,6 +86,11 @@ class TableShape:
         """most_in_group of all groups together."""
         return sum(self.most_in_group(group, num_tokens, chunk) for group in range(self.num_groups))
 
+    def most_in_windows(self, chunk: int) -> int:
+        """Most blocks that a sequence of any length holds at once in the groups with a window."""
+        groups = (group for group, window in enumerate(self.windows) if window is not None)
+        return sum(self.most_in_group(group, 2**62, chunk) for group in groups)
+
     def blocks_of_request(
         self, num_prompt: int, num_tokens: int, num_seqs: int, *, chunk: int, shares_prompt: bool = True
     ) -> int:

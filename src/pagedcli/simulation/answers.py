@@ -1,51 +1,68 @@
 """What a sweep means, in sentences: how much memory, what doubling it gains, and what else would help."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pagedcli.events import Eviction
 from pagedcli.inspection.words import percent_text, plural
 from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
-from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.stack_distance import LruCurve, lru_curve, stack_distances
 from pagedcli.simulation.sweep import Sweep, SweepPoint
 
 SHARES = (0.90, 0.95, 0.99)
 _WINDOW_ROWS, _WINDOW_TOKENS = 8192, 2**20  # as generate --reorder prefix sorts
+_MOST_ACCESSES = 2**22  # of an LRU curve at another block size
+_MOST_REPLAYED = 2**17  # accesses of a workload that is run again, block by block: a few seconds
 _NOTABLE = 0.001  # a gain of less than 0.1 points is none
 
 
-def answers(sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None) -> list[str]:
+Known = Callable[[Ints, Eviction], Ints | None]
+"""What next-use knows of requests with prompts of these lengths: see unscheduled_hits."""
+
+
+def answers(
+    sweep: Sweep, points: Sequence[SweepPoint], block_bytes: int | None, known: Known = lambda tokens, policy: None
+) -> list[str]:
     """The sentences below the tables."""
     if not sweep.curve.ceiling[1]:
         return ["No prompt repeats the beginning of an earlier one by a full block: a prefix cache has no benefit."]
     pools = sorted({point.num_blocks for point in points})
+    policy = _answered_policy(sweep, [point for point in points if point.num_blocks == pools[0]])
     return [
-        _ceiling(sweep.curve, block_bytes),
-        *_doubling(sweep.curve, pools),
+        _ceiling(sweep, block_bytes),
+        *_doubling(sweep, pools),
         *_in_use(points),
         *_policies(points),
-        *_reordering(sweep, pools),
-        *_block_sizes(sweep, pools[0]),
+        *_reordering(sweep, pools[0], policy, known),
+        *_block_sizes(sweep, pools[0], policy, known),
     ]
 
 
-def _ceiling(curve: LruCurve, block_bytes: int | None) -> str:
+def _answered_policy(sweep: Sweep, points: Sequence[SweepPoint]) -> Eviction:
+    """The policy that the answers are for: the best of these points; lru if the trace is too large to be run again."""
+    if len(sweep.accesses.blocks) > _MOST_REPLAYED:
+        return "lru"
+    return max(points, key=lambda point: point.hit_tokens[0] / max(1, point.hit_tokens[1])).policy
+
+
+def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:
+    curve = sweep.curve
+    without_limit = f"Without a limit {_percent(curve.ceiling[1], curve)} of the prompts' tokens hit."
+    if sweep.has_windows:
+        return without_limit
     sizes = [curve.size_for(share) or 0 for share in SHARES]
     texts = [
         f"{size:,}" if block_bytes is None else f"{size:,} ({size * block_bytes / 2**30:,.1f} GiB)" for size in sizes
     ]
     shares = " / ".join(f"{100 * share:.0f}" for share in SHARES)
-    return (
-        f"Without a limit {_percent(curve.ceiling[1], curve)} of the prompts' tokens hit. LRU without running requests "
-        f"gets {shares} % of that with {' / '.join(texts)} blocks."
-    )
+    return f"{without_limit} LRU without running requests gets {shares} % of that with {' / '.join(texts)} blocks."
 
 
-def _doubling(curve: LruCurve, pools: Sequence[int]) -> list[str]:
-    gains = []
+def _doubling(sweep: Sweep, pools: Sequence[int]) -> list[str]:
+    gains, curve = [], sweep.curve
     for size in pools:
-        before, after = curve.hits_at(size)[1], curve.hits_at(2 * size)[1]
+        before, after = sweep.lru(size)[1], sweep.lru(2 * size)[1]
         if after - before >= _NOTABLE * curve.num_tokens:
             gains.append(f"from {_percent(before, curve)} to {_percent(after, curve)} at {plural(size, 'block')}")
     if not gains:
@@ -79,18 +96,18 @@ def _policies(points: Sequence[SweepPoint]) -> list[str]:
     return sentences
 
 
-def _reordering(sweep: Sweep, pools: Sequence[int]) -> list[str]:
+def _reordering(sweep: Sweep, pool: int, policy: Eviction, known: Known) -> list[str]:
+    if sweep.has_windows and len(sweep.accesses.blocks) > _MOST_REPLAYED:
+        return []
     accesses = reordered(sweep.accesses, prefix_order(sweep.accesses))
-    sorted_curve = lru_curve(accesses, stack_distances(accesses), sweep.warmup)
-    size = pools[0]
-    before = sweep.curve.hits_at(size)[1] / sweep.curve.num_tokens
-    after = sorted_curve.hits_at(size)[1] / sorted_curve.num_tokens
+    before, after = (
+        sweep.rate(each, pool, policy, known(each.prompt_tokens, policy)) for each in (sweep.accesses, accesses)
+    )
+    where = f"at {plural(pool, 'block')} ({policy} without running requests)"
     if after - before < _NOTABLE:
-        return [
-            f"Sorting by prefix (--reorder prefix) gains nothing at {plural(size, 'block')}: {percent_text(after)}."
-        ]
+        return [f"Sorting by prefix (--reorder prefix) gains nothing {where}: {percent_text(after)}."]
     rise = f"from {percent_text(before)} to {percent_text(after)}"
-    return [f"Sorting by prefix (--reorder prefix) raises the hit rate {rise} at {plural(size, 'block')}."]
+    return [f"Sorting by prefix (--reorder prefix) raises the hit rate {rise} {where}."]
 
 
 def prefix_order(accesses: Accesses) -> Ints:
@@ -123,24 +140,25 @@ def reordered(accesses: Accesses, order: Ints) -> Accesses:
     )
 
 
-def _block_sizes(sweep: Sweep, pool: int) -> list[str]:
+def _block_sizes(sweep: Sweep, pool: int, policy: Eviction, known: Known) -> list[str]:
     """Other block sizes with the same memory."""
-    size = sweep.accesses.block_size
-    others = [other for other in (size // 4, size // 2, 2 * size) if other >= 1 and len(sweep.accesses.blocks) < 2**22]
-    texts = [f"{other:,}: {_rates(sweep.workload, other, pool * size // other, sweep.warmup)}" for other in others]
-    if not texts:
+    has_curve = policy == "lru" and not sweep.has_windows
+    size, most = sweep.accesses.block_size, _MOST_ACCESSES if has_curve else _MOST_REPLAYED
+    others = [each for each in (size, size // 4, size // 2, 2 * size) if each >= 1]
+    texts = []
+    for other in others:
+        if other != size and len(sweep.accesses.blocks) * size // other > most:
+            continue
+        accesses = sweep.accesses if other == size else accesses_of(sweep.workload, other)
+        curve = lru_curve(accesses, stack_distances(accesses), sweep.warmup)
+        rate = sweep.rate(accesses, pool * size // other, policy, known(accesses.prompt_tokens, policy))
+        texts.append(f"{other:,}: {percent_text(rate)}, {_percent(curve.ceiling[1], curve)}")
+    if len(texts) < 2:
         return []
-    own = f"{_percent(sweep.curve.hits_at(pool)[1], sweep.curve)}, {_percent(sweep.curve.ceiling[1], sweep.curve)}"
     return [
-        f"Hit rates by block size, with the memory of {plural(pool, 'block')} of {size:,} and without a limit: "
-        f"{size:,}: {own}; {'; '.join(texts)}."
+        f"Hit rates by block size, with the memory of {plural(pool, 'block')} of {size:,} ({policy} without running"
+        f" requests) and without a limit: {'; '.join(texts)}."
     ]
-
-
-def _rates(workload: Workload, block_size: int, pool: int, warmup: float) -> str:
-    accesses = accesses_of(workload, block_size)
-    curve = lru_curve(accesses, stack_distances(accesses), warmup)
-    return f"{_percent(curve.hits_at(pool)[1], curve)}, {_percent(curve.ceiling[1], curve)}"
 
 
 def _percent(tokens: int, curve: LruCurve) -> str:

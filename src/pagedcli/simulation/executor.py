@@ -100,7 +100,7 @@ class SimulatedCore(EngineCore):
     def add(self, request: TraceRequest) -> None:
         """Queue a request. Raises: RequestError if it can never be served."""
         if request.token_ids is None:
-            self._prefixes = synthetic_prefixes(request, self._hash_size, self.plan.block_size)
+            self._prefixes = synthetic_prefixes(request, self._hash_size, self.plan.block_size, len(self.plan.windows))
             token_ids = [0] * request.num_prompt_tokens  # only their number matters
         else:
             self._prefixes = []

@@ -55,14 +55,21 @@ class StepFloor:
 
     @staticmethod
     def _distinct_tokens(work: ScheduledStep, scheduler: Scheduler) -> int:
-        """At least so many different tokens are in the blocks of the step's sequences: blocks are full but for the
-        last one of a sequence."""
-        manager = scheduler.block_manager
-        num_blocks = manager.num_blocks - manager.num_free_blocks - len(scheduler.running)
-        if len(work.seqs) < len(scheduler.running):
+        """At least so many different tokens are in the blocks of the step's sequences, in layers without a window:
+        blocks are full but for the last one of a sequence."""
+        manager, num_running = scheduler.block_manager, len(scheduler.running)
+        num_full = manager.shape.windows.count(None)
+        if not num_full:
+            return 0
+        num_blocks = manager.num_blocks - manager.num_free_blocks
+        if manager.has_windows:
+            num_blocks -= num_running * manager.shape.most_in_windows(scheduler.chunk_size)
+        num_spans = num_blocks // num_full - num_running
+        if len(work.seqs) < num_running:
             scheduled = {seq.seq_id for seq in work.seqs}
-            num_blocks -= sum(len(seq.block_table) for seq in scheduler.running if seq.seq_id not in scheduled)
-        return max(0, num_blocks) * manager.block_size
+            others = (len(seq.block_table) for seq in scheduler.running if seq.seq_id not in scheduled)
+            num_spans -= sum(others) // manager.num_groups
+        return max(0, num_spans) * manager.block_size
 
 
 def active_weights(sizes: ModelSizes) -> int:

@@ -35,6 +35,8 @@ def read_prompts(
         try:
             if isinstance(taken, Refused):
                 raise taken.error
+            if any(prompt.params.beam_width is not None for prompt in taken.prompts):
+                raise RequestError("unsupported", "beam search, which simulate does not model")
             max_tokens = [admit(prompt.token_ids, prompt.params, limits) for prompt in taken.prompts]
         except RequestError as error:
             workload.add_bad(f"{name}:{line.number}", error.message)

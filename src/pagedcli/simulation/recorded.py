@@ -4,7 +4,17 @@ from array import array
 from pathlib import Path
 
 from pagedcli.errors import UsageError
-from pagedcli.events import EngineStarted, RequestAdded, RequestFinished, StepStarted, TokensSampled
+from pagedcli.events import (
+    BlocksFilled,
+    BlocksReused,
+    EngineStarted,
+    PrefixLookedUp,
+    RequestAdded,
+    RequestFinished,
+    SequenceForked,
+    StepStarted,
+    TokensSampled,
+)
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.fold import fold
 from pagedcli.inspection.state import PoolState
@@ -21,8 +31,6 @@ def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
     state = fold(reader, view)
     view.finish()
     assert state.engine is not None, "a trace begins with the engine"
-    if any(state.engine.windows):
-        raise UsageError(f"{path}: the model has sliding windows, which simulate does not model")
     workload = view.workload
     workload.notes += reader.notes
     if not workload.requests:
@@ -42,6 +50,9 @@ class _Requests(View[PoolState]):
         self.workload = Workload(format="pagedcli")
         self._chains = Chains()
         self._by_id: dict[str, TraceRequest] = {}
+        self._links = _Links()
+        self._ends: dict[int, int | None] = {}  # seq_id -> hash of the last full block in its table
+        self._num_beam_searches = 0
         self._outputs: dict[int, array[int]] = {}  # seq_id -> tokens
         # request id -> sample -> tokens of finished sequences, and whether they stopped by themselves
         self._samples: dict[str, dict[int, tuple[array[int], bool]]] = {}
@@ -58,6 +69,7 @@ class _Requests(View[PoolState]):
         if event.sample_index:
             self._by_id[event.request_id].num_samples += 1
             return
+        self._num_beam_searches += event.beam_width is not None
         request = TraceRequest(
             event.request_id,
             self._now_ns / 1e9,
@@ -67,7 +79,22 @@ class _Requests(View[PoolState]):
             max_new_tokens=event.max_new_tokens,
         )
         self._by_id[event.request_id] = request
-        self.workload.requests.append(request)
+        if event.beam_width is None:
+            self.workload.requests.append(request)
+
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        if event.reason != "continued":
+            self._ends[event.seq_id] = None
+
+    def on_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
+        if event.block_ids and (block_id := event.block_ids[-1]) is not None:
+            self._ends[event.seq_id] = state.hashes[block_id]
+
+    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+        self._ends[event.seq_id] = self._ends.get(event.parent_seq_id)
+
+    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+        self._ends[event.seq_id] = self._links.add(self._ends.get(event.seq_id), event.hashes)
 
     def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
@@ -81,13 +108,15 @@ class _Requests(View[PoolState]):
         request.num_output_tokens = max(1, event.num_output_tokens)
         sample = (self._outputs.pop(event.seq_id), event.reason == "stop")
         self._samples.setdefault(seq.request_id, {})[seq.sample_index] = sample
-        blocks = seq.block_table[: request.num_prompt_tokens // state.block_size]
-        hashes = [None if block_id is None else state.hashes[block_id] for block_id in blocks]
-        request.hashes = self._chains.numbers([found for found in hashes if found is not None])
+        num_spans = request.num_prompt_tokens // state.block_size
+        hashes = self._links.chain(self._ends.pop(event.seq_id, None), num_spans * state.num_groups)
+        request.hashes = self._chains.numbers(hashes[state.num_groups - 1 :: state.num_groups])
 
     def finish(self) -> None:
         """Keep the requests that finished, and give them their outputs."""
         workload = self.workload
+        if self._num_beam_searches:
+            workload.notes.append(f"{self._num_beam_searches:,} beam searches, which simulate does not model: left out")
         finished = [request for request in workload.requests if request.num_output_tokens is not None]
         if len(finished) < len(workload.requests):
             workload.notes.append(f"{len(workload.requests) - len(finished):,} requests did not finish: left out")
@@ -97,6 +126,31 @@ class _Requests(View[PoolState]):
             if len(samples) == request.num_samples and all(ids for ids, _ in samples.values()):
                 request.output_ids = [samples[index][0] for index in sorted(samples)]
                 request.stopped = [samples[index][1] for index in sorted(samples)]
+
+
+class _Links:
+    """The hash before each hash: with windows a sequence no longer holds the first blocks of its chain."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int | None, int]] = {}  # hash -> the one before it, its number in the chain
+
+    def add(self, end: int | None, hashes: tuple[int, ...]) -> int | None:
+        """These hashes come after the hash `end`. Returns the last one."""
+        for each in hashes:
+            number = self._before[end][1] + 1 if end is not None else 0
+            self._before.setdefault(each, (end, number))
+            end = each
+        return end
+
+    def chain(self, end: int | None, num_hashes: int) -> list[int]:
+        """The first hashes of the chain that ends with `end`."""
+        found: list[int] = []
+        while end is not None:
+            before, number = self._before[end]
+            if number < num_hashes:
+                found.append(end)
+            end = before
+        return found[::-1]
 
 
 def read_kv_events(path: Path) -> Workload:

@@ -80,6 +80,7 @@ def plan_for(
     max_num_batched_tokens: int,
     chunked_prefill_size: int | None = None,
     preemption_policy: PreemptionPolicy = "last",
+    windows: tuple[int | None, ...] = (None,),
 ) -> Plan:
     """The plan of a simulated engine that serves every request which the pool can hold."""
     return Plan(
@@ -100,6 +101,7 @@ def plan_for(
         vocab_size=VOCAB_SIZE,
         chunked_prefill_size=chunked_prefill_size,
         preemption_policy=preemption_policy,
+        windows=windows,
     )
 
 

@@ -17,7 +17,7 @@ from pagedcli.simulation.misses import CacheBounds, split
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
 from pagedcli.simulation.stack_distance import NEVER, LruCurve, hits_per_request, lru_curve, stack_distances
-from pagedcli.simulation.unscheduled import tokens_of_hits, unscheduled_hits
+from pagedcli.simulation.unscheduled import STEP_TOKENS, tokens_of_hits, unscheduled_hits
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
 MOST_BLOCKS = 2**24  # of a simulated pool: each takes about 200 bytes
@@ -73,10 +73,23 @@ class SweepPoint:
 
 
 class Sweep:
-    """The analyses of one workload at one block size."""
+    """The analyses of one workload at one block size.
 
-    def __init__(self, workload: Workload, accesses: Accesses, *, warmup: float = 0.0) -> None:
+    `curve` is that of a model without windows. Where there are windows, pools count blocks of all groups of layers.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        accesses: Accesses,
+        *,
+        warmup: float = 0.0,
+        windows: tuple[int | None, ...] = (None,),
+        chunk: int = STEP_TOKENS,
+    ) -> None:
         self.workload = workload
+        self.windows = windows  # of each group of layers
+        self._chunk = chunk
         self.accesses = accesses
         self.warmup = warmup
         self.distances = stack_distances(accesses)
@@ -84,11 +97,43 @@ class Sweep:
         self._counted = np.arange(accesses.num_requests) >= num_warmup(accesses.num_requests, warmup)
         self._unlimited = hits_per_request(accesses, self.distances != NEVER)
         self._clairvoyant: dict[int, Ints] = {}  # pool size -> [R] tokens
+        self._lru: dict[int, tuple[int, int]] = {}  # pool size -> (blocks, tokens), with windows
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+    @property
+    def num_unique_blocks(self) -> int:
+        """Distinct blocks of all groups of layers."""
+        return self.accesses.num_unique * len(self.windows)
+
+    def lru(self, num_blocks: int) -> tuple[int, int]:
+        """(blocks, tokens) that hit under LRU without running requests; blocks of each group of layers."""
+        if not self.has_windows:
+            return self.curve.hits_at(num_blocks)
+        if num_blocks not in self._lru:
+            point = self.unscheduled(num_blocks, "lru")
+            self._lru[num_blocks] = (point.hit_blocks[0], point.hit_tokens[0])
+        return self._lru[num_blocks]
+
+    def rate(self, accesses: Accesses, num_blocks: int, policy: Eviction, known: Ints | None) -> float:
+        """Share of the prompts' tokens that hit without running requests, of these accesses to the workload."""
+        if policy == "lru" and not self.has_windows:
+            curve = lru_curve(accesses, stack_distances(accesses), self.warmup)
+            return curve.hits_at(num_blocks)[1] / max(1, curve.num_tokens)
+        hits = unscheduled_hits(accesses, num_blocks, policy, known, windows=self.windows, chunk=self._chunk)
+        first = num_warmup(accesses.num_requests, self.warmup)
+        tokens = int(tokens_of_hits(accesses, hits)[first:].sum())
+        return tokens / max(1, int(accesses.prompt_tokens[first:].sum()))
 
     def clairvoyant(self, num_blocks: int) -> Ints:
-        """[R] tokens that hit if the block that is needed last is evicted, without running requests."""
+        """[R] tokens that hit if the block that is needed last is evicted, without running requests. With windows an
+        upper bound, as if their layers needed no blocks."""
         if num_blocks not in self._clairvoyant:
-            hits = clairvoyant_hits(self.accesses.blocks.tolist(), self.accesses.starts.tolist(), num_blocks)
+            num_full = self.windows.count(None)
+            most = num_blocks // num_full if num_full else max(1, self.accesses.num_unique)
+            hits = clairvoyant_hits(self.accesses.blocks.tolist(), self.accesses.starts.tolist(), most)
             self._clairvoyant[num_blocks] = tokens_of_hits(self.accesses, np.array(hits, dtype=np.int64))
         return self._clairvoyant[num_blocks]
 
@@ -118,8 +163,8 @@ class Sweep:
 
     def _hits(self, num_blocks: int, policy: Eviction, known: Ints | None = None) -> Ints:
         """[R] blocks that hit without running requests."""
-        if policy != "lru":
-            return unscheduled_hits(self.accesses, num_blocks, policy, known)
+        if policy != "lru" or self.has_windows:
+            return unscheduled_hits(self.accesses, num_blocks, policy, known, windows=self.windows, chunk=self._chunk)
         total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.distances <= num_blocks)])
         hits: Ints = total[self.accesses.starts[1:]] - total[self.accesses.starts[:-1]]
         return hits

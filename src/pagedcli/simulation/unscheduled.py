@@ -7,65 +7,87 @@ import itertools
 import struct
 from collections import deque
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 
 from pagedcli.events import Eviction
 from pagedcli.kvcache.block_manager import BlockManager
-from pagedcli.kvcache.prefix_hash import Prefix
+from pagedcli.kvcache.groups import TableShape
 from pagedcli.simulation.accesses import Accesses, Ints
+from pagedcli.simulation.requests import MAX_TOKENS, chain_of
+
+STEP_TOKENS = 2048  # the engine's default on a GPU
 
 
 class Prompt:
-    """A CacheUser of one prompt. A token stands for a block, as only the blocks' identity matters."""
+    """A CacheUser of one prompt of full blocks. Of its tokens only the number matters: its chain is given."""
 
-    def __init__(self, seq_id: int, blocks: list[int]) -> None:
+    def __init__(self, seq_id: int, blocks: list[int], tables: TableShape) -> None:
         self.seq_id = seq_id
-        self.token_ids = blocks
+        self.token_ids = cast("list[int]", range(len(blocks) * tables.block_size))
         self.block_table: list[int | None] = []
-        self.prefixes = self._chain(blocks)
+        self.prefixes = chain_of((struct.pack("<q", block) for block in blocks), tables.num_groups)
         self.cache_salt: str | None = None
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
 
-    @staticmethod
-    def _chain(blocks: list[int]) -> list[Prefix]:
-        prefixes: list[Prefix] = []
-        parent: Prefix | None = None
-        for block in blocks:
-            parent = Prefix(struct.pack("<q", block), parent)
-            prefixes.append(parent)
-        return prefixes
 
+def unscheduled_hits(
+    accesses: Accesses,
+    num_blocks: int,
+    policy: Eviction = "lru",
+    known: Ints | None = None,
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    chunk: int = STEP_TOKENS,
+) -> Ints:
+    """[R] blocks of each group of layers that hit. Of a prompt larger than the pool only its beginning is kept.
 
-def unscheduled_hits(accesses: Accesses, num_blocks: int, policy: Eviction = "lru", known: Ints | None = None) -> Ints:
-    """[R] blocks that hit. Of a prompt larger than the pool only as many blocks are kept as the pool has.
-
-    `known` [R]: when request r runs, next-use knows the requests before known[r]; None: all of them.
+    `known` [R]: when request r runs, next-use knows the requests before known[r]; None: all of them. With windows, a
+    prompt is computed in chunks, and releases what it no longer sees.
     """
-    manager = BlockManager(num_blocks, 1, eviction=policy)
+    manager = BlockManager(num_blocks, accesses.block_size, windows=windows, eviction=policy)
+    if not manager.has_windows:
+        chunk = MAX_TOKENS
     hits = np.zeros(accesses.num_requests, dtype=np.int64)
     ends = itertools.repeat(accesses.num_requests) if known is None else known.tolist()
-    to_come, queue = _prompts(accesses, num_blocks), deque[Prompt]()
+    to_come, queue = _prompts(accesses, manager, chunk), deque[Prompt]()
     for request, end in zip(range(accesses.num_requests), ends, strict=False):
         for prompt in itertools.islice(to_come, max(1 - len(queue), end - request - len(queue))):
             manager.expect(prompt)
             queue.append(prompt)
         prompt = queue.popleft()
-        if not prompt.token_ids:
-            continue
-        hit = manager.lookup(prompt)
-        hits[request] = len(hit.block_ids)
-        manager.begin_step()
-        manager.allocate(prompt, hit, len(prompt.token_ids) - manager.num_computed_after(prompt, hit))
-        manager.confirm_filled(this_step=True)
-        manager.deallocate(prompt)
+        if prompt.token_ids:
+            hits[request] = _serve(manager, prompt, chunk)
     return hits
 
 
-def _prompts(accesses: Accesses, num_blocks: int) -> Iterator[Prompt]:
-    blocks, starts = accesses.blocks.tolist(), accesses.starts.tolist()
+def _serve(manager: BlockManager, prompt: Prompt, chunk: int) -> int:
+    """Compute a prompt and release it. Returns the blocks of a group that hit."""
+    hit, num_tokens = manager.lookup(prompt), len(prompt.token_ids)
+    num_hits = hit.num_spans
+    num_new = min(chunk, num_tokens - manager.num_computed_after(prompt, hit))
+    manager.begin_step()
+    manager.allocate(prompt, hit, num_new)
+    while True:
+        manager.confirm_filled(this_step=True)
+        prompt.num_computed_tokens += num_new
+        if prompt.num_computed_tokens == num_tokens:
+            break
+        manager.begin_step()
+        num_hits += -(-manager.reuse_more(prompt) // manager.block_size)
+        manager.release_unseen(prompt)
+        num_new = min(chunk, num_tokens - prompt.num_computed_tokens)
+        manager.may_append(prompt, num_new)
+    manager.deallocate(prompt)
+    return num_hits
+
+
+def _prompts(accesses: Accesses, manager: BlockManager, chunk: int) -> Iterator[Prompt]:
+    blocks, starts, tables = accesses.blocks.tolist(), accesses.starts.tolist(), manager.shape
+    most = tables.longest(manager.num_blocks, chunk, MAX_TOKENS) // tables.block_size
     for request, (first, end) in enumerate(itertools.pairwise(starts)):
-        yield Prompt(request, blocks[first : min(end, first + num_blocks)])
+        yield Prompt(request, blocks[first : min(end, first + most)], tables)
 
 
 def tokens_of_hits(accesses: Accesses, hits: Ints) -> Ints:
