@@ -43,7 +43,7 @@ def num_candidates(seq: Sequence) -> int:
     """Tokens per beam that a step must consider, so that enough beams continue even if all end tokens are likely."""
     width = seq.params.beam_width
     assert width is not None, "the sequence is a beam"
-    return max(2, 1 + len(seq.eos_token_ids | seq.stop_token_ids)) * width
+    return max(2, 1 + len(seq.end_token_ids)) * width
 
 
 class BeamSearch:
@@ -67,7 +67,7 @@ class BeamSearch:
         length = first.num_output_tokens + 1
         at_limit = length >= self._max_new_tokens
         best = self._best(num_candidates(first))
-        ends = first.eos_token_ids | first.stop_token_ids
+        ends = first.end_token_ids
         for continuation in best[: self.width]:  # others are only considered to keep the search going
             if at_limit or continuation.token_id in ends:
                 self._finish(continuation, length)

@@ -130,8 +130,9 @@ class EngineCore:
             arrived_s=self._now_s(),
             row_id=row_id,
         )
-        num_seqs = 1 if params.beam_width is not None else params.n  # beams are counted as they start
+        num_seqs = 1 if seq.is_beam else params.n  # beams are counted as they start
         self._requests[request_id] = Request([seq], num_seqs, make_stop_checker, make_guide)
+        self._forks.expect(seq)
         self.scheduler.add(seq)
 
     def has_unfinished_requests(self) -> bool:
@@ -152,6 +153,7 @@ class EngineCore:
         for seq in unfinished:
             seq.finish_reason = "abort"
         self.scheduler.finish(unfinished)
+        self._forks.forget(request)
 
     # ------------------------------------------------------------------ the step
 
@@ -197,7 +199,8 @@ class EngineCore:
             self._commit(earlier, this_step=False)
             clock.add_to("sample_ns")
             if launched is None:
-                self._settle(work)
+                work.drop_ended()
+            self.block_manager.fill_known()
         self.scheduler.report_scheduled(step, work)
         if launched is None and work.seqs:
             launched = self._launch(work, None)
@@ -206,6 +209,9 @@ class EngineCore:
             self._commit(launched, this_step=True)
             launched = None
             clock.add_to("sample_ns")
+        if launched is not None:
+            for seq in launched.seqs:
+                seq.num_pending_tokens += 1
         self._in_flight = launched
         self._count(work, clock)
         if self._emit is not None:
@@ -215,33 +221,26 @@ class EngineCore:
     def _may_run_ahead(self, work: ScheduledStep) -> bool:
         """Whether the step can be launched before the pending tokens are read."""
         for seq in work.seqs:
-            if seq.num_pending_tokens and seq.depends_on_tokens:
+            if seq.depends_on_tokens and seq.num_pending_tokens:
                 return False
-            if seq.params.n > 1 and self._forks.will_fork(self._requests[seq.request_id], seq):
+            if self._forks.will_fork(seq):
                 return False  # observers must see the step before its forks
         return True
-
-    def _settle(self, work: ScheduledStep) -> None:
-        """Update work that was scheduled before the last tokens were known."""
-        work.drop_ended()
-        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
-            self.block_manager.fill_known(seq, seq.num_computed_tokens + num_new)
 
     def _launch(self, work: ScheduledStep, earlier: StepInFlight | None) -> StepInFlight:
         """Start the step on the device. `earlier` is the step in flight, whose tokens have not been read."""
         now_s = self._now_s()
         step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
-        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+        for seq in work.changed:  # among them all that start
             if seq.admitted_s is None:
                 seq.admitted_s = now_s
                 self.stats.cache.admit(seq)
+        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             if seq.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
         seqs, logits_rows = self._fork(seqs)
         tokens = self.executor.launch(step, SamplingInput.of(seqs, logits_rows))
-        for seq in seqs:
-            seq.num_pending_tokens += 1
         used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
         scored = {} if step.prompt_rows is None else {seq.seq_id: seq for seq in work.seqs}
@@ -252,6 +251,9 @@ class EngineCore:
         that was scheduled last."""
         tokens = step.tokens.read()
         self.block_manager.confirm_filled(this_step=this_step)
+        if not this_step:
+            for seq in step.seqs:
+                seq.num_pending_tokens -= 1
         for found in tokens.prompt_logprobs:
             step.scored[found.seq_id].add_prompt_logprobs(found.first, found.logprobs)
         sampled: list[Sequence] = []
@@ -261,14 +263,11 @@ class EngineCore:
         finally:  # a stop checker or a guide may raise: what came before it counts
             self.stats.num_generated_tokens += len(sampled)
             self.scheduler.report_sampled(sampled)
-            for seq in sampled:
-                if seq.finish_reason is None:
-                    self.block_manager.fill_known(seq, seq.num_computed_tokens)
             self._end(ended)
 
     def _append(self, seqs: list[Sequence], tokens: StepTokens, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Append the tokens to their sequences; adds to `sampled` and `ended`."""
-        now_s, logprobs = self._now_s(), tokens.logprobs
+        now_s, logprobs, candidates = self._now_s(), tokens.logprobs, tokens.candidates
         searches: dict[str, Request] = {}  # whose beams got their candidates
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
@@ -279,13 +278,12 @@ class EngineCore:
                 if seq.sample_index == 0:
                     self.stats.num_prompt_tokens += seq.num_prompt_tokens
                     self.stats.num_cached_tokens += seq.num_cached_prompt_tokens
-            seq.num_pending_tokens -= 1
             if token_id is None:
                 seq.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
                 continue
-            if seq.params.beam_width is not None:
-                seq.candidates = tokens.candidates[row]
+            if candidates and row in candidates:
+                seq.candidates = candidates[row]
                 searches[seq.request_id] = self._requests[seq.request_id]
                 continue
             if logprobs and row in logprobs:
@@ -327,7 +325,9 @@ class EngineCore:
                 self._complete(seq.request_id)
 
     def _complete(self, request_id: str) -> None:
-        self._finished.append(self._requests.pop(request_id).output())
+        request = self._requests.pop(request_id)
+        self._forks.forget(request)
+        self._finished.append(request.output())
         self.stats.num_requests_finished += 1
 
     # ------------------------------------------------------------------ parts

@@ -21,11 +21,20 @@ class Forks:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._parents: set[int] = set()  # seq_ids
 
-    def will_fork(self, request: Request, seq: Sequence) -> bool:
+    def expect(self, seq: Sequence) -> None:
+        """Remember the first sample of a request if others start once its prompt is computed."""
+        if seq.params.n > 1 and not seq.is_beam:
+            self._parents.add(seq.seq_id)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._parents.discard(request.seqs[0].seq_id)
+
+    def will_fork(self, seq: Sequence) -> bool:
         """Whether more samples of the sequence's request start once its prompt is computed."""
-        params = seq.params
-        return params.n > 1 and params.beam_width is None and seq.sample_index == 0 and len(request.seqs) < params.n
+        return seq.seq_id in self._parents
 
     def fork_samples(
         self, requests: Mapping[str, Request], sampled: list[Sequence], new_sequence: NewSequence
@@ -34,7 +43,7 @@ class Forks:
 
         Returns all sequences that get a token, and the logits row of each (None: one row per sequence).
         """
-        parents = [(row, seq) for row, seq in enumerate(sampled) if self.will_fork(requests[seq.request_id], seq)]
+        parents = [(row, seq) for row, seq in enumerate(sampled) if self.will_fork(seq)] if self._parents else []
         if not parents:
             return sampled, None
         rows, sampled = list(range(len(sampled))), list(sampled)
@@ -45,6 +54,7 @@ class Forks:
                 if self._scheduler.fork(parent, child):
                     sampled.append(child)
                     rows.append(row)
+            self.forget(request)
         return sampled, rows
 
     def advance_beams(self, request: Request, now_s: float, new_sequence: NewSequence) -> list[Sequence]:

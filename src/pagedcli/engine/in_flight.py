@@ -22,7 +22,7 @@ class StepInFlight:
     @property
     def has_beams(self) -> bool:
         """Whether the next step depends on which beams are kept."""
-        return any(seq.params.beam_width is not None for seq in self.seqs)
+        return any(seq.is_beam for seq in self.seqs)
 
     @property
     def rows(self) -> dict[int, int]:

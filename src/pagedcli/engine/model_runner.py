@@ -150,6 +150,7 @@ class ModelRunner:
     def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
         measurements on an idle runner: block tables are sent whole."""
+        work.changed = work.seqs
         for seq in work.seqs:
             seq.synced_blocks = 0
         builder = StepBuilder(

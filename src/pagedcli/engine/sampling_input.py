@@ -47,7 +47,7 @@ class LogitChange:
             presence_penalty=params.presence_penalty,
             bias=params.logit_bias or {},
             allowed=None if seq.guide is None else seq.guide.allowed_tokens,
-            end_token_ids=sorted(seq.eos_token_ids | seq.stop_token_ids) if _below_min_tokens(seq) else [],
+            end_token_ids=sorted(seq.end_token_ids) if _below_min_tokens(seq) else [],
         )
 
 
@@ -71,13 +71,13 @@ class SamplingInput:
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
         """For the next token of each sequence, after its pending ones."""
-        temperature, draws = [0.0] * len(seqs), [0.0] * len(seqs)
+        temperature, draws = (np.zeros(len(seqs), dtype=np.float32) for _ in range(2))
         limited, changes, with_logprobs, beams = [], [], [], []
         for row, seq in enumerate(seqs):
             if seq.is_greedy:
                 continue
             params = seq.params
-            if params.beam_width is not None:
+            if seq.is_beam:
                 beams.append(row)
             elif not params.greedy:
                 temperature[row] = params.temperature
@@ -86,11 +86,11 @@ class SamplingInput:
                     limited.append(row)
             if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
                 changes.append(LogitChange.of(row, seq))
-            if params.logprobs is not None and params.beam_width is None:
+            if params.logprobs is not None and not seq.is_beam:
                 with_logprobs.append(row)
         return cls(
-            temperature=np.array(temperature, dtype=np.float32),
-            uniform=np.array(draws, dtype=np.float32),
+            temperature=temperature,
+            uniform=draws,
             limited=limited,
             top_k=np.array([max(seqs[row].params.top_k, 0) for row in limited], dtype=np.int64),
             top_p=np.array([seqs[row].params.top_p for row in limited], dtype=np.float32),
@@ -116,4 +116,4 @@ class SamplingInput:
 
 def _below_min_tokens(seq: Sequence) -> bool:
     num_output = seq.num_tokens - seq.num_prompt_tokens  # including pending ones
-    return num_output < seq.params.min_tokens and bool(seq.eos_token_ids or seq.stop_token_ids)
+    return num_output < seq.params.min_tokens and bool(seq.end_token_ids)

@@ -35,10 +35,24 @@ class ScheduledStep:
     blocked: WaitingReason | None = None  # why the first in the queue was not started
     waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
     groups: list[list[Sequence]] = field(default_factory=list)  # beams whose next step has been decided
+    changed: list[Sequence] = field(default_factory=list)  # of `seqs`, those that may have other blocks than before
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the step computes the last token of each sequence, and no other."""
+        return len(self.seqs) == sum(self.num_new_tokens) and all(
+            seq.num_tokens - 1 == seq.num_computed_tokens >= seq.num_cached_tokens for seq in self.changed
+        )
+
+    def add(self, seq: Sequence, num_new: int) -> None:
+        """Schedule tokens of a sequence that may have other blocks than before."""
+        self.seqs.append(seq)
+        self.num_new_tokens.append(num_new)
+        self.changed.append(seq)
 
     def drop_ended(self) -> None:
         """Drop sequences that have ended since they were scheduled. Their copies stay: the targets are free blocks by
@@ -47,6 +61,7 @@ class ScheduledStep:
         if not all(kept):
             self.num_new_tokens = [count for count, keep in zip(self.num_new_tokens, kept, strict=True) if keep]
             self.seqs = [seq for seq, keep in zip(self.seqs, kept, strict=True) if keep]
+            self.changed = [seq for seq in self.changed if seq.finish_reason is None]
 
 
 class Scheduler:
@@ -78,10 +93,11 @@ class Scheduler:
         self._trace_tokens = trace_tokens
         self._emit = emit
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_beams = 0  # running
 
     @property
     def _num_rows(self) -> int:
-        return sum(seq.num_rows for seq in self.running)
+        return sum(seq.num_rows for seq in self.running) if self._num_beams else len(self.running)
 
     @property
     def has_unfinished(self) -> bool:
@@ -120,20 +136,23 @@ class Scheduler:
         """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget."""
         budget = self.max_num_batched_tokens
         manager = self.block_manager
-        index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            index += 1
-            num_pending = seq.num_pending_tokens
+        for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
+            if budget <= 0:
+                break
+            num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
             if num_pending and seq.ends_when_read:
                 continue
-            num_new = len(seq.token_ids) + num_pending - seq.num_computed_tokens
+            num_new = len(seq.token_ids) + num_pending - num_computed
             if seq.beams is not None:
                 if num_new == 1:
                     budget -= self._schedule_beams(seq.beams, index, budget, work)
                     continue
                 num_new -= 1  # the last token of all beams is computed in one step
-            if num_new == 1 and manager.can_append_in_place(seq):  # most decodes
+            if num_new == 1 and num_computed < seq.writable_until:  # most decodes
+                if num_computed + 1 == seq.writable_until:
+                    if manager.has_windows:
+                        manager.release_unseen(seq)
+                    manager.fill_last(seq)
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
                 budget -= 1
@@ -166,8 +185,7 @@ class Scheduler:
         if copies:
             seq.synced_blocks = min(seq.synced_blocks, seq.block_table.index(copies[0][1]))
             work.copies += copies
-        work.seqs.append(seq)
-        work.num_new_tokens.append(num_new)
+        work.add(seq, num_new)
 
     def _schedule_beams(self, beams: list[Sequence], index: int, budget: int, work: ScheduledStep) -> int:
         """Schedule the next token of all beams of a search, or of none. Called for each of them; the first call of a
@@ -275,15 +293,14 @@ class Scheduler:
             self._start(seq)
             num_rows += seq.num_rows
             if num_new:
-                work.seqs.append(seq)
-                work.num_new_tokens.append(num_new)
+                work.add(seq, num_new)
                 budget -= num_new
         return None
 
     def _next_waiting(self) -> Sequence:
         """The first in the queue, but beams before all others where some of their search run and wait for them. So only
         one search runs in part, at the end of `running`, and all others can preempt it: none waits for ever."""
-        if any(seq.beams is not None for seq in self.running):
+        if self._num_beams:
             for seq in self.waiting:
                 if seq.beams is not None and any(beam.status is SequenceStatus.RUNNING for beam in seq.beams):
                     return seq
@@ -294,13 +311,13 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         seq.synced_blocks = 0
         self.running.append(seq)
+        self._num_beams += seq.is_beam
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
         waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
-        is_beam = child.params.beam_width is not None  # its search has room for all its beams
-        if not is_beam and self._num_rows >= self.max_num_seqs:
+        if not child.is_beam and self._num_rows >= self.max_num_seqs:  # a search has room for all its beams
             self.waiting.appendleft(child)
             self.block_manager.expect(child, first=True)
             return False
@@ -345,6 +362,7 @@ class Scheduler:
             seq.drop_computed()
             seq.block_table, seq.row = [], None
         self.running = []
+        self._num_beams = 0
         self.waiting.extendleft(reversed(requeued))
         for seq in self.waiting:
             self.block_manager.expect(seq)
@@ -361,6 +379,7 @@ class Scheduler:
         assert seq.row is not None, "a running sequence has a row"
         self._free_rows.append(seq.row)
         seq.row = None
+        self._num_beams -= seq.is_beam
 
     def _report_added(self, seq: Sequence) -> None:
         if self._emit is not None:

@@ -43,14 +43,18 @@ class Sequence:
         "block_table",
         "cache_salt",
         "candidates",
+        "depends_on_tokens",
+        "end_token_ids",
         "eos_token_ids",
         "finish_reason",
         "finished_s",
         "first_token_s",
         "guide",
+        "is_beam",
         "is_greedy",
         "logprobs",
         "max_new_tokens",
+        "max_num_tokens",
         "most_computed_tokens",
         "num_cached_prompt_tokens",
         "num_cached_tokens",
@@ -77,6 +81,8 @@ class Sequence:
         "synced_blocks",
         "token_ids",
         "total_logprob",
+        "watched",
+        "writable_until",
     )
 
     def __init__(
@@ -109,11 +115,16 @@ class Sequence:
         self.eos_token_ids = eos_token_ids  # tokens that end this sequence; empty with ignore_eos
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         # needed at each step, so computed once
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
+        self.max_num_tokens = len(prompt_token_ids) + max_new_tokens
         self.penalized = params.penalized
+        self.is_beam = params.beam_width is not None
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
-        is_beam = params.beam_width is not None
         # and nothing else is asked
-        self.is_greedy = params.greedy and params.logprobs is None and not changed and not is_beam
+        self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
+        # sampling the next token needs the ids of all earlier ones on the host
+        self.depends_on_tokens = self.penalized or guide is not None
+        self.watched = self.depends_on_tokens or stop_checker is not None  # every token has to be looked at
 
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -132,6 +143,7 @@ class Sequence:
         self.num_computed_tokens = 0  # leading tokens that need no more computing
         self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
         self.num_cached_prompt_tokens = 0  # of the prompt, cached at the first admission
+        self.writable_until = 0  # see kvcache.block_pool.CacheUser
         self.row: int | None = None  # in the runner's persistent block tables, while running
         self.synced_blocks = 0  # leading entries of block_table that are in that row
 
@@ -164,16 +176,11 @@ class Sequence:
     @property
     def ends_when_read(self) -> bool:
         """Whether a pending token reaches the sequence's length limit."""
-        return self.num_pending_tokens > 0 and self.num_tokens - self.num_prompt_tokens >= self.max_new_tokens
+        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_num_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def depends_on_tokens(self) -> bool:
-        """Whether sampling the next token needs the ids of all earlier ones on the host."""
-        return self.penalized or self.guide is not None
 
     def drop_computed(self) -> None:
         """Reset to not computed, as the blocks are released: everything is recomputed on the next admission."""
@@ -211,9 +218,11 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Append a sampled token; sets finish_reason if it ends the sequence."""
         self.token_ids.append(token_id)
+        if not (self.watched or token_id in self.end_token_ids or len(self.token_ids) >= self.max_num_tokens):
+            return
         if self.penalized:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
-        num_output = len(self.token_ids) - self.num_prompt_tokens
+        num_output = self.num_output_tokens
         if num_output > self.params.min_tokens:
             if token_id in self.eos_token_ids:
                 self.finish_reason = "stop"

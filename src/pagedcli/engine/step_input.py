@@ -52,6 +52,7 @@ class StepBuilder:
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self.block_size = block_size
         self._groups = np.arange(num_groups)[:, None]
+        self._one_each = np.arange(max_num_seqs + 1, dtype=np.int32)  # cu_q of sequences with one new token each
         width = table_width(max_model_len, block_size) * num_groups
         self._tables = np.zeros((max_num_seqs, width), dtype=np.int32)
 
@@ -60,23 +61,20 @@ class StepBuilder:
 
         `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
         """
+        if work.is_decode:
+            return self._decode(work, source_rows), work.seqs
         seqs = work.seqs
-        table_index, table_values = self._sync_tables(seqs)
+        table_index, table_values = self._sync_tables(work.changed)
         rows = np.array([seq.row for seq in seqs], dtype=np.int64)
         computed = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
+        cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
         new = np.array(work.num_new_tokens, dtype=np.int64)
         total = computed + new
-        cu_q = np.zeros(len(seqs) + 1, dtype=np.int32)
-        np.cumsum(new, out=cu_q[1:])
+        cu_q = np.concatenate(([0], np.cumsum(new))).astype(np.int32)
         num_tokens = int(cu_q[-1])
-        cached = np.array([seq.num_cached_tokens for seq in seqs], dtype=np.int64)
-        if num_tokens == len(seqs):
-            positions, token_rows = computed, rows
-        else:
-            positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
-            token_rows, cached = np.repeat(rows, new), np.repeat(cached, new)
-        entries = positions // self.block_size * len(self._groups) + self._groups
-        slots = self._tables[token_rows, entries] * self.block_size + positions % self.block_size
+        positions = np.arange(num_tokens) + np.repeat(computed - cu_q[:-1], new)
+        slots = self._slots(np.repeat(rows, new), positions)
+        slots[:, positions < np.repeat(cached, new)] = -1  # already in shared blocks
         ends = zip(seqs, total.tolist(), strict=True)
         sampled = [row for row, (seq, end) in enumerate(ends) if end == seq.num_tokens]
         logits_rows = None if len(sampled) == num_tokens else cu_q[1:][sampled].astype(np.int64) - 1
@@ -84,10 +82,10 @@ class StepBuilder:
         if logits_rows is not None:
             scored = prompt_rows(seqs, computed, new, cu_q[:-1], logits_rows)
         step = StepInput(
-            input_ids=_input_ids(work, num_tokens),
-            source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows or {}),
+            input_ids=_input_ids(work),
+            source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows),
             positions=positions,
-            slots=np.where(positions < cached, -1, slots).astype(np.int32),  # already in shared blocks
+            slots=slots,
             cu_q=cu_q,
             num_tokens=total.astype(np.int32),
             table_rows=rows,
@@ -100,6 +98,40 @@ class StepBuilder:
             prompt_rows=None if scored is None else scored[1],
         )
         return step, [seqs[row] for row in sampled]
+
+    def _decode(self, work: ScheduledStep, source_rows: dict[int, int] | None) -> StepInput:
+        """A step of most decodes, with little work on the host: after each step the processor's caches hold the model,
+        and the first use of anything, an array operation included, takes 10 to 60 us."""
+        seqs = work.seqs
+        table_index, table_values = self._sync_tables(work.changed)
+        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+        positions = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int64)
+        cu_q = self._one_each[: len(seqs) + 1]
+        num_tokens = positions.astype(np.int32)
+        num_tokens += 1
+        return StepInput(
+            input_ids=np.array([0 if seq.num_pending_tokens else seq.token_ids[-1] for seq in seqs], dtype=np.int64),
+            source_rows=_source_rows(seqs, cu_q, len(seqs), source_rows),
+            positions=positions,
+            slots=self._slots(rows, positions),
+            cu_q=cu_q,
+            num_tokens=num_tokens,
+            table_rows=rows,
+            table_index=table_index,
+            table_values=table_values,
+            logits_rows=None,
+            copies=tuple(work.copies),
+            max_new=1,
+            max_total=int(num_tokens.max()),
+        )
+
+    def _slots(self, rows: Ints, positions: Ints) -> Ints:
+        """[groups, T] int32, where K and V of tokens go."""
+        spans = positions // self.block_size
+        slots: Ints = self._tables[rows, spans * len(self._groups) + self._groups]
+        slots *= self.block_size
+        slots += (positions - spans * self.block_size).astype(np.int32)
+        return slots
 
     def _sync_tables(self, seqs: list[Sequence]) -> tuple[Ints, Ints]:
         """Update the persistent rows; returns the indices and values of changed entries."""
@@ -132,11 +164,8 @@ def table_width(max_model_len: int, block_size: int) -> int:
     return -(-max_model_len // block_size)
 
 
-def _input_ids(work: ScheduledStep, num_tokens: int) -> Ints:
+def _input_ids(work: ScheduledStep) -> Ints:
     """[T] int64, 0 for pending tokens."""
-    if num_tokens == len(work.seqs):
-        decodes = ((seq.token_ids, seq.num_computed_tokens) for seq in work.seqs)
-        return np.array([ids[at] if at < len(ids) else 0 for ids, at in decodes], dtype=np.int64)
     ids: list[int] = []
     for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
         chunk = seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
@@ -144,7 +173,9 @@ def _input_ids(work: ScheduledStep, num_tokens: int) -> Ints:
     return np.array(ids, dtype=np.int64)
 
 
-def _source_rows(seqs: list[Sequence], cu_q: Ints, num_tokens: int, rows: dict[int, int]) -> Ints | None:
+def _source_rows(seqs: list[Sequence], cu_q: Ints, num_tokens: int, rows: dict[int, int] | None) -> Ints | None:
+    if rows is None:
+        return None
     pending = [b for b, seq in enumerate(seqs) if seq.num_pending_tokens]
     if not pending:
         return None

@@ -15,6 +15,7 @@ from pagedcli.events import (
     WindowPassed,
 )
 from pagedcli.kvcache.block_pool import CacheUser
+from pagedcli.kvcache.budget import blocks_for
 from pagedcli.kvcache.prefix_lookup import PrefixHit, PrefixLookup
 
 
@@ -49,16 +50,6 @@ class BlockManager(PrefixLookup):
     def can_allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> bool:
         """Whether allocate would succeed."""
         return self.num_new_blocks(seq, hit, num_new_tokens) <= len(self.free_block_ids) - hit.num_free
-
-    def can_append_in_place(self, seq: CacheUser) -> bool:
-        """Whether the next token goes into an unshared partial block and does not fill it: may_append of one token
-        would then change nothing."""
-        span = seq.num_computed_tokens // self.block_size
-        num_filled = seq.num_computed_tokens - span * self.block_size
-        if not 0 < num_filled < self.block_size - 1:
-            return False
-        block_id = seq.block_table[span * self.num_groups]  # all groups share and copy partial blocks together
-        return block_id is not None and self.blocks[block_id].ref_count == 1
 
     def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
         """Fresh blocks that may_append would take, a copy of a shared partial block included."""
@@ -135,7 +126,8 @@ class BlockManager(PrefixLookup):
         """Make room for the next tokens of a sequence that has blocks, and mark the blocks that they fill as full.
 
         Returns the (source, copy) block pairs to copy before the step writes: of a partial block shared by a fork, one
-        per group. can_append must be true.
+        per group. can_append must be true. While num_computed_tokens < writable_until, there is nothing to do for one
+        more token, except fill_last for the last one.
         """
         assert self.can_append(seq, num_new_tokens), "ask can_append first"
         copies = [self._copy_partial_block(seq, i) for i in range(self.num_groups)] if self._must_copy(seq) else []
@@ -156,11 +148,18 @@ class BlockManager(PrefixLookup):
         if self._emit is not None and block_ids:
             self._emit(WindowPassed(seq.seq_id, block_ids))
 
-    def fill_known(self, seq: CacheUser, num_computed_tokens: int) -> None:
-        """Mark the last block full if its last token, already computed, was still pending at may_append."""
-        end = len(seq.token_ids) // self.block_size
-        if self.enable_prefix_caching and len(seq.token_ids) == end * self.block_size <= num_computed_tokens:
-            self._mark_full(seq, end - 1, end)
+    def fill_last(self, seq: CacheUser) -> None:
+        """Mark the last block full, as this step computes its last token."""
+        end = seq.writable_until // self.block_size
+        self._fill(seq, end - 1, end)
+
+    def fill_known(self) -> None:
+        """Mark the blocks full whose last token was pending when it was scheduled. By now it has been read, and
+        sequences that ended with it have no blocks."""
+        unknown, self._unknown = self._unknown, []
+        for seq in unknown:
+            if seq.block_table:
+                self.fill_last(seq)
 
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
         """Share all the parent's blocks with a new sequence of equal tokens; a partial one is copied on first write."""
@@ -168,6 +167,7 @@ class BlockManager(PrefixLookup):
         for block_id in parent.block_table:
             if block_id is not None:
                 self.blocks[block_id].ref_count += 1
+        parent.writable_until = child.writable_until = 0
         child.block_table = parent.block_table.copy()
         child.prefixes = parent.prefixes.copy()
         child.num_computed_tokens = parent.num_computed_tokens
@@ -182,7 +182,7 @@ class BlockManager(PrefixLookup):
         released = tuple(block_id for block_id in reversed(seq.block_table) if block_id is not None)
         num_freed = sum(self._release(block_id) for block_id in released)
         seq.block_table = []
-        seq.num_cached_tokens = seq.num_computed_tokens = 0
+        seq.num_cached_tokens = seq.num_computed_tokens = seq.writable_until = 0
         if self._emit is not None and released:
             self._emit(BlocksReleased(seq.seq_id, released))
         return num_freed
@@ -206,21 +206,29 @@ class BlockManager(PrefixLookup):
 
     def _grow(self, seq: CacheUser, num_new_tokens: int) -> None:
         """Add fresh blocks for num_new_tokens after the computed ones; mark the blocks that they fill as full."""
+        size = self.block_size
         num_tokens = seq.num_computed_tokens + num_new_tokens
-        num_missing = self.shape.num_entries(num_tokens) - len(seq.block_table)
+        num_spans = blocks_for(num_tokens, size)
+        seq.writable_until = num_spans * size
+        num_missing = num_spans * self.num_groups - len(seq.block_table)
         if num_missing > 0:
             fresh = [self._take_free() for _ in range(num_missing)]
             seq.block_table.extend(fresh)
             if self._emit is not None:
                 self._emit(BlocksAllocated(seq.seq_id, tuple(fresh)))
-        if self.enable_prefix_caching:
-            num_known = min(num_tokens, len(seq.token_ids))  # a token may still be pending: see fill_known
-            self._mark_full(seq, seq.num_computed_tokens // self.block_size, num_known // self.block_size)
+        self._fill(seq, seq.num_computed_tokens // size, num_tokens // size)
+
+    def _fill(self, seq: CacheUser, first: int, end: int) -> None:
+        """Mark the blocks of the spans first ... end-1 full, which this step computes."""
+        if first >= end or not self.enable_prefix_caching:
+            return
+        if end * self.block_size <= len(seq.token_ids):
+            self._mark_full(seq, first, end)
+        else:  # by a single token, which is still pending
+            self._unknown.append(seq)
 
     def _mark_full(self, seq: CacheUser, first: int, end: int) -> None:
-        """Hash and register the blocks of the spans first ... end-1, which this step fills."""
-        if first >= end:
-            return
+        """Hash and register the blocks of the spans first ... end-1."""
         self._extend_prefixes(seq, end)
         filled: list[int] = []
         end_index = end * self.num_groups

@@ -16,8 +16,8 @@ from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, Prefix, token_bytes
 
 
 class CacheUser(Protocol):
-    """What the block manager needs of a sequence. It changes block_table, prefixes, num_cached_tokens and
-    num_computed_tokens (in allocate), and only reads the rest."""
+    """What the block manager needs of a sequence. It changes block_table, prefixes, num_cached_tokens, writable_until
+    and num_computed_tokens (in allocate), and only reads the rest."""
 
     seq_id: int
     token_ids: list[int]
@@ -26,6 +26,7 @@ class CacheUser(Protocol):
     cache_salt: str | None
     num_computed_tokens: int  # leading tokens that need no more computing
     num_cached_tokens: int  # leading tokens whose K and V were found in the cache
+    writable_until: int  # computing a token before this one takes no block and no copy; 0 where that is unknown
     num_preemptions: int
 
 
@@ -79,6 +80,7 @@ class BlockPool:
         # blocks marked full in this step and in unread steps before it: perhaps not written yet
         self._filled_now: list[int] = []
         self._filled_before: list[int] = []
+        self._unknown: list[CacheUser] = []  # whose last block will be full, once its last token is known
 
     @property
     def num_blocks(self) -> int:
@@ -110,7 +112,7 @@ class BlockPool:
         """
         for block_id in (*self._filled_before, *self._filled_now):
             self.blocks[block_id].prefix = None
-        self._filled_before, self._filled_now = [], []
+        self._filled_before, self._filled_now, self._unknown = [], [], []
         held = (block_id for seq in seqs for block_id in reversed(seq.block_table) if block_id is not None)
         order = dict.fromkeys([*self.free_block_ids, *held, *range(self.num_blocks)])
         cached = tuple(block_id for block_id in order if self.blocks[block_id].prefix is not None)
@@ -250,6 +252,8 @@ class BlockPool:
         for seq in seqs:
             held = [block_id for block_id in seq.block_table if block_id is not None]
             assert len(set(held)) == len(held), f"seq {seq.seq_id}: a block twice in its table"
+            num_computed = seq.num_computed_tokens
+            next_span = num_computed // self.block_size if num_computed < seq.writable_until else None
             for index, block_id in enumerate(seq.block_table):
                 span, group = divmod(index, self.num_groups)
                 if block_id is None:
@@ -260,5 +264,7 @@ class BlockPool:
                 prefix = self.blocks[block_id].prefix
                 tokens = tuple(seq.token_ids[span * self.block_size : (span + 1) * self.block_size])
                 assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: other tokens in {block_id}"
+                own = span != next_span or prefix is not None or self.blocks[block_id].ref_count == 1
+                assert own, f"seq {seq.seq_id}: block {block_id} is shared, but writable_until {seq.writable_until}"
         for block, count in zip(self.blocks, owners, strict=True):
             assert block.ref_count == count, f"block {block.block_id}: ref_count {block.ref_count}, {count} owners"

@@ -1,6 +1,7 @@
 """ctypes definitions of the structs of linear.h, experts.h and decoder.h, the types of their functions, and codes."""
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class StepStruct(ctypes.Structure):
     ]
 
 
+@functools.cache
 def bind(library: ctypes.CDLL) -> Any:
     """Declare the functions of linear*.cpp and decoder.cpp. Returns the library."""
     signatures: dict[str, tuple[list[Any], Any]] = {

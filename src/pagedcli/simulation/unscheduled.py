@@ -29,7 +29,7 @@ class Prompt:
         self.block_table: list[int | None] = []
         self.prefixes = chain_of((struct.pack("<q", block) for block in blocks), tables.num_groups)
         self.cache_salt: str | None = None
-        self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.writable_until = self.num_preemptions = 0
 
 
 def unscheduled_hits(
