@@ -1,20 +1,31 @@
 """What a run says in words: facts from the events and from the engine's counters agree, and the advice follows them."""
 
+import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
+from cli_harness import pagedcli
+from model_zoo import tiny_model
 from scripted import Simulation
 from trace_harness import simulated
 
+import pagedcli as package
+from pagedcli.cli.summary import engine_facts
 from pagedcli.inspection.findings import RunFacts, advice, finding_lines, story
 from pagedcli.inspection.fold import EventList, Fold, fold
 from pagedcli.inspection.state import PoolState
+from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.inspection.whole_run import WholeRun
+from pagedcli.kvcache.groups import TableShape
+
+DEMO = Path(package.__file__).parent / "assets" / "demo"
 
 
 def facts_of(events):
     run = WholeRun()
-    state = fold(EventList(events), run)
+    state = fold(EventList(events) if isinstance(events, list) else events, run)
     run.finish(state)
     return run, run.facts(state)
 
@@ -48,6 +59,66 @@ def test_counters_and_events_agree(block_size, num_shared):
         size: ideal - facts.num_ideal for size, ideal in cache.num_ideal.items() if size < block_size
     } == facts.gains
     assert cache.waiting_ns.keys() == facts.waiting_s.keys()
+
+
+@pytest.mark.parametrize("windows", [(20,), (24, None), (17, 17, None)])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_counters_and_events_agree_on_models_with_windows(windows, block_size):
+    """Also where blocks are released while sequences run, evicted, and sequences preempted."""
+    prompts = [[1 + n % 2] * 40 + [10 + n] * (3 * n) for n in range(10)]
+    tables = TableShape(block_size, windows)
+    for num_blocks in (tables.most_blocks(40 + 27 + 3, 16) + 3, 60 * len(windows)):
+        limits = {"windows": windows, "chunked_prefill_size": 16, "max_num_seqs": 3, "max_model_len": 90}
+        sim, facts = simulation(prompts, num_blocks=num_blocks, block_size=block_size, **limits)
+        stats, cache = sim.stats, sim.stats.cache
+        assert (cache.num_looked_up, stats.num_cached_tokens) == (facts.num_looked_up, facts.num_hit)
+        assert (stats.num_preemptions, stats.num_recomputed_tokens) == (facts.num_preemptions, facts.num_recomputed)
+        assert (stats.num_generated_tokens, stats.peak_used_blocks) == (facts.num_generated, facts.peak_used_blocks)
+        assert facts.num_hit <= cache.num_ideal[block_size] == facts.num_ideal
+        assert cache.longest_shared == facts.longest_shared // cache.unit * cache.unit
+        assert cache.waiting_ns.keys() == facts.waiting_s.keys()
+        assert facts.peak_waste >= cache.peak_waste > 0  # the counters sample
+
+
+def test_summary_and_metrics_of_a_model_with_windows_are_those_of_its_trace(tmp_path):
+    model = tiny_model("gemma3", tmp_path / "m", sliding_window=24, vocab_size=1024, num_hidden_layers=3,
+                       sliding_window_pattern=3)  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, model)
+    prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
+    rows = [{"prompt": [5 + n % 2] * 40 + [50 + n] * n, "max_tokens": 6} for n in range(8)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pagedcli(
+        "generate", prompts, "-m", model, "-o", tmp_path / "out.jsonl", "--max-num-seqs", "3", "--block-size", "8",
+        "--max-model-len", "64", "--num-gpu-blocks-override", "30", "--ignore-eos", "--record", trace,
+        "--metrics", tmp_path / "run.prom", "--summary-json", tmp_path / "summary.json",
+    )  # fmt: skip
+    facts = facts_of(TraceReader(trace))[1]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    lines = [line.split() for line in (tmp_path / "run.prom").read_text().splitlines() if not line.startswith("#")]
+    metrics = {name.removeprefix("pagedcli_"): float(value) for name, value in lines}
+    for key, name, value in (
+        ("prompt_tokens", "prompt_tokens_total", facts.num_looked_up),
+        ("cached_tokens", "prompt_tokens_cached_total", facts.num_hit),
+        ("generated_tokens", "generated_tokens_total", facts.num_generated),
+        ("preemptions", "preemptions_total", facts.num_preemptions),
+        ("kv_blocks_peak", "kv_blocks_peak", facts.peak_used_blocks),
+        ("steps", "steps_total", facts.num_steps),
+    ):
+        assert summary[key] == metrics[name] == value, key
+    assert facts.num_hit > 0
+    assert metrics["kv_blocks_used"] == 0
+    assert summary["cache"]["ideal_hit_rate"] == facts.num_ideal / facts.num_looked_up
+
+
+def test_the_ceiling_says_of_how_many_tokens_it_is(monkeypatch):
+    monkeypatch.setattr("pagedcli.engine.cache_counters.MOST_KNOWN", 8)
+    sim, _ = simulation(shared_prompts(240, num_own=16), max_num_seqs=1)
+    facts = engine_facts(sim, is_reordered=False)
+    assert facts.ideal_of == 8 * 16
+    assert "(cache of the newest 128 tokens)" in dict(finding_lines(facts))["prefixes"]
+    few, _ = simulation([[1] * 40] * 2, max_num_seqs=1)
+    assert "(unlimited cache)" in dict(finding_lines(engine_facts(few, is_reordered=False)))["prefixes"]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -100,6 +100,7 @@ def engine_facts(engine: "LLMEngine", *, is_reordered: bool) -> RunFacts:
         num_looked_up=cache.num_looked_up,
         num_hit=stats.num_cached_tokens,
         num_ideal=num_ideal,
+        ideal_of=cache.most_known_tokens,
         num_evicted=None if counted is None else counted[0],
         num_in_flight=None if counted is None else counted[1],
         longest_shared=cache.longest_shared,
@@ -124,6 +125,7 @@ def _findings_document(facts: RunFacts) -> dict[str, object]:
     return {
         "longest_shared_prefix_tokens": facts.longest_shared,
         "ideal_hit_rate": facts.num_ideal / looked_up if looked_up else None,
+        "ideal_of_newest_tokens": facts.ideal_of,
         "lost_tokens": {words: count for count, words in facts.lost()},
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,

@@ -40,6 +40,12 @@ class CacheCounters:
         self.peak_waste: float | None = None
         self._num_slots = self._num_unfilled = self._num_steps = 0
         self._known: dict[int, None] = {}  # digests of prefixes of whole units, oldest first
+        self.has_forgotten = False  # whether there were more than MOST_KNOWN
+
+    @property
+    def most_known_tokens(self) -> int | None:
+        """Tokens of the newest prefixes that num_ideal covers; None: of all."""
+        return MOST_KNOWN * self.unit if self.has_forgotten else None
 
     def admit(self, seq: Sequence) -> None:
         """Count a sequence when it is first started. Other samples of a request are not counted: they find its own
@@ -93,4 +99,5 @@ class CacheCounters:
         known = self._known
         known.update(dict.fromkeys(digests))
         while len(known) > MOST_KNOWN:
+            self.has_forgotten = True
             del known[next(iter(known))]

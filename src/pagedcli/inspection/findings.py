@@ -31,6 +31,7 @@ class RunFacts:
     num_looked_up: int = 0
     num_hit: int = 0
     num_ideal: int = 0  # hits of an unlimited cache in which every block is computed once
+    ideal_of: int | None = None  # num_ideal is that of a cache of this many of the newest tokens; None: unlimited
     num_evicted: int | None = None  # lost: cached before, evicted by the time of the lookup
     num_in_flight: int | None = None  # lost: computed by two sequences at the same time
     num_partial: int | None = None  # shared, but less than a block
@@ -134,8 +135,12 @@ def _prefix_text(facts: RunFacts) -> str:
     return (
         f"longest shared {plural(facts.longest_shared, 'token')} = {blocks} of {facts.block_size}; "
         f"found {percent_text(facts.num_hit / facts.num_looked_up)}, "
-        f"ceiling {percent_text(facts.num_ideal / facts.num_looked_up)} of the prompt tokens (unlimited cache)"
+        f"ceiling {percent_text(facts.num_ideal / facts.num_looked_up)} of the prompt tokens ({_ideal_cache(facts)})"
     )
+
+
+def _ideal_cache(facts: RunFacts) -> str:
+    return "unlimited cache" if facts.ideal_of is None else f"cache of the newest {plural(facts.ideal_of, 'token')}"
 
 
 def _waiting_text(facts: RunFacts) -> str:
@@ -224,5 +229,6 @@ def _nothing_text(facts: RunFacts) -> str:
         return "nothing: no request was admitted"
     missing = facts.num_ideal - facts.num_hit
     if missing <= 0 and not facts.num_preemptions:
-        return "nothing: every shared block was found and nothing was preempted"
+        found = "every shared block" if facts.ideal_of is None else f"all that a {_ideal_cache(facts)} shares"
+        return f"nothing: {found} was found and nothing was preempted"
     return f"nothing that saves {percent_text(WORTH_SAYING)} of the computed tokens"
