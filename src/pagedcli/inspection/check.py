@@ -24,6 +24,7 @@ from pagedcli.events import (
     StepStarted,
     TokensSampled,
 )
+from pagedcli.inspection.check_eviction import UNCHECKED, EvictionLaws
 from pagedcli.inspection.check_prefix import PrefixLaws
 from pagedcli.inspection.dispatch import Handler, handlers_of
 from pagedcli.inspection.fold import EventList, EventSource, Fold
@@ -61,7 +62,7 @@ class TraceChecker:
 
     def __init__(self) -> None:
         laws = TraceLaws()
-        self.fold = Fold(PoolState(), laws, laws=laws)
+        self.fold = Fold(PoolState(), laws, EvictionLaws(), laws=laws)
         self.state = self.fold.state
 
     def apply(self, event: Event) -> None:
@@ -78,6 +79,8 @@ class TraceChecker:
             notes.append(f"ends within step {step.step}: the run was cut off")
         elif state.seqs:
             notes.append(f"ends with {len(state.seqs)} unfinished sequences: the run was cut off")
+        if state.engine.eviction == "next-use":
+            notes.append(UNCHECKED)
         return CheckedTrace(state.num_events, 0 if step is None else step.step + 1, state, tuple(notes))
 
 
