@@ -18,7 +18,7 @@ from textual.events import Print
 
 from pagedcli.app.deck import Deck, RunningDeck
 from pagedcli.app.dialogs import Ask, HelpPage
-from pagedcli.app.rows import Lines
+from pagedcli.app.lines import Lines
 from pagedcli.printable import one_line
 
 _TICK_S = 0.1
@@ -83,6 +83,7 @@ class DeckApp(App[None]):
         self.printed: list[str] = []  # by others while the screen was open
         self._num_signals = 0
         self._said = ""
+        self._shown_notices: tuple[str, ...] = ()
         self._is_leaving = False
 
     def on_mount(self) -> None:
@@ -107,7 +108,7 @@ class DeckApp(App[None]):
             self.exit()
         if self.deck.poll():
             self.refresh_all()
-        else:
+        elif self._notices() != self._shown_notices:
             self._show_head()
 
     def refresh_all(self) -> None:
@@ -132,15 +133,17 @@ class DeckApp(App[None]):
 
     # ------------------------------------------------------------------ the head line
 
-    def _show_head(self) -> None:
+    def _notices(self) -> tuple[str, ...]:
         deck = self.deck
         speed = "" if deck.speed is None else f"{deck.speed:g} {deck.unit}s/s"
-        state = "PAUSED" if deck.paused else speed
-        parts = [(f" {part} ", "bold yellow") for part in (state, deck.place, self._said) if part]
+        return "PAUSED" if deck.paused else speed, deck.place, self._said
+
+    def _show_head(self) -> None:
+        deck, self._shown_notices = self.deck, self._notices()
+        parts = [(f" {part} ", "bold yellow") for part in self._shown_notices if part]
         figures = Text("waiting for the first one ...", "italic") if deck.moment is None else self.head()
-        text = Text.assemble(*parts, " ", figures, "  ", (self.shown_title, "dim"), no_wrap=True, overflow="ellipsis")
-        if self.head_line.content != text:
-            self.head_line.show(text, 1)
+        text = Text.assemble(*parts, " ", figures, "  ", (self.shown_title, "dim"), no_wrap=True, overflow="crop")
+        self.head_line.show(text)
 
     def say(self, text: str) -> None:
         """Show a message in the head line until the next key."""

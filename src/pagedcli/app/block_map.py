@@ -3,7 +3,8 @@
 Used by the application of trace and replay.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -13,9 +14,8 @@ from textual.binding import Binding, BindingType
 from textual.events import Click
 from textual.geometry import Size
 from textual.message import Message
-from textual.strip import Strip
-from textual.widget import Widget
 
+from pagedcli.app.lines import Line, Painted, line_of
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.panels import pool_line
 from pagedcli.inspection.state import PoolState
@@ -33,7 +33,7 @@ _LINES_BELOW = 2  # the pool's figures and the legend
 _CURSOR = Style(reverse=True)
 
 
-class BlockMap(Widget):
+class BlockMap(Painted):
     """The blocks in the order of their ids: all, only those in use, or those of one cell. Where they do not fit, each
     cell stands for several and shows their most common state, or `shared` or `marked` if any of them is."""
 
@@ -65,6 +65,7 @@ class BlockMap(Widget):
         self._shown: Sequence[int] = ()
         self._cells: list[tuple[str, str]] = []  # kind and glyph
         self._cursor = 0
+        self._shown_title = ""
 
     def show(self, moment: Moment, marked: set[int]) -> None:
         """Draw a moment with some blocks marked."""
@@ -105,8 +106,9 @@ class BlockMap(Widget):
             self._shown = self._within or range(state.num_blocks)
         self._cells = _cells(state, self._shown, self._per_cell, self._marked)
         self._cursor = max(0, min(self._cursor, len(self._cells) - 1))
-        self.border_title = self._title()
-        self.refresh()
+        if self._title() != self._shown_title:
+            self._shown_title = self.border_title = self._title()
+        self.refresh_changed()
 
     def on_resize(self) -> None:
         self._arrange()
@@ -115,27 +117,22 @@ class BlockMap(Widget):
         num_blocks = 0 if self._moment is None else self._moment.state.num_blocks
         return max(1, -(-num_blocks // max(1, width))) + _LINES_BELOW
 
-    def render_line(self, y: int) -> Strip:
+    def line(self, y: int, width: int) -> Line:
         if self._moment is None:
-            return Strip.blank(self.size.width, self.rich_style)
-        width, below = self.size.width, self.size.height - _LINES_BELOW
-        if y == below:
-            return self._text_strip(pool_line(self._moment.state))
-        if y > below:
-            return self._text_strip(self._under_cursor() if self.has_focus else self._legend())
-        segments = [Segment(glyph, _GLYPHS[kind][1]) for kind, glyph in self._cells[y * width : (y + 1) * width]]
-        if self.has_focus and self._cells and y == self._cursor // width:
-            place = self._cursor % width
-            segments[place] = Segment(segments[place].text, _GLYPHS[self._cells[self._cursor][0]][1] + _CURSOR)
-        return self._strip(Segment.simplify(segments))
+            return []
+        below = self.size.height - _LINES_BELOW
+        if y >= below:
+            text = pool_line(self._moment.state) if y == below else self._text_below()
+            return line_of(text, width, self.app.console)
+        first, after = y * width, min((y + 1) * width, len(self._cells))
+        if not self.has_focus or not first <= self._cursor < after:
+            return _runs(self._cells[first:after])
+        (kind, glyph), cursor = self._cells[self._cursor], self._cursor
+        at_cursor = Segment(glyph, _GLYPHS[kind][1] + _CURSOR)
+        return [*_runs(self._cells[first:cursor]), at_cursor, *_runs(self._cells[cursor + 1 : after])]
 
-    def _text_strip(self, text: Text) -> Strip:
-        text.truncate(self.size.width, overflow="ellipsis")
-        return self._strip(text.render(self.app.console, end=""))
-
-    def _strip(self, segments: Iterable[Segment]) -> Strip:
-        styled = Segment.apply_style(segments, self.rich_style)
-        return Strip(styled).extend_cell_length(self.size.width, self.rich_style)
+    def _text_below(self) -> Text:
+        return self._under_cursor() if self.has_focus else self._legend()
 
     def _legend(self) -> Text:
         text = Text()
@@ -199,11 +196,23 @@ class BlockMap(Widget):
                 self.action_choose()
 
 
+def _runs(cells: list[tuple[str, str]]) -> Line:
+    """Equal neighbours as one segment."""
+    return [Segment(glyph * len(list(same)), _GLYPHS[kind][1]) for (kind, glyph), same in groupby(cells)]
+
+
 def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int]) -> list[tuple[str, str]]:
     """Per cell its kind and its glyph: for one shared block its ref_count."""
     if per_cell == 1:
         return [_kind(state, block_id, marked) for block_id in shown]
-    return [_summary(state, shown[start : start + per_cell], marked) for start in range(0, len(shown), per_cell)]
+    if isinstance(shown, range):
+        marked_cells = {(block_id - shown.start) // per_cell for block_id in marked if block_id in shown}
+    else:
+        marked_cells = {place // per_cell for place, block_id in enumerate(shown) if block_id in marked}
+    return [
+        ("marked", _GLYPHS["marked"][0]) if cell in marked_cells else _summary(state, shown[start : start + per_cell])
+        for cell, start in enumerate(range(0, len(shown), per_cell))
+    ]
 
 
 def _kind(state: PoolState, block_id: int, marked: set[int]) -> tuple[str, str]:
@@ -219,16 +228,14 @@ def _kind(state: PoolState, block_id: int, marked: set[int]) -> tuple[str, str]:
     return kind, _GLYPHS[kind][0]
 
 
-def _summary(state: PoolState, ids: Sequence[int], marked: set[int]) -> tuple[str, str]:
+def _summary(state: PoolState, ids: Sequence[int]) -> tuple[str, str]:
     """Several blocks as one cell."""
     if isinstance(ids, range):
         counts, hashes = state.ref_counts[ids.start : ids.stop], state.hashes[ids.start : ids.stop]
     else:
         counts, hashes = [state.ref_counts[i] for i in ids], [state.hashes[i] for i in ids]
     num_free, num_exclusive, num_unhashed = counts.count(0), counts.count(1), hashes.count(None)
-    if not marked.isdisjoint(ids):
-        kind = "marked"
-    elif num_free + num_exclusive < len(counts):
+    if num_free + num_exclusive < len(counts):
         kind = "shared"
     elif 2 * num_free < len(counts):
         kind = "partial" if num_unhashed > num_free + num_exclusive // 2 else "full"

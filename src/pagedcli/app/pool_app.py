@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import ClassVar
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,11 +13,12 @@ from pagedcli.app.base import DeckApp
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.dialogs import Ask, StoryPage
 from pagedcli.app.facts import block_facts, sequence_facts
+from pagedcli.app.lines import Lines
 from pagedcli.app.pool_decks import LiveDeck, PoolDeck
-from pagedcli.app.rows import Lines, Rows
+from pagedcli.app.rows import Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows
 from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import hits_table, percent, work_lines
+from pagedcli.inspection.panels import hit_lines, percent, work_lines
 from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.stories import Story
 from pagedcli.inspection.words import waiting_reason
@@ -89,6 +89,7 @@ class PoolApp(DeckApp):
         self._selected = Lines(id="selected")
         self._figures = Lines(id="figures")
         self._events = Rows(id="events", empty="nothing yet")
+        self._shown_events: tuple[int, int] | None = None  # how many there were, and the width
         self._has_followed = False
         self._has_shown_end = False
 
@@ -161,7 +162,7 @@ class PoolApp(DeckApp):
         width = max(1, self._selected.size.width)
         text = "" if seq is None else SequenceRows(moment, self._list).last_column(seq, 3 * width - 12)
         text = "" if seq is None else f"seq {seq.seq_id}: {text}"
-        self._selected.show(Text(text, "dim"), -(-len(text) // width))
+        self._selected.show(Text(text, "dim"))
 
     def _selected_seq(self, moment: Moment) -> SeqState | None:
         seq_id = self._sequences.cursor_key
@@ -174,16 +175,13 @@ class PoolApp(DeckApp):
             trends.append(f"{name} ").append(spark(trend, width), style).append(
                 f" {percent(trend[-1] if trend else None)}  "
             )
-        figures: list[RenderableType] = [hits_table(moment), trends]
-        num_lines = 4
-        if self.size.height >= 30:
-            work = work_lines(moment)
-            figures.append(work)
-            num_lines += len(work.wrap(self.console, max(1, self._figures.size.width)))
-        self._figures.show(Group(*figures), num_lines)
+        self._figures.show(hit_lines(moment), trends, *([work_lines(moment)] if self.size.height >= 30 else []))
 
     def _show_events(self, moment: Moment) -> None:
-        self._events.show_lines(reversed(moment.last_words(100)))
+        shown = moment.num_remembered, self._events.text_width
+        if shown != self._shown_events:
+            self._shown_events = shown
+            self._events.show_lines(reversed(moment.last_words(100)))
 
     # ------------------------------------------------------------------ keys
 

@@ -1,15 +1,10 @@
-"""A list that scrolls under a heading, and a text. Both redraw no more than they must.
-
-Used by every screen of the application.
-"""
+"""A list that scrolls under a heading. Used by every screen of the application."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from textwrap import wrap
 from typing import ClassVar
 
-from rich.console import RenderableType
-from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual.binding import Binding, BindingType
@@ -18,27 +13,15 @@ from textual.events import Click
 from textual.geometry import Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
-from textual.strip import Strip
-from textual.widgets import Static
 
+from pagedcli.app.lines import Line, Painted, line_of
+
+_HEADING = Style(bold=True)
 _CURSOR = Style(reverse=True)
 _CURSOR_ELSEWHERE = Style(bold=True)
 
 
-class Lines(Static):
-    """A text whose number of lines is known, so that the screen is laid out again only when that changes."""
-
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id)
-        self._num_lines: int | None = None
-
-    def show(self, content: RenderableType, num_lines: int) -> None:
-        """Show another text."""
-        self.update(content, layout=num_lines != self._num_lines)
-        self._num_lines = num_lines
-
-
-class Rows(ScrollView):
+class Rows(ScrollView, Painted):
     """A list of which only the visible rows are built, so that long lists cost nothing. Shows `row(key, width)`
     for each key. The cursor stays on its key while the rows around it change."""
 
@@ -73,6 +56,7 @@ class Rows(ScrollView):
         self._row: Callable[[int, int], Text] = lambda key, width: Text()
         self._heading: Callable[[int], Text] | None = None
         self._cursor = 0
+        self._title = ""
 
     @property
     def cursor_key(self) -> int | None:
@@ -104,11 +88,12 @@ class Rows(ScrollView):
         self.virtual_size = Size(0, len(keys) + self._num_headings)
         if at is not None:
             self._follow_cursor()
-        self.refresh()
+        self.refresh_changed()
 
     def show_title(self, title: str) -> None:
         """A title that may contain anything: brackets are no markup."""
-        self.border_title = Content(title)
+        if title != self._title:
+            self._title, self.border_title = title, Content(title)
 
     def show_lines(self, lines: Iterable[str], style: str = "") -> None:
         """Show lines of text, the long ones wrapped."""
@@ -116,17 +101,17 @@ class Rows(ScrollView):
         rows = [row for line in lines for row in (wrap(line, width, subsequent_indent="    ") or [""])]
         self.show(None, range(len(rows)), lambda key, width: Text(rows[key], style))
 
-    def render_line(self, y: int) -> Strip:
-        width = self.scrollable_content_region.width
+    def line(self, y: int, width: int) -> Line:
+        console = self.app.console
         if y == 0 and self._heading is not None:
-            return _strip(self._heading(width), width, Style(bold=True), self)
+            return line_of(self._heading(width), width, console, _HEADING)
         place = self.scroll_offset.y + y - self._num_headings
         if place >= len(self._keys):
-            return _strip(Text(self._empty, "dim") if place == 0 else Text(), width, Style(), self)
+            return line_of(Text(self._empty, "dim") if place == 0 else Text(), width, console)
         text = self._row(self._keys[place], width)
         if place != self._cursor:
-            return _strip(text, width, Style(), self)
-        return _strip(text, width, _CURSOR if self.has_focus else _CURSOR_ELSEWHERE, self)
+            return line_of(text, width, console)
+        return line_of(text, width, console, _CURSOR if self.has_focus else _CURSOR_ELSEWHERE)
 
     # ------------------------------------------------------------------ keys and mouse
 
@@ -167,13 +152,3 @@ class Rows(ScrollView):
             self._move_to(place)
             if event.chain == 2:
                 self.action_choose()
-
-
-def _strip(text: Text, width: int, style: Style, rows: Rows) -> Strip:
-    text.truncate(width, overflow="ellipsis")
-    segments = list(text.render(rows.app.console, end=""))
-    return (
-        Strip(Segment.apply_style(segments, rows.rich_style))
-        .extend_cell_length(width, rows.rich_style)
-        .apply_style(style)
-    )

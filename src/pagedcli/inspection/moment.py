@@ -55,7 +55,8 @@ class Moment(View[PoolState]):
         self.pool_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the share of blocks in use
         self.hit_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the rolling hit rate in tokens
         self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
-        self._num_unsaid = 0  # events since new_words
+        self.num_remembered = 0  # events so far, forgotten ones included
+        self._num_unsaid = 0  # of them since new_words
 
     def handlers(self, event_type: type[Event]) -> list[Handler]:
         own = super().handlers(event_type)
@@ -85,6 +86,7 @@ class Moment(View[PoolState]):
 
     def _keep(self, event: Event) -> None:
         self._events.append((self.state.step_number, event))
+        self.num_remembered += 1
         self._num_unsaid += 1
 
     def followed_blocks(self) -> set[int]:
@@ -96,7 +98,7 @@ class Moment(View[PoolState]):
         """A snapshot that later events do not change."""
         other = Moment(follow=self.follow)
         other.state, other.stats = self.state.copy(), self.stats.copy()
-        other._events = self._events.copy()
+        other._events, other.num_remembered = self._events.copy(), self.num_remembered
         other.pool_trend, other.hit_trend = self.pool_trend.copy(), self.hit_trend.copy()
         return other
 

@@ -5,7 +5,6 @@ Used by the printed tables and by the application. Draws what Moment holds and d
 
 from collections.abc import Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from pagedcli.inspection.moment import Moment
@@ -94,16 +93,25 @@ def why_waiting(state: PoolState, seq: SeqState, place: int) -> str:
 # ---------------------------------------------------------------------- figures
 
 
-def hits_table(moment: Moment) -> Table:
-    """Prefix hit rates by window and unit; hits on a request's own blocks are separate."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    table.add_column("prefix hits", no_wrap=True)
-    for heading in ("run: tokens", "blocks", f"last {ROLLING_STEPS} steps: tokens", "blocks"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def hit_lines(moment: Moment) -> Text:
+    """A table of prefix hit rates by window and unit; hits on a request's own blocks are separate."""
     run, rolling = moment.stats.run, moment.stats.rolling
-    table.add_row("from other requests", *_rates(run.from_others), *_rates(rolling.from_others))
-    table.add_row("own (preempted, n > 1)", *_rates(run.own), *_rates(rolling.own))
-    return table
+    heading = ("prefix hits", "run: tokens", "blocks", f"last {ROLLING_STEPS} steps: tokens", "blocks")
+    rows = [
+        ("from other requests", *_rates(run.from_others), *_rates(rolling.from_others)),
+        ("own (preempted, n > 1)", *_rates(run.own), *_rates(rolling.own)),
+    ]
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (heading, *rows)
+    ]
+    text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+    text.stylize("bold", 0, len(lines[0]))
+    return text
 
 
 def _rates(counts: HitCounts) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.panels import (
     block_ids_text,
-    hits_table,
+    hit_lines,
     percent,
     pool_line,
     why_waiting,
@@ -38,7 +38,7 @@ def print_step_tables(moment: Moment, console: Console) -> None:
         console.print(_lookup_table(state))
     console.print(pool_line(state))
     console.print(Text(_one_line_histogram(state)))
-    console.print(hits_table(moment))
+    console.print(hit_lines(moment))
     for line in moment.last_words(50, of_step=state.step_number):
         console.print(Text(line, "dim"))
     console.print()
@@ -55,7 +55,7 @@ def print_summary(moment: Moment, console: Console) -> None:
         rest = ", idle: nothing is in use, ok"
     console.print(Text(f"── after step {'-' if state.step is None else state.step.step}{rest}", "bold"))
     console.print(pool_line(state))
-    console.print(hits_table(moment))
+    console.print(hit_lines(moment))
     console.print(work_lines(moment))
 
 
