@@ -1,13 +1,11 @@
 """One self-contained HTML page of a recording of KV events: residency and churn through time, and the tables."""
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from string import Template
 
 from pagedcli.cli.kv_recording import fold_with_curve, kv_decoder, open_capture
 from pagedcli.cli.kv_tables import curve_table, summary_tables
-from pagedcli.cli.tables import as_html
+from pagedcli.cli.tables import as_html, html_page
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import curve
@@ -16,15 +14,7 @@ from pagedcli.printable import one_line
 _MOST_POINTS = 600
 _WIDTH, _HEIGHT = 1000, 160
 
-_PAGE = Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>$title</title>
-<style>
+_STYLE = """\
   :root { color-scheme: light dark; }
   body { max-width: 1100px; margin: 0 auto; padding: 20px; font: 15px/1.5 system-ui, sans-serif; }
   h1 { font-size: 22px; } h2 { font-size: 16px; margin: 26px 0 4px; }
@@ -34,14 +24,7 @@ _PAGE = Template("""\
   svg { width: 100%; border: 1px solid #8884; border-radius: 6px; }
   polyline { fill: none; stroke: #1f5fbf; stroke-width: 2; vector-effect: non-scaling-stroke; }
   p { margin: 4px 0; color: #777; } div { overflow-x: auto; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-$body
-</body>
-</html>
-""")
+"""
 
 
 def capture_page(path: Path, model: str | None) -> bytes:
@@ -53,7 +36,7 @@ def capture_page(path: Path, model: str | None) -> bytes:
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
     body = "\n".join([chart, *(as_html(table) for table in tables if table.rows)])
-    return _PAGE.substitute(title=escape(f"KV events of {one_line(path.name)}"), body=body).encode()
+    return html_page(f"KV events of {one_line(path.name)}", _STYLE, body)
 
 
 def residency(reader: CaptureReader) -> list[tuple[float, int]]:

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 
 from pagedcli.cli.simulate_tables import PART_NAMES
-from pagedcli.cli.tables import Table, as_html, count, percent, size
+from pagedcli.cli.tables import Table, as_html, count, html_page, percent, size
 from pagedcli.events import Eviction
 from pagedcli.printable import one_line
 from pagedcli.simulation.misses import PARTS
@@ -23,15 +22,7 @@ _MARKERS = (
     '<path d="M0-8L8 0L0 8L-8 0z"/>', '<path d="M-6-6L6 6M-6 6L6-6" style="stroke-width:3.5"/>',
 )  # fmt: skip
 
-_PAGE = Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>$title</title>
-<style>
+_STYLE = """\
   :root { color-scheme: light dark; --page: #f7f8fa; --card: #ffffff; --text: #17202b; --muted: #5b6775;
     --line: #dde2e8; --curve: #1f5fbf; --best: #5b6775; --p0: #1f5fbf; --p1: #c9741b; --p2: #7b3aa8; --p3: #a0522d;
     --p4: #2c7a51; --hit: #3d8b63; --in_flight: #7b3aa8; --policy: #c9741b; --capacity: #c23b3b; --cold: #aab4bf;
@@ -56,19 +47,7 @@ _PAGE = Template("""\
   .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; margin: 6px 0; }
   .legend span { display: inline-flex; align-items: center; gap: 6px; }
   .legend svg { width: 22px; height: 16px; }
-  $policy_styles
-  $part_styles
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<p>$subtitle</p>
-<section><h2>Hit rate by pool size</h2>$chart</section>
-<section><h2>Where the prompts' tokens went</h2>$bars</section>
-$sections
-</body>
-</html>
-""")
+"""
 
 
 def render_page(
@@ -81,18 +60,19 @@ def render_page(
 ) -> bytes:
     """The page, in UTF-8."""
     policies = [policy for policy in POLICIES if any(point.policy == policy for point in points)]
-    return _PAGE.substitute(
-        title=escape(f"pagedcli simulate: {', '.join(one_line(Path(name).name) for name in names)}"),
-        subtitle=f"{len(sweep.workload.requests):,} requests, {sweep.workload.num_prompt_tokens:,} prompt tokens,"
-        f" {sweep.num_unique_blocks:,} unique blocks of {sweep.accesses.block_size:,} tokens",
-        policy_styles=" ".join(
-            f".m{place} {{ fill: var(--p{place}); stroke: var(--p{place}); }}" for place in range(len(POLICIES))
-        ),
-        part_styles=" ".join(f".{part} {{ fill: var(--{part}); }}" for part in PARTS),
-        chart=_Plot(sweep, points, block_bytes).svg() + _chart_legend(policies, scheduled=points[0].run is not None),
-        bars=_bars(points) + _part_legend(),
-        sections="\n".join([_answers(sentences), *(f"<section>{as_html(table)}</section>" for table in tables)]),
-    ).encode()
+    styles = [f".m{place} {{ fill: var(--p{place}); stroke: var(--p{place}); }}" for place in range(len(POLICIES))]
+    styles += [f".{part} {{ fill: var(--{part}); }}" for part in PARTS]
+    chart = _Plot(sweep, points, block_bytes).svg() + _chart_legend(policies, scheduled=points[0].run is not None)
+    body = [
+        f"<p>{len(sweep.workload.requests):,} requests, {sweep.workload.num_prompt_tokens:,} prompt tokens,"
+        f" {sweep.num_unique_blocks:,} unique blocks of {sweep.accesses.block_size:,} tokens</p>",
+        f"<section><h2>Hit rate by pool size</h2>{chart}</section>",
+        f"<section><h2>Where the prompts' tokens went</h2>{_bars(points)}{_part_legend()}</section>",
+        _answers(sentences),
+        *(f"<section>{as_html(table)}</section>" for table in tables),
+    ]
+    title = f"pagedcli simulate: {', '.join(one_line(Path(name).name) for name in names)}"
+    return html_page(title, _STYLE + "  " + " ".join(styles), "\n".join(body))
 
 
 def _answers(sentences: Sequence[str]) -> str:

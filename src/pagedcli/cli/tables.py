@@ -149,6 +149,27 @@ def as_markdown(table: Table) -> str:
     return "\n".join([f"### {_markdown(one_line(table.title))}", "", *lines, *notes]) + "\n"
 
 
+def html_page(title: str, style: str, body: str) -> bytes:
+    """A self-contained page, in UTF-8, that runs no scripts. The title is text, `body` is HTML."""
+    return f"""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{body}
+</body>
+</html>
+""".encode()
+
+
 def as_html(table: Table) -> str:
     """A heading, a table and its notes, for a page."""
 
