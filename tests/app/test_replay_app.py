@@ -3,10 +3,11 @@
 import re
 
 import pytest
-from app_harness import drive, press, screen_text, shown
+from app_harness import drive, press, screen_text, settle, shown
 from trace_harness import simulated
 
 from pagedcli.app.block_map import BlockMap
+from pagedcli.app.lines import Painted
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.events import RequestAdded, RequestPreempted
@@ -275,3 +276,25 @@ def test_waited_steps_are_the_phases_of_waiting(events):
             continue  # it begins to run in the step that adds it
         phases = [p for p in timelines.seqs[seq.seq_id].phases if p.status in ("waiting", "preempted")]
         assert seq.num_steps_waited(state.step_number) == sum(p.last_step - p.first_step + 1 for p in phases)
+
+
+def test_lines_that_have_not_changed_are_not_painted_again_and_no_old_one_stays(events, monkeypatch):
+    app, painted = app_of(events), []
+    paint = Painted.render_line
+    monkeypatch.setattr(Painted, "render_line", lambda self, y: (painted.append((self.id, y)), paint(self, y))[1])
+
+    async def script(pilot):
+        for key in (".", ">", "p", "down", "s", "a", "tab", "tab", "z", ",", "[", "]", "right", "up"):
+            await press(pilot, key)
+            shown_now = app.screen._compositor.render_strips()
+            painted.clear()
+            app.refresh_all()
+            await settle(pilot)
+            assert not painted, key
+            for widget in app.screen.walk_children():
+                widget.refresh()
+            await settle(pilot)
+            assert app.screen._compositor.render_strips() == shown_now, key
+            assert len(painted) > 15
+
+    drive(app, script, (120, 40))
