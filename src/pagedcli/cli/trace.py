@@ -91,11 +91,7 @@ def trace(
     whole_run = WholeRun()
     run = partial(_run, job, whole_run, record_tokens=record_tokens, record_ids=not no_ids)
     if as_tables:
-        as_json = format_ is StepFormat.JSON
-        printer = StepPrinter(table_console(), whole_run, follow=request, only_step=step, as_json=as_json)
-        code = run(printer)
-        if step is not None and not printer.num_printed:
-            raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
+        code = _print_steps(run, whole_run, request, step, as_json=format_ is StepFormat.JSON)
     elif is_interactive(with_stdout=False):
         code = _run_under_application(run, whole_run, request, paused=paused)
     else:
@@ -118,6 +114,16 @@ def _named(name: str, job: Job) -> NamedRequest:
                 return NamedRequest(name)
             known.append(str(line.index if row_id is None else row_id))
     raise unknown_request(name, known, job.input_name)
+
+
+def _print_steps(
+    run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, step: int | None, *, as_json: bool
+) -> int:
+    printer = StepPrinter(table_console(), whole_run, follow=follow, only_step=step, as_json=as_json)
+    code = run(printer)
+    if step is not None and not printer.num_printed:
+        raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
+    return code
 
 
 def _run_under_application(
