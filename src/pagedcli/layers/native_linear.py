@@ -67,6 +67,17 @@ class NativeLinear:
         self._run(x, out, ADD)
         return out
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weight alone."""
+        return self._tensors[0].nbytes
+
+    def move_weight(self, room: Tensor) -> None:
+        """Keep the packed weight in `room` [packed_bytes] uint8 from now on."""
+        room.copy_(self._tensors[0].view(torch.uint8))
+        self._tensors = (room, *self._tensors[1:])
+        self.struct.weight = room.data_ptr()
+
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not when quantized."""
         assert self.struct.kind < INT8, "a quantized weight has no rows as they were"

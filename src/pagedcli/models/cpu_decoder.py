@@ -22,6 +22,7 @@ from pagedcli.models.rope_table import rope_table
 from pagedcli.models.spec import ExpertsSpec
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
+from pagedcli.native.memory import empty_in_huge_pages
 from pagedcli.native.structs import (
     DTYPE_CODES,
     GATE_GELU,
@@ -150,7 +151,7 @@ class _Builder:
 
     def _layer(self, index: int, key: str) -> LayerStruct:
         spec = self._spec
-        layer = LayerStruct(qkv=self._linear(f"{key}.qkv"), attention_out=self._linear(f"{key}.out"))
+        layer = LayerStruct(qkv=self._linear(f"{key}.qkv").struct, attention_out=self._linear(f"{key}.out").struct)
         for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"):
             setattr(layer, name, self._norm(f"{key}.{name}"))
         if (both := self._tensors.pop(f"{key}.qk_norm", None)) is not None:
@@ -166,8 +167,13 @@ class _Builder:
         return layer
 
     def _experts(self, experts: ExpertsSpec, key: str) -> ExpertsStruct:
-        mlps = [self._mlp(f"{key}.experts.{i}") for i in range(experts.num_experts)]
-        gate_up, down = ((LinearStruct * len(mlps))(*linears) for linears in zip(*mlps, strict=True))
+        numbers, count = range(experts.num_experts), experts.num_experts
+        gate_up, down = (
+            (LinearStruct * count)(
+                *_side_by_side([self._linear(f"{key}.experts.{i}.{name}", gated=gated) for i in numbers])
+            )
+            for name, gated in (("gate_up", True), ("down", False))
+        )
         struct = ExpertsStruct(
             num_experts=experts.num_experts,
             num_per_token=experts.num_per_token,
@@ -184,13 +190,13 @@ class _Builder:
         return struct
 
     def _mlp(self, key: str) -> tuple[LinearStruct, LinearStruct]:
-        return self._linear(f"{key}.gate_up", gated=True), self._linear(f"{key}.down")
+        return self._linear(f"{key}.gate_up", gated=True).struct, self._linear(f"{key}.down").struct
 
-    def _linear(self, key: str, *, gated: bool = False) -> LinearStruct:
+    def _linear(self, key: str, *, gated: bool = False) -> NativeLinear:
         weight_format, modules = take_linear(self._tensors, key, self._request.weight_format)
         bias = self._tensors.pop(f"{key}.bias", None)
         self.weight_bytes += bias.nbytes if bias is not None else 0
-        return self._keep(weight_format.native_linear(modules, bias, self._request.dtype, gated=gated)).struct
+        return self._keep(weight_format.native_linear(modules, bias, self._request.dtype, gated=gated))
 
     def _unquantized(self, key: str) -> LinearStruct:
         weight = {"weight": self._tensors.pop(key)}
@@ -221,6 +227,14 @@ class _Builder:
             self._tables[rope] = table
             self.kept.append(table)
         return self._tables[rope]
+
+
+def _side_by_side(linears: list[NativeLinear]) -> list[LinearStruct]:
+    """The structs of layers whose packed weights are moved side by side: each alone may be too small for huge pages."""
+    room = empty_in_huge_pages(sum(linear.packed_bytes for linear in linears), torch.uint8)
+    for linear, part in zip(linears, room.split([linear.packed_bytes for linear in linears]), strict=True):
+        linear.move_weight(part)
+    return [linear.struct for linear in linears]
 
 
 def refusal(needs: DecoderNeeds) -> str | None:
