@@ -1,11 +1,13 @@
 // Runs the native kernels against plain loops in double precision, for processors on which Python does not run here: built
 // with the kernels' sources by test_other_processors.py. Prints what is wrong; the exit status is the number of faults.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
 #include <vector>
 
+#include "experts.h"
 #include "linear.h"
 #include "paged_attention.h"
 #include "paths.h"
@@ -13,6 +15,7 @@
 
 extern "C" {
 int64_t linear_padded_rows(const Linear*);
+int64_t linear_num_panels(const Linear*);
 void linear_pack(const Linear*, const void* weight, void* packed, int threads);
 void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
 int64_t linear_packed_bytes(const Linear*);
@@ -162,11 +165,75 @@ void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_
     expect(error < tolerance, int8_cache ? "attention over int8" : "attention", error);
 }
 
+// A packed layer and its weights.
+template <class T> struct PackedLinear {
+    Values<T> weight;
+    std::vector<char> packed;
+    Linear l = {};
+    PackedLinear(int64_t dtype, int64_t rows, int64_t columns, bool gated) : weight(rows * columns) {
+        l.kind = dtype, l.rows = rows, l.columns = columns, l.gated = gated;
+        packed.resize(linear_padded_rows(&l) * columns * sizeof(typename T::Elem));
+        linear_pack(&l, weight.stored.data(), packed.data(), 1);
+        l.weight = packed.data(), l.panel_bytes = packed.size() / linear_num_panels(&l);
+    }
+    std::vector<double> times(const double* x) const {
+        std::vector<double> y(l.rows);
+        for (int64_t r = 0; r < l.rows; r++)
+            for (int64_t k = 0; k < l.columns; k++) y[r] += weight.exact[r * l.columns + k] * x[k];
+        return y;
+    }
+};
+
+// Experts wide enough to be cut into pieces of their features.
+template <class T> void check_experts(int64_t dtype, bool renormalize, double tolerance) {
+    using E = typename T::Elem;
+    const int64_t width = 544, inner = 320, count = 5, picked = 2, tokens = 7;
+    const PackedLinear<T> router(dtype, count, width, false);
+    std::vector<PackedLinear<T>> gate_up, down;
+    std::vector<Linear> all_gate_up, all_down;
+    for (int64_t e = 0; e < count; e++) {
+        gate_up.emplace_back(dtype, 2 * inner, width, true), down.emplace_back(dtype, width, inner, false);
+        all_gate_up.push_back(gate_up[e].l), all_down.push_back(down[e].l);
+    }
+    Values<T> x(tokens * width);
+    for (int64_t i = 0; i < tokens * width; i++) {  // small, so that no expert has all of a token's probability
+        x.stored[i] = T::from_float((float)x.exact[i] / 32);
+        x.exact[i] = Rows<T>::load_one(&x.stored[i]);
+    }
+    Experts experts = {count, picked, renormalize, router.l, all_gate_up.data(), all_down.data()};
+    std::vector<E> out(tokens * width), alone(width);
+    experts_forward(experts, dtype, x.stored.data(), tokens, out.data(), GATE_SILU, 1);
+    std::vector<double> ours, exact(tokens * width);
+    for (const E& each : out) ours.push_back(Rows<T>::load_one(&each));
+    for (int64_t t = 0; t < tokens; t++) {
+        std::vector<double> shares = router.times(&x.exact[t * width]);
+        double sum = 0, kept = 0;
+        for (double& share : shares) sum += share = std::exp(share);
+        std::vector<int64_t> order{0, 1, 2, 3, 4};
+        std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return shares[a] > shares[b]; });
+        for (int64_t k = 0; k < picked; k++) kept += shares[order[k]];
+        for (int64_t k = 0; k < picked; k++) {
+            const std::vector<double> both = gate_up[order[k]].times(&x.exact[t * width]);
+            std::vector<double> hidden(inner);
+            for (int64_t i = 0; i < inner; i++) hidden[i] = both[i] / (1 + std::exp(-both[i])) * both[inner + i];
+            const std::vector<double> result = down[order[k]].times(hidden.data());
+            for (int64_t i = 0; i < width; i++) exact[t * width + i] += result[i] * shares[order[k]] / (renormalize ? kept : sum);
+        }
+        for (const int threads : {1, 2, 16}) {
+            experts_forward(experts, dtype, x.stored.data() + t * width, 1, alone.data(), GATE_SILU, threads);
+            expect(alone == part(out, t * width, width), "a token's experts depend on the others or on the threads", t);
+        }
+    }
+    const double error = relative_error(ours, exact);
+    expect(error < tolerance, "experts", error);
+}
+
 template <class T> void check(int64_t dtype, double tolerance, const char* name) {
     printf("%s\n", name);
     check_linear<T>(dtype, dtype, tolerance, "linear");
     check_linear<T>(dtype, INT8, 0.02, "int8 linear");
     check_linear<T>(dtype, INT4, 0.09, "int4 linear");
+    for (const bool renormalize : {false, true}) check_experts<T>(dtype, renormalize, 2 * tolerance);
     for (const auto& [total, num_new] : {std::pair<int32_t, int32_t>{1, 1}, {300, 1}, {37, 37}, {290, 20}}) {
         for (const int64_t window : {0, 5, 40}) {
             check_attention<T>(dtype, 16, 64, total, num_new, window, false, tolerance);
