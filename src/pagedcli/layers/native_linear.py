@@ -21,7 +21,7 @@ from pagedcli.native.structs import ADD, CODES4, CODES8, DTYPE_CODES, GATE_SILU,
 class NativeLinear:
     """y = x W^T + b; with `gated`, silu(y of the first half of W's rows) * (y of the second half)."""
 
-    __slots__ = ("_functions", "_tensors", "dtype", "nbytes", "out_features", "struct")
+    __slots__ = ("_functions", "_packed", "_tensors", "dtype", "nbytes", "out_features", "struct")
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class NativeLinear:
         self.struct = LinearStruct(rows=rows, columns=columns, gated=gated)
         tensors = self._pack_codes(codes) if codes is not None else self._pack(numbers.contiguous(), quantization)
         wide_bias = bias.float().contiguous() if bias is not None else None
-        self._tensors = (*tensors, wide_bias)  # the struct points into them
-        self.struct.weight = tensors[0].data_ptr()
-        self.struct.panel_bytes = tensors[0].nbytes // self._functions.linear_num_panels(ctypes.byref(self.struct))
+        self._packed, self._tensors = tensors[0], (*tensors[1:], wide_bias)  # the struct points into them
+        self.struct.weight = self._packed.data_ptr()
+        self.struct.panel_bytes = self._packed.nbytes // self._functions.linear_num_panels(ctypes.byref(self.struct))
         self.struct.bias = wide_bias.data_ptr() if wide_bias is not None else None
         self.nbytes = sum(tensor.nbytes for tensor in tensors)  # as packed
 
@@ -70,12 +70,11 @@ class NativeLinear:
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed weight alone."""
-        return self._tensors[0].nbytes
+        return self._packed.nbytes
 
     def move_weight(self, room: Tensor) -> None:
         """Keep the packed weight in `room` [packed_bytes] uint8 from now on."""
-        room.copy_(self._tensors[0].view(torch.uint8))
-        self._tensors = (room, *self._tensors[1:])
+        self._packed = room.copy_(self._packed.view(torch.uint8))
         self.struct.weight = room.data_ptr()
 
     def weight_rows(self, rows: Tensor) -> Tensor:

@@ -232,8 +232,10 @@ class _Builder:
 def _side_by_side(linears: list[NativeLinear]) -> list[LinearStruct]:
     """The structs of layers whose packed weights are moved side by side: each alone may be too small for huge pages."""
     room = empty_in_huge_pages(sum(linear.packed_bytes for linear in linears), torch.uint8)
-    for linear, part in zip(linears, room.split([linear.packed_bytes for linear in linears]), strict=True):
-        linear.move_weight(part)
+    start = 0
+    for linear in linears:
+        linear.move_weight(room[start : start + linear.packed_bytes])
+        start += linear.packed_bytes
     return [linear.struct for linear in linears]
 
 
