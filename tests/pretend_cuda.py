@@ -46,12 +46,13 @@ class PretendGpu(TorchFunctionMode):
     """Use as a context; `install` replaces what is asked of torch.cuda and of triton.
 
     `runs_kernels` False: kernels change nothing and fresh memory is zero. The interpreter is slow, and what a step asks
-    of the device does not depend on what its kernels compute.
+    of the device does not depend on what its kernels compute. `memory` "meta": tensors have a shape and no content.
     """
 
-    def __init__(self, *, runs_kernels=True):
+    def __init__(self, *, runs_kernels=True, memory="cpu"):
         super().__init__()
         self.runs_kernels = runs_kernels
+        self.memory = memory
         self.waits = []  # names of operations that waited for the device
         self.launches = 0  # of kernels, replayed ones not counted
         self.replays = 0
@@ -78,7 +79,7 @@ class PretendGpu(TorchFunctionMode):
         pin = kwargs.pop("pin_memory", False)
         to_gpu = self._is_gpu(kwargs.get("device"))
         if to_gpu:
-            kwargs["device"] = "cpu"
+            kwargs["device"] = self.memory
         assert not any(self._is_gpu(arg) for arg in args if isinstance(arg, torch.device)), func
         if ours:
             foreign = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.dim()]
@@ -90,6 +91,8 @@ class PretendGpu(TorchFunctionMode):
             return self._pin(result) if pin else result
         elif name in UPLOADS:
             self._upload(torch.as_tensor(args[0]), non_blocking=False)
+        if self.memory == "meta":  # its operations ask for the device
+            args, kwargs = tree_map(plain, (args, kwargs))
         result = func(*args, **kwargs)
         if not self.runs_kernels and "empty" in name:
             result.zero_()
@@ -137,7 +140,7 @@ class PretendGpu(TorchFunctionMode):
         result = source.to(*rest, **kwargs) if rest or kwargs else source
         if there and not here:
             self._upload(source, non_blocking)
-            return result.clone().as_subclass(OnGpu)
+            return result.to(self.memory, copy=True).as_subclass(OnGpu)
         if here and not there:
             if not non_blocking:
                 self._wait_for_device(name)

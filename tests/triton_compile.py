@@ -2,39 +2,44 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import torch
 
-# Shared memory one program may use, and that of a whole multiprocessor less 1 KiB per program, in bytes.
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+# Shared memory that one program may use, in bytes, by compute capability: what the card reports as its opt-in limit.
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class Compiled:
     """One kernel compiled for a GPU that is not here: what ptxas says of it."""
 
-    def __init__(self, function, types, constants, capability, num_warps, tmp_path):
+    def __init__(self, function, types, constants, capability, num_warps, tmp_path, num_stages=None):
         import triton
         from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
         from triton.compiler import ASTSource
 
         names = function.arg_names
+        specialized = {
+            param.name
+            for param in function.params
+            if not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+        }
         aligned = [n for n in types if types[n].startswith("*") or n in ("q_stride", "k_stride", "v_stride")]
         source = ASTSource(
             fn=function,
             signature={name: types.get(name, "constexpr") for name in names},
             constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in specialized},
         )
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx = compiled.asm["ptx"]
         self.shared_bytes = compiled.metadata.shared
         ptx_file = tmp_path / "kernel.ptx"
         ptx_file.write_text(self.ptx)
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
-        command = [str(ptxas), "-v", "--gpu-name", architecture, str(ptx_file), "-o", str(tmp_path / "kernel.cubin")]
+        command = [get_ptxas(capability).path, "-v", "--gpu-name", sm_arch_from_capability(capability), str(ptx_file)]
+        command += ["-o", str(tmp_path / "kernel.cubin")]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         self.spilled_bytes = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
         self.registers = int(re.search(r"Used (\d+) registers", report)[1])

@@ -32,7 +32,7 @@ PARAMS = [
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=len(FAMILIES) + 5)
+    run_interpreted(__file__, at_least=len(FAMILIES) + 7)
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_an_fp8_cache(tmp_path, gpu):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["gptq-act-order", "awq"])
-def test_weights_of_four_bits(name, tmp_path, gpu):
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-int4", "fp8-block"])
+def test_packed_weights(name, tmp_path, gpu):
     model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
     packed, _ = quantized_twins(model, tmp_path, *FORMATS[name])
     engine, replays, _ = check(gpu, packed)

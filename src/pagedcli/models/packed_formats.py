@@ -252,7 +252,7 @@ def _weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, q: StoredQuantization, groups: Tensor | None = None
 ) -> QuantizedWeight:
     if zeros is None:
-        zeros = torch.full(scales.shape, 1 << q.bits - 1)
+        zeros = torch.full(scales.shape, 1 << q.bits - 1, device=scales.device)
     groups = None if groups is None else groups - groups.min()  # a rank's part begins with a later one
     if groups is not None and int(groups.max()) >= scales.shape[1]:
         raise ModelError(f"an input of quantized weights is in a group that is not one of the {scales.shape[1]}")

@@ -1,0 +1,261 @@
+"""The stages of gpu_check.py that run whole engines: their tokens against transformers, against a CPU and against each
+other, in float32, where other batch shapes hardly change a choice.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import Result, Row, Scale, generate, make_engine, nano_workload, ragged_prompts
+
+WINDOWS: Row = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, Row] = {
+    "qwen3": {},
+    "llama": {},
+    "gemma2": WINDOWS,
+    "gemma3": WINDOWS,
+    "olmo2": {},
+    "granite": {},
+    "qwen3-moe": {},
+    "qwen2-moe": {},
+    "mixtral": {},
+}
+QUANTIZED = ("gptq", "gptq-act-order", "gptq-8bit", "awq", "pack-int4", "int8", "fp8-block")
+# how a step can be run: kernels one by one or in graphs, each step after or before the last one is read
+LOOPS = {
+    "plain": {"enforce_eager": True, "async_scheduling": False},
+    "ahead": {"enforce_eager": True, "async_scheduling": True},
+    "graphs": {"enforce_eager": False, "async_scheduling": False},
+    "graphs, ahead": {"enforce_eager": False, "async_scheduling": True},
+}
+
+
+def engine_of(path: Path, device: str, **options: Any) -> Any:
+    """An engine in float32; with device "cpu" without the native kernels, by which a CPU judges the GPU."""
+    from pagedcli.config import EngineConfig
+    from pagedcli.engine.llm_engine import LLMEngine
+
+    backend = {"attention_backend": "reference"} if device == "cpu" else {}
+    config = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 200, **backend, **options}
+    return LLMEngine(EngineConfig(model=str(path), device=device, **config))
+
+
+def judged(scale: Scale, path: Path, **options: Any) -> Any:
+    """The engine that is checked: on the GPU, or in a dry run with the Triton kernels on a CPU."""
+    if scale.on_gpu:
+        return engine_of(path, scale.device, **options)
+    engine = engine_of(path, "cpu", **{"attention_backend": "triton", **options, "kv_cache_dtype": "auto"})
+    if not options.get("enforce_eager"):
+        engine.runner.make_graphs(capture=False)
+    return engine
+
+
+def num_equal(a: list[Any], b: list[Any]) -> int:
+    return sum(x == y for x, y in zip(a, b, strict=True))
+
+
+def families(scale: Scale) -> Result:
+    """Greedy tokens of every family and of transformers on a CPU, for small random models."""
+    from model_zoo import tiny_model
+
+    from pagedcli.sampling_params import SamplingParams
+
+    names = tuple(FAMILIES) if scale.on_gpu else ("qwen3",)
+    num_prompts, num_new = (16, 32) if scale.on_gpu else (2, 3)
+    prompts, rows = ragged_prompts(num_prompts), []
+    params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
+    for family in names:
+        row: Row = {"family": family, "prompts": num_prompts}
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny_model(family, Path(folder) / "model", **FAMILIES[family])
+            expected = transformers_tokens(path, prompts, num_new)
+            try:
+                engine = judged(scale, path, chunked_prefill_size=7)
+                tokens = generate(engine, prompts, params)
+                row |= {"equal": num_equal(tokens, expected), "graphs": len(engine.plan.graph_sizes)}
+            except Exception as error:  # of one family: the others are still to be checked
+                row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        rows.append(row)
+    equal = [row["family"] for row in rows if row["equal"] >= 0.95 * num_prompts]
+    return len(equal) == len(names), f"tokens equal to transformers: {', '.join(equal)}", rows
+
+
+def transformers_tokens(path: Path, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """Greedy tokens by transformers on the CPU, each prompt alone."""
+    import transformers as hf
+
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0}
+    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+
+
+def requests(scale: Scale) -> Result:
+    """Every kind of request in every loop: tokens of the GPU and of a CPU. One prompt has a token of NaN, which must
+    end its own request alone."""
+    from model_zoo import tiny_model
+    from safetensors.torch import load_file, save_file
+
+    from pagedcli.sampling_params import SamplingParams
+
+    kinds: Row = {
+        "greedy": {"temperature": 0},
+        "sampled": {"temperature": 0.9},
+        "top-k, top-p": {"temperature": 1.1, "top_k": 7, "top_p": 0.9},
+        "penalties": {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.5},
+        "n = 3": {"temperature": 0.8, "n": 3, "min_p": 0.1, "logprobs": 2},
+        "beams": {"temperature": 0, "beam_width": 3},
+        "prompt logprobs": {"temperature": 0, "prompt_logprobs": 2},
+        "NaN": {"temperature": 0.8, "top_p": 0.9},
+    }
+    num_new = 12 if scale.on_gpu else 2
+    prompts = [prompt[-20:] for prompt in ragged_prompts(len(kinds))]
+    prompts = [[token if token != 7 else 8 for token in prompt] for prompt in prompts]
+    prompts[-1] = [5, 7, 8]
+    params = [
+        SamplingParams(max_tokens=num_new, seed=i, ignore_eos=True, **kind) for i, kind in enumerate(kinds.values())
+    ]
+    rows, expected = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_model("qwen3", Path(folder) / "model", num_hidden_layers=1)
+        weights = load_file(path / "model.safetensors")
+        weights["model.embed_tokens.weight"][7] = float("nan")
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        for loop, options in {"CPU": {}, **LOOPS}.items():
+            # a prompt's last piece of one token is served by a graph, also where several samples start with it
+            options = {**options, "chunked_prefill_size": 9, "max_num_seqs": 16}
+            engine = engine_of(path, "cpu", **options) if loop == "CPU" else judged(scale, path, **options)
+            found = results_of(engine, prompts, params)
+            expected = expected or found
+            equal = {kind: a == b for kind, a, b in zip(kinds, found, expected, strict=True)}
+            rows.append({"loop": loop, **equal, "ahead": engine.stats.num_steps_ahead})
+    assert expected is not None, "the CPU comes first"
+    ok = all(row[kind] for row in rows for kind in kinds) and expected[-1] == ["invalid_logits"]
+    wrong = sorted({kind for row in rows for kind in kinds if not row[kind]})
+    return ok, f"kinds of requests that differ from a CPU's: {', '.join(wrong) or 'none'}", rows
+
+
+def results_of(engine: Any, prompts: list[list[int]], params: list[Any]) -> list[list[Any]]:
+    """For each prompt the tokens of all samples, or the code of its error."""
+    for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(number), prompt, each)
+    found: dict[str, list[Any]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens = [sample.token_ids for sample in output.samples]
+            found[output.request_id] = tokens if output.error is None else [output.error.code]
+    return [found[str(number)] for number in range(len(prompts))]
+
+
+def windows(scale: Scale) -> Result:
+    """Two groups of layers, one with a window, over sequences of several splits: every loop against a CPU."""
+    from model_zoo import tiny_model
+
+    from pagedcli.sampling_params import SamplingParams
+
+    num_new, lengths = (40, (300, 520, 30, 250)) if scale.on_gpu else (2, (30, 18))
+    prompts = [[3 + (7 * i + length) % 300 for i in range(length)] for length in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * len(lengths)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {**WINDOWS, "sliding_window": 100 if scale.on_gpu else 20, "max_position_embeddings": 1024}
+        path = tiny_model("gemma3", Path(folder) / "model", **sizes)
+        expected = generate(engine_of(path, "cpu"), prompts, params)
+        for loop, options in LOOPS.items():
+            equal = num_equal(generate(judged(scale, path, **options), prompts, params), expected)
+            rows.append({"loop": loop, "equal": equal, "of": len(prompts)})
+    ok = all(row["equal"] == row["of"] for row in rows)
+    return ok, f"sequences equal to a CPU's: {', '.join(str(row['equal']) for row in rows)} of {len(prompts)}", rows
+
+
+def quantized(scale: Scale) -> Result:
+    """Packed checkpoints against their dequantized twins."""
+    from model_zoo import tiny_model
+    from quantized_zoo import FORMATS, quantized_twins
+
+    from pagedcli.sampling_params import SamplingParams
+
+    names = QUANTIZED if scale.on_gpu else QUANTIZED[:1]
+    num_prompts, num_new = (8, 16) if scale.on_gpu else (2, 2)
+    prompts, rows = ragged_prompts(num_prompts), []
+    params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            source = tiny_model("qwen3", Path(folder) / "model", intermediate_size=128, num_hidden_layers=1)
+            packed, plain = quantized_twins(source, Path(folder), *FORMATS[name])
+            expected = generate(engine_of(plain, "cpu"), prompts, params)
+            row: Row = {"format": name, "prompts": num_prompts}
+            try:
+                engine = judged(scale, packed)
+                row |= {
+                    "equal": num_equal(generate(engine, prompts, params), expected),
+                    "weights": engine.plan.weight_bytes,
+                }
+            except Exception as error:  # of one format: the others are still to be checked
+                row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            rows.append(row)
+    equal = [row["format"] for row in rows if row["equal"] >= 0.95 * num_prompts]
+    return len(equal) == len(names), f"tokens equal to the dequantized weights': {', '.join(equal)}", rows
+
+
+def fp8(scale: Scale) -> Result:
+    """An fp8 cache with graphs and without: the same tokens, half the bytes, and how many tokens rounding changes."""
+    from model_zoo import tiny_model
+
+    from pagedcli.errors import ConfigError
+    from pagedcli.sampling_params import SamplingParams
+
+    num_prompts, num_new = (8, 24) if scale.on_gpu else (2, 2)
+    prompts, rows = ragged_prompts(num_prompts), []
+    params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_model("gemma3", Path(folder) / "model", **WINDOWS)
+        tokens = {}
+        for cache, loop in (("auto", "plain"), ("fp8", "plain"), ("fp8", "graphs, ahead")):
+            try:
+                engine = judged(
+                    scale, path, kv_cache_dtype=cache, dtype="bfloat16" if scale.on_gpu else "float32", **LOOPS[loop]
+                )
+            except ConfigError as error:  # GPUs before 8.9
+                return True, f"not here: {error.message}", rows
+            tokens[cache, loop] = generate(engine, prompts, params)
+            rows.append({
+                "cache": cache, "loop": loop, "scales": str(engine.plan.kv_scales),
+                "block bytes": engine.plan.block_bytes,
+                "equal to the first": num_equal(tokens[cache, loop], tokens["auto", "plain"]),
+            })  # fmt: skip
+    equal = num_equal(tokens["fp8", "plain"], tokens["fp8", "graphs, ahead"])
+    # in bfloat16 another batch size may round a product differently
+    return equal >= 0.7 * num_prompts, f"{equal} of {num_prompts} sequences equal with graphs and without", rows
+
+
+def graphs(scale: Scale) -> Result:
+    """Graphs and one step ahead against the plain loop, in float32, where other batch shapes hardly change a choice."""
+    import msgspec
+
+    prompts, params = nano_workload(scale)
+    count = 24 if scale.on_gpu else 3
+    prompts = [prompt[:60] for prompt in prompts[:count]]
+    params = [
+        msgspec.structs.replace(each, max_tokens=min(each.max_tokens or 1, 40), seed=seed)
+        for seed, each in enumerate(params[:count])
+    ]
+    params[::2] = [msgspec.structs.replace(each, temperature=0.0) for each in params[::2]]
+    tokens, rows = {}, []
+    limits: Row = {"dtype": "float32", "num_gpu_blocks_override": 512}
+    limits |= {"max_num_seqs": 21 if scale.on_gpu else 3, "max_model_len": 256 if scale.on_gpu else 64}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options in LOOPS.items():
+            engine = make_engine(scale, Path(folder), **limits, **options)
+            if not scale.on_gpu and not options["enforce_eager"]:
+                engine.runner.make_graphs(capture=False)
+            tokens[name] = generate(engine, prompts, params)
+            equal = sum(a == b for a, b in zip(tokens[name], tokens["plain"], strict=True))
+            sizes = len(engine.runner.graphs.sizes) if engine.runner.graphs is not None else 0
+            ahead = engine.stats.num_steps_ahead
+            rows.append({"loop": name, "graphs": sizes, "equal": equal, "of": count, "ahead": ahead})
+            del engine
+    # one step ahead an ended sequence is noticed later, so batches differ there, too
+    ok = all(row["equal"] >= 0.95 * count for row in rows)
+    return ok, f"sequences equal to the plain loop: {', '.join(str(row['equal']) for row in rows)} of {count}", rows

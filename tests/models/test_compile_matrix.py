@@ -1,0 +1,115 @@
+"""Every kernel of well-known models, as the decoder launches it, compiles for every supported GPU within its limits."""
+
+import pytest
+from triton_compile import SHARED_LIMIT
+
+pytest.importorskip("triton")
+
+BASE = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 1,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024}
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def sizes(vocabulary, hidden, intermediate, heads, kv_heads, head_dim):
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def model(architecture, model_type, *numbers, **more):
+    return {**BASE, "architectures": [architecture], "model_type": model_type, **sizes(*numbers), **more}
+
+
+def packed(bits, group_size, **more):
+    quantization = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": False, "sym": True}
+    return {"quantization_config": {**quantization, **more}}
+
+
+GEMMA3 = ("Gemma3ForCausalLM", "gemma3_text")
+GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+LLAMA = ("LlamaForCausalLM", "llama", 128256, 4096, 14336, 32, 8, 128)
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+MODELS = {
+    "qwen3-0.6b": model("Qwen3ForCausalLM", "qwen3", 151936, 1024, 3072, 16, 8, 128, tie_word_embeddings=True),
+    "qwen3-8b": model("Qwen3ForCausalLM", "qwen3", 151936, 4096, 12288, 32, 8, 128),
+    "qwen2.5-0.5b": model("Qwen2ForCausalLM", "qwen2", 151936, 896, 4864, 14, 2, 64),
+    "llama-3-8b": model(*LLAMA),
+    "gemma-3-1b": model(*GEMMA3, 262144, 1152, 6912, 4, 1, 256, **LAYERS, **GELU, query_pre_attn_scalar=256),
+    "gemma-3-27b": model(*GEMMA3, 262144, 5376, 21504, 32, 16, 128, **LAYERS, **GELU, query_pre_attn_scalar=168),
+    "gemma-2-9b": model(
+        "Gemma2ForCausalLM", "gemma2", 256000, 3584, 14336, 16, 8, 256, **LAYERS, **GELU, **GEMMA2,
+        query_pre_attn_scalar=256,
+    ),
+    "phi-3-mini": model("Phi3ForCausalLM", "phi3", 32064, 3072, 8192, 32, 32, 96),
+    "qwen3-30b-a3b": model("Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS),
+    "mixtral": model(
+        "MixtralForCausalLM", "mixtral", 32000, 4096, 14336, 32, 8, 128, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "llama-3-8b gptq 128": model(*LLAMA, **packed(4, 128)),
+    "llama-3-8b gptq 64": model(*LLAMA, **packed(4, 64)),
+    "llama-3-8b gptq 32": model(*LLAMA, **packed(4, 32)),
+    "llama-3-8b gptq channel": model(*LLAMA, **packed(4, -1)),
+    "llama-3-8b gptq 8 bits": model(*LLAMA, **packed(8, 128)),
+    "llama-3-8b awq": model(*LLAMA, **packed(4, 128, quant_method="awq", version="gemm", zero_point=True)),
+}  # fmt: skip
+# decode of few and of many sequences, over one split and several; prompts with decodes among them
+STEPS = [[(300, 1)] * 3, [(20, 1)] * 40, [(1000, 1)] * 300, [(500, 500), (300, 1), (40, 3)]]
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0)]
+WITH_FP8 = [(8, 9), (9, 0)]
+
+
+def check(name, capability, tmp_path, monkeypatch, **options):
+    from triton_launches import launches_of
+
+    launches = launches_of(MODELS[name], tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
+    number = capability[0] * 10 + capability[1]
+    for launch in launches:
+        kernel = launch.compiled(number, tmp_path)
+        assert kernel.shared_bytes <= SHARED_LIMIT[number], launch
+        # windows with soft caps in one tile, and groups of 8, cost ptxas a few values of a prefill kernel
+        assert kernel.spilled_bytes <= (96 if launch.function.__name__ == "prefill_kernel" else 0), launch
+    return {launch.function.__name__ for launch in launches}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
+    check(name, capability, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", WITH_FP8, ids=str)
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini"])
+def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
+    check(name, capability, tmp_path, monkeypatch, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gemma-2-9b", {"store_kvcache_kernel", "prefill_kernel", "decode_kernel", "combine_kernel"}),
+        ("qwen3-30b-a3b", {"experts_kernel", "rotate_and_store_kernel", "add_rms_norm_kernel"}),
+        ("llama-3-8b gptq 128", {"codes_linear_kernel", "silu_and_mul_kernel", "sample_rows_kernel"}),
+    ],
+)
+def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name, expected, tmp_path, monkeypatch):
+    from triton_launches import launches_of
+
+    launches = launches_of(MODELS[name], tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
+    assert expected <= {launch.function.__name__ for launch in launches}
+    assert all(
+        type_name in ("*bf16", "*fp8e4nv") for launch in launches for key, type_name in launch.types if "cache" in key
+    )

@@ -1,0 +1,136 @@
+"""Every kernel that a model launches on a GPU that is not here, at its real sizes: its tensors have no content."""
+
+import json
+from dataclasses import dataclass
+
+import torch
+from pretend_cuda import GPU, PretendGpu
+from triton_compile import NAMES, Compiled
+
+from pagedcli.attention.base import PagedBatch
+from pagedcli.config import EngineConfig
+from pagedcli.engine.decide import decide
+from pagedcli.engine.machine import described_gpu
+from pagedcli.models.layer_step import cache_groups
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+
+TYPES = {**NAMES, torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it is launched: launches that are equal share one compiled kernel."""
+
+    function: object
+    types: tuple  # (name, type) of the arguments that are no constants
+    constants: tuple  # (name, value)
+    options: tuple
+
+    def __str__(self):
+        changing = {name: value for name, value in self.constants if name not in ("S", "SPLIT", "STAGES", "CHUNK")}
+        return f"{self.function.__name__} {changing} {dict(self.types)}"
+
+    def compiled(self, capability, tmp_path):
+        options = dict(self.options)
+        types, constants = dict(self.types), dict(self.constants)
+        return Compiled(
+            self.function, types, constants, capability, options["num_warps"], tmp_path, options.get("num_stages")
+        )
+
+
+class _Recorder:
+    """Takes the place of a kernel."""
+
+    def __init__(self, function, launches):
+        self._function, self._launches = function, launches
+
+    def __getitem__(self, grid):
+        assert all(0 < size < (2**16, 2**31)[axis == 0] for axis, size in enumerate(grid)), grid
+
+        def launch(*args, **kwargs):
+            names = self._function.arg_names
+            given = dict(zip(names, args, strict=False)) | kwargs
+            options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+            assert given.keys() == set(names)
+            fixed = {param.name for param in self._function.params if param.is_constexpr}
+            types = tuple((name, _type_of(given[name])) for name in names if name not in fixed)
+            constants = tuple((name, given[name]) for name in names if name in fixed)
+            self._launches.add(Launch(self._function, types, constants, tuple(options.items())))
+
+        return launch
+
+
+def _type_of(value):
+    if isinstance(value, torch.Tensor):
+        assert value.device == GPU, "a kernel got a pointer to host memory"
+        return f"*{TYPES[value.dtype]}"
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
+    """Every different launch of some steps, each of so many (tokens in the cache after it, new tokens)."""
+    from pagedcli.attention import triton_kernels as attention_kernels
+    from pagedcli.attention import triton_paged
+    from pagedcli.layers import triton_kernels as layer_kernels
+    from pagedcli.layers.sampling import choose_tokens
+
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = read_spec(folder)
+    engine = EngineConfig(model=str(folder), device="cuda", load_format="dummy", **options)
+    decided = decide(engine, spec, described_gpu(80 * 2**30, capability=capability))
+    assert decided.backend == "triton", decided.refused
+    launches = set()
+    with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
+        for module in (attention_kernels, layer_kernels):
+            for name in dir(module):
+                if name.endswith("_kernel"):
+                    patched.setattr(module, name, _Recorder(getattr(module, name), launches))
+        patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        backend = triton_paged.TritonAttention(decided.attention)
+        model = load_model(
+            folder, spec, backend=backend, dtype=decided.dtype, device=GPU, load_format="dummy",
+            decoder=decided.decoder, max_model_len=1024,
+        )  # fmt: skip
+        own = model.spec
+        shape = backend.kv_shape(64, decided.block_size, own.num_kv_heads, own.head_dim)
+        num_groups = len(cache_groups([layer.window for layer in model.attention_layers]))
+        cache = torch.empty((2, own.num_layers, *shape), dtype=decided.kv_dtype, device=GPU)
+        for lengths in steps:
+            batch, num_tokens = _batch(lengths, decided.block_size, num_groups)
+            ids = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
+            hidden = model.forward(ids, ids, batch, cache)
+            logits = model.compute_logits(hidden[: len(lengths)])
+            numbers = torch.zeros(len(lengths), device=GPU)
+            for floor in (None, numbers):
+                choose_tokens(logits, numbers, numbers, floor, num_drawn=len(lengths))
+    return launches
+
+
+def _batch(lengths, block_size, num_groups):
+    """A step of so many groups of layers, and its number of new tokens."""
+    starts = [0]
+    for _, new in lengths:
+        starts.append(starts[-1] + new)
+    totals = [total for total, _ in lengths]
+    width = -(-max(totals) // block_size)
+
+    def integers(*shape):
+        return torch.zeros(shape, dtype=torch.int32, device=GPU)
+
+    batches = [
+        PagedBatch(
+            cu_q=integers(len(starts)),
+            num_tokens=integers(len(totals)),
+            block_table=integers(len(totals), width),
+            slots=integers(starts[-1]),
+            max_new=max(new for _, new in lengths),
+            max_total=max(totals),
+            cu_q_host=starts,
+            num_tokens_host=totals,
+        )
+        for _ in range(num_groups)
+    ]
+    batches[0].others = tuple(batches[1:])
+    return batches[0], starts[-1]
