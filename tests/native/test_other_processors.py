@@ -1,28 +1,50 @@
-"""The kernels on processors that this machine has not: cross-compiled, and run by an emulator."""
+"""The kernels on processors that this machine does not have: compiled for them, and run natively or by an emulator."""
 
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from pagedcli.native.build import SOURCE_DIR
+from pagedcli.native.build import SOURCE_DIR, processor_flags
 
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER} here"),
-    pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here (package qemu-user)"),
-]
+ARM_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+pytestmark = pytest.mark.slow
 
 
+def check(compiler: str, flags: list[str], tmp_path: Path, *emulator: str) -> str:
+    """Runs kernel_check.cpp, built with these flags. Returns what it printed."""
+    sources = [Path(__file__).with_name("kernel_check.cpp"), *sorted(SOURCE_DIR.glob("*.cpp"))]
+    common = ["-std=c++17", "-O2", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCE_DIR}"]
+    program = tmp_path / "check"
+    subprocess.run([compiler, *common, *flags, *map(str, sources), "-o", str(program)], check=True, timeout=600)
+    done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER} here")
+@pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here (package qemu-user)")
 @pytest.mark.parametrize("target", ["armv8-a", "armv8.2-a+dotprod", "armv8.6-a+bf16+i8mm"])
 def test_arm_computes_what_plain_loops_compute(target, tmp_path):
-    sources = [Path(__file__).with_name("kernel_check.cpp"), *sorted(SOURCE_DIR.glob("*.cpp"))]
-    flags = ["-std=c++17", "-O2", f"-march={target}", "-static", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCE_DIR}"]
-    program = tmp_path / "check"
-    subprocess.run([COMPILER, *flags, *map(str, sources), "-o", str(program)], check=True, timeout=600)
-    command = [EMULATOR, "-cpu", "max", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout
-    assert ("bf16 path 1" in done.stdout) == ("bf16" in target), done.stdout
+    printed = check(ARM_COMPILER, [f"-march={target}", "-static"], tmp_path, EMULATOR, "-cpu", "max")
+    assert ("bf16 path 1" in printed) == ("bf16" in target), printed
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86-64 processor")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        (["-march=x86-64"], "sse2"),
+        (["-march=haswell"], "avx2"),
+        (["-march=haswell", "-mavxvnni"], "avx_vnni"),
+        (["-march=skylake-avx512"], "avx512bw"),  # no VNNI, no bf16
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_older_x86_computes_what_plain_loops_compute(flags, needs, tmp_path):
+    if needs not in processor_flags():
+        pytest.skip(f"this processor has no {needs}")
+    check("g++", flags, tmp_path)

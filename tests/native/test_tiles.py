@@ -8,6 +8,7 @@ import torch
 from attention_cases import TOLERANCE, Case, run, worst_error
 from model_zoo import tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from quantized_zoo import random_weight
 
 from pagedcli.attention import cpu
 from pagedcli.attention.base import AttentionSpec
@@ -121,6 +122,19 @@ def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quan
 def test_tiles_equal_the_vector_path_to_the_bit(emulated, tokens, columns, quantization):
     x, weight = linear_inputs(tokens, columns=columns)
     linear = NativeLinear(emulated, weight, quantization=quantization)
+    tiles = linear(x)
+    with avoiding(emulated.functions, Path.INT8_TILES):
+        assert torch.equal(linear(x), tiles)
+
+
+# groups of one block of 32 columns, of two, of four, and of five
+@pytest.mark.parametrize("group_size", [32, 64, 128, 160])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [6, 20, 70])
+def test_tiles_give_a_checkpoints_groups_the_bits_of_the_vector_path(emulated, tokens, bits, group_size):
+    weight = random_weight(70, 480, bits=bits, group_size=group_size)
+    linear = NativeLinear(emulated, weight, dtype=torch.float32)
+    x = torch.randn(tokens, 480, generator=torch.Generator().manual_seed(tokens))
     tiles = linear(x)
     with avoiding(emulated.functions, Path.INT8_TILES):
         assert torch.equal(linear(x), tiles)

@@ -2,6 +2,9 @@
 // token. The sum of a chunk is exact; chunks are added in ascending order, so a row never depends on the others.
 
 #include "packed_groups.h"
+#include "paths.h"
+
+#include <optional>
 
 namespace {
 
@@ -19,6 +22,13 @@ struct Activations {
     const float *sums, *steps;
     int64_t chunks, stride;
 };
+
+// The exact sum of a chunk, added to those before it.
+inline vf add_chunk(vf acc, vi whole, vf scale, float sum_of_x, vf min) {
+    acc += __builtin_convertvector(whole, vf) * scale;
+    acc -= sum_of_x * min;
+    return acc;
+}
 
 // sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`.
 template <int R, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
@@ -43,10 +53,8 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
         }
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const vf scale = header.scale(chunk, v), min = header.min(chunk, v);
-            for (int r = 0; r < R; r++) {
-                acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * scale;
-                acc[r][v] -= x.sums[(row + r) * x.chunks + c] * min;
-            }
+            for (int r = 0; r < R; r++)
+                acc[r][v] = add_chunk(acc[r][v], whole[r][v].get(), scale, x.sums[(row + r) * x.chunks + c], min);
         }
         chunk = block;
     }
@@ -83,11 +91,59 @@ void unpack(const Linear& l, int64_t blocks, const uint8_t* from, uint8_t* to) {
     });
 }
 
+#if defined(HAS_TILES)
+constexpr int64_t TILED_ROWS = 2 * TILE_ROWS;
+
+// What multiply() computes, to the bit, for up to 32 rows and chunks with a byte per weight.
+template <class Header>
+void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int64_t rows, int64_t blocks, const uint8_t* chunk,
+                       int64_t first, int64_t end, float* sums) {
+    const int64_t columns = blocks % 2 ? BLOCK_COLUMNS : 2 * BLOCK_COLUMNS;  // of a product
+    const bool two = rows > TILE_ROWS;
+    alignas(64) int32_t whole[TILED_ROWS * PANEL];
+    const int8_t* left = x.bytes + row * x.stride + first * blocks * BLOCK_COLUMNS;
+    t.shape((int)std::min<int64_t>(rows, TILE_ROWS), two ? (int)rows - TILE_ROWS : 0, (int)columns, (int)columns / GROUP);
+    for (int64_t c = first; c < end; c++) {
+        const uint8_t *header = chunk, *block = chunk + Header::BYTES;
+        chunk = block + blocks * BLOCK_COLUMNS * PANEL;
+        t.zero<0>(), t.zero<1>();
+        if (two) t.zero<2>(), t.zero<3>();
+        for (; block < chunk; block += columns * PANEL, left += columns) {
+            t.load<6>(block, 2 * TILE_BYTES), t.load<7>(block + TILE_BYTES, 2 * TILE_BYTES);
+            t.load<4>(left, x.stride);
+            t.multiply_codes<0, 4, 6>(), t.multiply_codes<1, 4, 7>();
+            if (!two) continue;
+            t.load<5>(left + TILE_ROWS * x.stride, x.stride);
+            t.multiply_codes<2, 5, 6>(), t.multiply_codes<3, 5, 7>();
+        }
+        t.store<0>(whole, PANEL * 4), t.store<1>(whole + TILE_ROWS, PANEL * 4);
+        if (two) t.store<2>(whole + TILE_ROWS * PANEL, PANEL * 4), t.store<3>(whole + (PANEL + 1) * TILE_ROWS, PANEL * 4);
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const vf scale = Header::scale(header, v), min = Header::min(header, v);
+            for (int64_t r = 0; r < rows; r++) {
+                float* sum = sums + r * PANEL + v * VL;
+                const vi exact = load_any<vi>(whole + r * PANEL + v * VL);
+                storef(sum, add_chunk(loadf(sum), exact, scale, x.sums[(row + r) * x.chunks + c], min));
+            }
+        }
+    }
+}
+#endif
+
 template <class T>
 void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int64_t begin, int64_t end, int64_t first,
                int64_t last, typename T::Elem* out, Epilogue epilogue) {
-    const int64_t tokens = end - begin, passes = (tokens + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, blocks = chunks.blocks;
-    const bool unpacks = passes > 1 && l.kind != CODES8;
+    const int64_t tokens = end - begin, blocks = chunks.blocks;
+    int64_t rows_at_once = ROWS_AT_ONCE;
+#if defined(HAS_TILES)
+    const bool tiles = tokens > ROWS_AT_ONCE && int8_path() == INT8_TILES;
+    std::optional<TileRegisters> registers;  // without permission even releasing them would be an illegal instruction
+    if (tiles) registers.emplace(), rows_at_once = TILED_ROWS;
+#else
+    constexpr bool tiles = false;
+#endif
+    const int64_t passes = (tokens + rows_at_once - 1) / rows_at_once;
+    const bool unpacks = (passes > 1 || tiles) && l.kind != CODES8;
     const int64_t part = unpacks ? MOST_BLOCKS / blocks : chunks.count;  // chunks, whose bytes stay in the L1 cache
     const Output<T> output(l, out, epilogue);
     alignas(64) uint8_t unpacked[MOST_BLOCKS * unpacked_bytes(1)];
@@ -107,6 +163,13 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
             for (int64_t pass = 0; pass < passes; pass++) {
                 const int64_t row = tokens * pass / passes, rows = tokens * (pass + 1) / passes - row;
                 float* to = sums + row * PANEL;
+#if defined(HAS_TILES)
+                if (tiles) {
+                    const auto run = unpacks ? multiply_by_tiles<FloatHeader> : multiply_by_tiles<TypedHeader<F32>>;
+                    run(*registers, x, begin + row, rows, blocks, unpacks ? unpacked : panel + c * chunks.bytes, c, stop, to);
+                    continue;
+                }
+#endif
                 if (!unpacks)
                     multiply_packed(l, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
                 else

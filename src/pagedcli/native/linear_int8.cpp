@@ -18,19 +18,20 @@ namespace {
 // Four columns of a panel of int8.
 struct Int8Columns {
     static constexpr int STEPS = 1;
-    static constexpr int64_t BYTES = PANEL * GROUP;
+    static constexpr int64_t BYTES = PANEL * GROUP, AHEAD = 4 << 10;
     const uint8_t* from;
     explicit Int8Columns(const uint8_t* from) : from(from) {}
     vi four(int, int v) const { return load_any<vi>(from + v * VL * GROUP); }
 };
 
 // sums[R][PANEL] = x[R][k] . panel, which consists of Columns. With PREFETCH, what is needed next is fetched, some bytes at
-// each step.
+// each step; without, the panel is read from memory, and fetched some way ahead.
 template <class Columns, int R, bool PREFETCH>
 inline void multiply(const uint8_t* x, int64_t stride, const uint8_t* panel, const char* next, int64_t next_bytes, int32_t* sums) {
     vi acc[R][PANEL_VECTORS] = {};
     for (const uint8_t* end = x + stride; x < end; panel += Columns::BYTES) {
         const Columns columns(panel);
+        for (int64_t i = 0; !PREFETCH && i < Columns::BYTES; i += 64) __builtin_prefetch(panel + Columns::AHEAD + i);
 #pragma GCC unroll 8
         for (int i = 0; i < Columns::STEPS; i++, x += GROUP) {
             vi w[PANEL_VECTORS];
@@ -67,6 +68,8 @@ void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t
     if (widens) room.resize(stride * PANEL);
     for (int64_t p = first; p < last; p++) {
         const uint8_t *packed = (const uint8_t*)l.weight + p * panel_bytes, *panel = widens ? room.data() : packed;
+        for (int64_t i = 0; i < PANEL; i += 16)  // for put_whole: nothing else reads them, so they come from memory
+            __builtin_prefetch(l.scales + p * PANEL + i), __builtin_prefetch(l.sums + p * PANEL + i);
         if (widens) widen_int4(packed, stride / BLOCK_COLUMNS, room.data());
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = begin + tokens * pass / passes, rows = begin + tokens * (pass + 1) / passes - row;
