@@ -22,6 +22,7 @@ from pagedcli.app.lines import Lines
 from pagedcli.printable import one_line
 
 _TICK_S = 0.1
+_KEY_TICK_S = 0.025  # after a key, which a running engine obeys when its step has ended
 
 KEYS = """\
  q  Ctrl-C     quit; a run stops after its step, the second time at once
@@ -179,6 +180,7 @@ class DeckApp(App[None]):
         """Show the effect of a key, or why it had none."""
         self.say(refusal)
         self.tick()
+        self.set_timer(_KEY_TICK_S, self.tick)
 
     def action_pause(self) -> None:
         self.after(self.deck.toggle_pause())

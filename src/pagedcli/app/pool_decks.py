@@ -20,7 +20,7 @@ from pagedcli.inspection.stories import Story, block_story, sequence_story, with
 _KEPT_EVENTS = 100_000  # of a running engine, for stories
 _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
-_DRAW_SHARE = 0.02  # largest share of the time that the screen's thread may take
+_DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may take
 
 
 class PoolDeck(Deck[Moment]):
