@@ -1,11 +1,13 @@
-"""Renews the pictures of the application in docs/pictures: python scripts/pictures.py [folder]
+"""Renews the pictures in docs/pictures: python scripts/pictures.py [folder]
 
 Records a run of the built-in model on a pool that is too small for it, opens the application on the trace at a step
-with hits, waiting and preempted requests, and exports its screen.
+with hits, waiting and preempted requests, and exports its screen. Where Chromium is installed, it also photographs the
+top of the report.
 """
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from pathlib import Path
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.inspection.replay import Replay
+from pagedcli.inspection.report import render_report
 from pagedcli.inspection.trace_file import TraceReader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +62,15 @@ async def picture(trace: Path, size: tuple[int, int], keys: tuple[str, ...]) -> 
         return app.export_screenshot(title="pagedcli replay run.jsonl", simplify=True)
 
 
+def report_picture(trace: Path, target: Path) -> None:
+    """The top of the report at the step with the most blocks in use, as PNG."""
+    page = trace.with_suffix(".html")
+    page.write_bytes(render_report(TraceReader(trace)))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+    window = [f"--user-data-dir={trace.parent / 'profile'}", "--window-size=1220,840", f"--screenshot={target}"]
+    subprocess.run(["chromium", *options, *window, page.as_uri()], check=True, capture_output=True)
+
+
 def main() -> None:
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "pictures"
     with tempfile.TemporaryDirectory() as folder:
@@ -67,6 +79,9 @@ def main() -> None:
             svg = asyncio.run(picture(trace, size, keys))
             (target / name).write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
             print(target / name)
+        if shutil.which("chromium"):
+            report_picture(trace, target / "report.png")
+            print(target / "report.png")
 
 
 if __name__ == "__main__":

@@ -289,7 +289,9 @@ def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
       };
       const words = {};
       for (const chart of charts) { drawn.length = 0; chart.draw(); words[chart.id] = [...drawn]; }
-      return { words, selected: selectedSeq, listed: $("requests-words").textContent };
+      const box = $("requests-box"), heights = [...$("requests").tBodies[0].rows].map(row => row.offsetHeight);
+      return { words, selected: selectedSeq, listed: $("requests-words").textContent,
+               cut: box.scrollWidth - box.clientWidth, highest: Math.max(...heights) };
     """
     path = tmp_path / "report.html"
     path.write_bytes(with_script(page, script))
@@ -301,6 +303,8 @@ def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
         assert chart == "timeline" or units[chart] in drawn
     assert found["selected"] == (5 if selected else None)
     assert found["listed"].startswith("1 of ") == selected
+    assert found["cut"] == 0, "all columns of the requests fit a laptop's screen"
+    assert found["highest"] < 40, "a request takes one line"
 
 
 @pytest.mark.parametrize("num_events", [1, 2, 12, 40])

@@ -15,7 +15,7 @@ const requestTable = pagedTable("requests", requests, [
   { words: "request", number: false, value: row => row[R.label], cell: row => linkTo(row[R.label], () => jumpTo(row[R.seq])) },
   tokens("seq", R.seq), tokens("prompt tokens", R.prompt), tokens("cached", R.cached), tokens("generated", R.output),
   time("total", R.total), time("waiting", R.waiting), time("prefill", R.prefill), time("decode", R.decode),
-  time("preempted", R.preempted), tokens("preemptions", R.preemptions), tokens("recomputed tokens", R.recomputed),
+  time("preempted", R.preempted), tokens("times preempted", R.preemptions), tokens("computed again", R.recomputed),
   time("TTFT", R.ttft), time("TPOT", R.tpot), { words: "end", number: false, value: row => row[R.reason] },
 ], {
   what: "sequences",
