@@ -114,7 +114,7 @@ template <class T> float largest(const typename T::Elem* x, int64_t n) {
 
 template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
     using E = typename T::Elem;
-    constexpr int64_t CHUNK = 1024;  // only the chunk that holds the largest is looked at twice
+    constexpr int64_t CHUNK = 1024, FEW = 4 * VL;  // only the chunk that holds the largest is looked at twice
     parallel_for(threads_for(threads, num_rows * size / 4), num_rows, [&](int64_t r) {
         const E* row = (const E*)scores + r * size;
         float best = largest<T>(row, std::min(CHUNK, size));
@@ -125,10 +125,9 @@ template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t 
         }
         out[r] = -1;
         if (!std::isfinite(best)) return;
-        for (out[r] = where;; out[r]++) {
-            const float v = Rows<T>::load_one(row + out[r]);
-            if (v == best) return;
-        }
+        while (where + FEW <= size && largest<T>(row + where, FEW) < best) where += FEW;
+        while (Rows<T>::load_one(row + where) != best) where++;
+        out[r] = where;
     });
 }
 

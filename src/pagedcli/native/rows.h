@@ -14,8 +14,8 @@ template <> struct Rows<F32> {
 };
 
 template <> struct Rows<BF16> {
-    static inline vf load(const uint16_t* p) { return (vf)(__builtin_convertvector(load_any<vh>(p), vu) << 16); }
-    static inline vf round(vf x) { return (vf)(__builtin_convertvector(to_bf16(x), vu) << 16); }
+    static inline vf load(const uint16_t* p) { return from_bf16(load_any<vh>(p)); }
+    static inline vf round(vf x) { return from_bf16(to_bf16(x)); }
     static inline void store(uint16_t* p, vf x) { store_any(p, to_bf16(x)); }
     static inline float load_one(const uint16_t* p) {
         uint32_t bits = (uint32_t)*p << 16;

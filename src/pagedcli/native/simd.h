@@ -238,6 +238,17 @@ static inline vh to_bf16(vf x) {
 #endif
 }
 
+// gcc widens halves of a vector and joins them where one instruction would do.
+static inline vf from_bf16(vh x) {
+#if defined(USE_AVX512)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#elif defined(USE_AVX2)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x), 16);
+#else
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
+}
+
 struct BF16 {  // a bf16 is the upper half of a float: a shift or a mask makes it one
     using Elem = uint16_t;
     using Op = float;
