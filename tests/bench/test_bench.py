@@ -129,10 +129,16 @@ def test_cache_gives_the_same_tokens_without_it():
 
 @pytest.mark.slow
 def test_kernels_state_their_share_of_the_limit():
-    document = json.loads(bench("kernels", *SMALL, "--tokens", "4", "--format", "json"))
+    document = json.loads(bench("kernels", *SMALL, "--tokens", "4", "--window", "512", "--format", "json"))
     names = {row["kernel"] for row in document["kernels"]}
     assert {"linear qkv", "linear lm_head", "rms_norm", "attention"} <= names
     assert all(row["share"] is None or 0 < row["share"] <= 1 for row in document["kernels"])
+    for row, spread in zip(document["kernels"], document["spread"], strict=True):
+        assert row["size"] == spread["size"]
+        assert row["ms"] == spread["min"] <= spread["median"] <= spread["max"]
+    whole, windowed = (row for row in document["kernels"] if row["size"].startswith("8 x 1 after 16383"))
+    assert windowed["size"].endswith("window 512")
+    assert windowed["ms"] < whole["ms"] / 4
 
 
 def test_the_better_of_two_measurements_of_a_machine_counts():

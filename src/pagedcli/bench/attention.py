@@ -1,17 +1,18 @@
 """Measures attention speed. Pure functions that return rows.
 
-Used by `pagedcli bench kernels`. Every timing is the best of several calls: other load on the machine only adds time.
+Used by `pagedcli bench kernels`.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch, dtype_name
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.select import select_backend
-from pagedcli.bench.rates import best_seconds
+from pagedcli.bench.rates import timed_seconds
+from pagedcli.bench.spread import Spread
 from pagedcli.kvcache.budget import block_bytes
 from pagedcli.native.memory import ask_for_huge_pages
 
@@ -32,10 +33,13 @@ class AttentionShape:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
     shared: int = 0  # leading tokens in blocks that all sequences have in common, a multiple of block_size
+    window: int | None = None  # tokens that a query sees; only with one new token and none shared
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Distinct tokens in the cache."""
+    def num_seen_tokens(self) -> int:
+        """Distinct tokens in the cache that a call must read."""
+        if self.window is not None:
+            return self.num_sequences * min(self.window, self.context)
         return self.shared + self.num_sequences * (self.context - self.shared)
 
     @property
@@ -43,7 +47,7 @@ class AttentionShape:
         """Bytes of K and V that one call must read."""
         return block_bytes(
             num_layers=1,
-            block_size=self.num_cached_tokens,
+            block_size=self.num_seen_tokens,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             kv_dtype=dtype_name(self.kv_dtype or self.dtype),
@@ -53,18 +57,18 @@ class AttentionShape:
     def flops(self) -> int:
         """Operations of both products under the causal mask; a multiply-add counts as two."""
         seen = self.new * (2 * self.context - self.new + 1) // 2
+        if self.window is not None:
+            seen = min(self.window, self.context)
         return 4 * self.num_sequences * seen * self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """The best time of one shape on one backend."""
+    """The time of one shape on one backend."""
 
     backend: str
     shape: AttentionShape
-    ms: float
-    gb_per_s: float
-    gflop_per_s: float
+    seconds: Spread
 
 
 def attention_rows(
@@ -75,6 +79,7 @@ def attention_rows(
     Raises: BackendError if the named backend cannot run a shape.
     """
     for shape in shapes:
+        layer = AttentionLayer(scale=shape.head_dim**-0.5, window=shape.window)
         chosen = select_backend(
             backend,
             device=torch.device(device),
@@ -84,25 +89,21 @@ def attention_rows(
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             kv_dtype=shape.kv_dtype,
+            layers=(layer,),
         ).backend
-        seconds = _attend_seconds(chosen, shape, torch.device(device))
-        yield AttentionRow(
-            backend=chosen.name,
-            shape=shape,
-            ms=seconds * 1e3,
-            gb_per_s=shape.kv_bytes / seconds / 1e9,
-            gflop_per_s=shape.flops / seconds / 1e9,
-        )
+        yield AttentionRow(chosen.name, shape, _attend_seconds(chosen, shape, layer, torch.device(device)))
 
 
-def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: torch.device) -> float:
+def _attend_seconds(
+    backend: AttentionBackend, shape: AttentionShape, layer: AttentionLayer, device: torch.device
+) -> Spread:
     batch, num_blocks = _batch(shape, device)
     cache_shape = backend.kv_shape(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    num_layers = max(1, -(-STREAM_BYTES // shape.kv_bytes))
+    whole_bytes = replace(shape, window=None).kv_bytes
+    num_layers = max(1, -(-STREAM_BYTES // whole_bytes))
     cache = torch.empty((num_layers, 2, *cache_shape), dtype=shape.kv_dtype or shape.dtype, device=device)
     ask_for_huge_pages(cache)  # as the engine does
     caches = [tuple(pair) for pair in cache]
-    layer = AttentionLayer(scale=shape.head_dim**-0.5)
     num_slots = num_blocks * shape.block_size
     filling = torch.randn(num_slots, shape.num_kv_heads, shape.head_dim, device=device).to(shape.dtype)
     slots = torch.arange(num_slots, dtype=torch.int32, device=device)
@@ -118,7 +119,7 @@ def _attend_seconds(backend: AttentionBackend, shape: AttentionShape, device: to
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return best_seconds(step) / num_layers
+    return timed_seconds(step) * (1 / num_layers)
 
 
 def _batch(shape: AttentionShape, device: torch.device) -> tuple[PagedBatch, int]:
@@ -139,5 +140,6 @@ def _batch(shape: AttentionShape, device: torch.device) -> tuple[PagedBatch, int
         max_total=shape.context,
         cu_q_host=starts,
         num_tokens_host=totals,
+        window=shape.window,
     )
     return batch, num_blocks

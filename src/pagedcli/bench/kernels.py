@@ -8,7 +8,8 @@ import torch
 from pagedcli.attention.base import dtype_name
 from pagedcli.bench.attention import STREAM_BYTES, AttentionRow, AttentionShape, attention_rows
 from pagedcli.bench.floor import MachineLimits
-from pagedcli.bench.rates import best_seconds
+from pagedcli.bench.rates import timed_seconds
+from pagedcli.bench.spread import Spread
 from pagedcli.errors import BackendError
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.native_linear import NativeLinear
@@ -26,11 +27,12 @@ _ATTENTION_SIZES = (
     (1, 512, 512, 0),
     (1, 2048, 2048, 0),
 )
+_WINDOW_SIZE = (8, 16_384)  # sequences and tokens of decoding with and without a window
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One kernel at one size."""
+    """One kernel at one size. Rates are those of the fastest call: other load on the machine only adds time."""
 
     kernel: str
     size: str
@@ -39,6 +41,7 @@ class KernelRow:
     gb_per_s: float
     gflop_per_s: float
     share: float | None  # of the kernel's limit: its shortest possible time over its time; None above 1
+    spread_ms: Spread
 
 
 def kernel_rows(
@@ -49,11 +52,13 @@ def kernel_rows(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
     quantize: bool = False,
+    windows: Sequence[int] = (),
 ) -> Iterator[tuple[float, KernelRow]]:
     """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU. Each
     with the share of the measurements that is done.
 
-    `kv_dtype`: of the KV cache; if it differs from `dtype`, attention is measured with both.
+    `kv_dtype`: of the KV cache; if it differs from `dtype`, attention is measured with both. `windows`: in tokens;
+    decoding of long sequences is measured with each, and without one.
     """
     width, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
@@ -62,8 +67,13 @@ def kernel_rows(
     # only sampled tokens need lm_head
     linears = [(name, count) for count in tokens for name in sizes if name != "lm_head" or count <= 64]
     shapes = [
-        AttentionShape(n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype, shared)
-        for n, context, new, shared in _ATTENTION_SIZES
+        AttentionShape(
+            n, context, new, spec.num_heads, spec.num_kv_heads, head_dim, 16, dtype, cache_dtype, shared, window
+        )
+        for n, context, new, shared, window in (
+            *((*size, None) for size in _ATTENTION_SIZES),
+            *((*_WINDOW_SIZE, 1, 0, window) for window in ((None, *windows) if windows else ())),
+        )
         for cache_dtype in dict.fromkeys((dtype, kv_dtype or dtype))
     ]
     num_parts = len(linears) + len(tokens) + len(shapes)
@@ -80,8 +90,9 @@ def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: MachineLimits)
     shape = row.shape
     size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
     size += f", {shape.shared} of them shared" if shape.shared else ""
+    size += f", window {shape.window}" if shape.window else ""
     cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
-    return _row("attention", size, row.backend + cache, row.ms / 1e3, shape.kv_bytes, shape.flops, limits)
+    return _row("attention", size, row.backend + cache, row.seconds, shape.kv_bytes, shape.flops, limits)
 
 
 def _linear_row(
@@ -104,7 +115,7 @@ def _linear_row(
         layers: list[Linear | NativeLinear] = [Linear(weight.clone()) for _ in range(copies)]
     else:
         layers = [NativeLinear(library, weight, quantization="int8" if quantize else None) for _ in range(copies)]
-    seconds = best_seconds(lambda: [layer(x) for layer in layers]) / copies
+    seconds = timed_seconds(lambda: [layer(x) for layer in layers]) * (1 / copies)
     flops = 2 * tokens * out_features * in_features
     size = f"{tokens} x {in_features} -> {out_features}"
     implementation = type(layers[0]).__name__ + (" int8" if quantize else "")
@@ -117,12 +128,12 @@ def _norm_row(width: int, tokens: int, limits: MachineLimits, dtype: torch.dtype
     try:
         functions = load_library().functions
     except BackendError:
-        seconds, name = best_seconds(lambda: rms_norm(x, weight, 1e-6)), "torch"
+        seconds, name = timed_seconds(lambda: rms_norm(x, weight, 1e-6)), "torch"
     else:
         code, threads = DTYPE_CODES[dtype], torch.get_num_threads()
         addresses = (x.data_ptr(), weight.data_ptr())
         seconds, name = (
-            best_seconds(
+            timed_seconds(
                 lambda: functions.decoder_norm_rows(code, *addresses, tokens, width, 1e-6, out.data_ptr(), threads)
             ),
             "native",
@@ -131,8 +142,9 @@ def _norm_row(width: int, tokens: int, limits: MachineLimits, dtype: torch.dtype
 
 
 def _row(
-    kernel: str, size: str, implementation: str, seconds: float, num_bytes: int, flops: int, limits: MachineLimits
+    kernel: str, size: str, implementation: str, spread: Spread, num_bytes: int, flops: int, limits: MachineLimits
 ) -> KernelRow:
+    seconds = spread.min
     shortest = max(num_bytes / limits.read_bytes_per_s, flops / limits.flop_per_s)
     return KernelRow(
         kernel,
@@ -142,4 +154,5 @@ def _row(
         num_bytes / seconds / 1e9,
         flops / seconds / 1e9,
         shortest / seconds if shortest <= seconds else None,
+        spread * 1e3,
     )

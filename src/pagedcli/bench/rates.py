@@ -4,6 +4,7 @@ Every figure is the best of many short measurements: other load on the machine o
 """
 
 import ctypes
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedcli.bench.floor import MachineLimits
+from pagedcli.bench.spread import Spread
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library, paths
@@ -81,13 +83,18 @@ def _paths(functions: ctypes.CDLL, dtype: torch.dtype, *, int8: bool) -> tuple[p
     return (paths.bf16_path(functions), paths.BF16_PATHS) if dtype == torch.bfloat16 else (fma, (fma,))
 
 
-def best_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> float:
+def best_seconds(call: Callable[[], object]) -> float:
     """The shortest of several timed calls, after an untimed one."""
+    return timed_seconds(call).min
+
+
+def timed_seconds(call: Callable[[], object], *, min_calls: int = 10, min_seconds: float = 0.3) -> Spread:
+    """The spread of several timed calls, after an untimed one."""
     call()
-    best, calls, started = float("inf"), 0, time.perf_counter()
-    while calls < min_calls or time.perf_counter() - started < min_seconds:
+    seconds: list[float] = []
+    started = time.perf_counter()
+    while len(seconds) < min_calls or time.perf_counter() - started < min_seconds:
         before = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - before)
-        calls += 1
-    return best
+        seconds.append(time.perf_counter() - before)
+    return Spread(min(seconds), statistics.median(seconds), max(seconds))

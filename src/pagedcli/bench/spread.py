@@ -1,6 +1,6 @@
 """Several passes of one measurement: their spread, and whether another measurement differs by more than that.
 
-Used by bench.throughput and cli.bench.
+Used by the other files of bench and by cli.bench.
 """
 
 import statistics
@@ -32,6 +32,9 @@ class Spread:
         """None if a pass has no value."""
         known = [value for value in values if value is not None]
         return None if len(known) < len(values) or not known else cls(min(known), statistics.median(known), max(known))
+
+    def __mul__(self, factor: float) -> "Spread":
+        return Spread(self.min * factor, self.median * factor, self.max * factor)
 
 
 def spread_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

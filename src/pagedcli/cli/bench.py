@@ -13,6 +13,7 @@ from pagedcli.bench.workloads import PRESETS, RandomSpec, Workload, preset_workl
 from pagedcli.cli.bench_report import (
     BenchProgress,
     bench_notes,
+    kernel_spread,
     kernel_warnings,
     limits_note,
     read_earlier,
@@ -142,6 +143,14 @@ def kernels(
     tokens: Annotated[
         list[int] | None, _workload(help="Tokens per step (repeatable). Default: 1, 8, 32, 512.", min=1)
     ] = None,
+    window: Annotated[
+        list[int] | None,
+        _workload(
+            help="Also decode 8 sequences of 16,384 tokens that see N of them (repeatable). Default: the model's"
+            " windows.",
+            min=1,
+        ),
+    ] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -153,6 +162,7 @@ def kernels(
       pagedcli bench kernels
       pagedcli bench kernels --tokens 1 --tokens 64 --dtype float32
       pagedcli bench kernels --kv-cache-dtype int8
+      pagedcli bench kernels --window 512
       pagedcli bench kernels -m ./Qwen3-0.6B --format csv
 
     Exit codes: 0 measured, 2 wrong usage.
@@ -177,16 +187,19 @@ def kernels(
     dtype, int8 = decided.dtype, engine_config.quantization == "int8"
     machine = measure_rates(dtype, int8=int8)
     sizes = tokens or [1, 8, 32, 512]
+    windows = window or sorted({layer.window for layer in spec.attention_layers if layer.window is not None})
     watch, progress, rows = BusyWatch(), BenchProgress("kernels"), []
     try:
         for share, row in kernel_rows(
-            spec, machine.limits, sizes, dtype=dtype, kv_dtype=decided.kv_dtype, quantize=int8
+            spec, machine.limits, sizes, dtype=dtype, kv_dtype=decided.kv_dtype, quantize=int8, windows=windows
         ):
             rows.append(asdict(row))
             progress(share)
     finally:
         progress.close()
     notes = [limits_note(machine), *kernel_warnings(rows, watch.read())]
+    if windows:
+        notes.append("With a window, K and V may stay in the processor's cache between calls.")
     columns = [
         Column("kernel", "kernel"),
         Column("size", "size"),
@@ -197,7 +210,7 @@ def kernels(
         Column("share", "of the limit", percent),
     ]
     table = Table("kernels", f"Kernels, {dtype}", columns, rows, notes)
-    print_tables([table], format_, facts={"machine": asdict(machine)})
+    print_tables([table, kernel_spread(rows)], format_, facts={"machine": asdict(machine)})
 
 
 @bench.command()

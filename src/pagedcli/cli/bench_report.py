@@ -110,6 +110,16 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return warnings
 
 
+def kernel_spread(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The spread of the calls of each kernel."""
+    columns = [Column(name, name) for name in ("kernel", "size")]
+    columns += [Column(name, f"{name} ms", lambda ms: f"{ms:,.3f}") for name in ("min", "median", "max")]
+    names = ("kernel", "size", "implementation")
+    values = [{**{name: row[name] for name in names}, **row["spread_ms"]} for row in rows]
+    notes = ["the rates above are those of the fastest call: other load on the machine only adds time"]
+    return Table("spread", "Spread of the calls", columns, values, notes)
+
+
 def kernel_warnings(rows: Sequence[Mapping[str, Any]], busy: Busy | None) -> list[str]:
     """What disturbed a measurement of kernels."""
     warnings = _busy_warning(busy)
