@@ -140,8 +140,11 @@ def test_tiles_give_a_checkpoints_groups_the_bits_of_the_vector_path(emulated, t
         assert torch.equal(linear(x), tiles)
 
 
-def test_decoder_is_as_close_to_float32_as_transformers_and_never_depends_on_chunks(emulated, tmp_path):
-    path = tiny_model("qwen3", tmp_path, hidden_size=64, intermediate_size=96, head_dim=32)
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3", {"intermediate_size": 96}), ("qwen3-moe", {"moe_intermediate_size": 64})]
+)
+def test_decoder_is_as_close_to_float32_as_transformers_and_never_depends_on_chunks(emulated, family, sizes, tmp_path):
+    path = tiny_model(family, tmp_path, hidden_size=64, head_dim=32, **sizes)
     spec = read_spec(path)
     sequences, num_prompt = ragged_sequences()
     backend = cpu.load(AttentionSpec(CPU, BF16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
