@@ -9,11 +9,13 @@ import torch
 from conftest import native_library
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, cached_model, tiny_model
 from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
+from quantized_zoo import gptq, quantized_twins
 
 from pagedcli.attention.base import AttentionSpec, PagedBatch
 from pagedcli.attention.cpu import load as load_cpu
 from pagedcli.layers.sampling import INVALID, likeliest_tokens
 from pagedcli.models.cpu_decoder import CpuDecoder
+from pagedcli.models.formats import FORMATS
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
@@ -106,12 +108,14 @@ def test_bfloat16_logits_do_not_depend_on_chunks_company_or_threads(family, quan
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_cut_experts_give_the_bits_of_whole_ones(quantization, tmp_path):
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4", "gptq"])
+def test_cut_experts_give_the_bits_of_whole_ones(weights, tmp_path):
     """Wide enough for several pieces of an expert's features: with many threads one token's experts are cut."""
     sizes = {"hidden_size": 544, "moe_intermediate_size": 608, "num_experts": 4, "num_experts_per_tok": 2}
-    path = tiny_model("qwen3-moe", tmp_path, mlp_only_layers=[], num_hidden_layers=1, **sizes)
-    model, backend = load(path, quantization=quantization)
+    path = tiny_model("qwen3-moe", tmp_path / "model", mlp_only_layers=[], num_hidden_layers=1, **sizes)
+    if weights == "gptq":
+        path, _ = quantized_twins(path, tmp_path, *gptq())
+    model, backend = load(path, quantization=weights if weights in FORMATS else None)
     sequences, options = [list(range(3, 12))], {"num_prompt": [2], "block_size": 16, "chunk": None}
     [whole] = paged_logits(model, backend, sequences, **options)
     try:
