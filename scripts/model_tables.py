@@ -27,9 +27,9 @@ from pagedcli.models.families import FAMILIES
 from pagedcli.models.formats import FORMATS
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
 from pagedcli.models.native_spec import native_spec
-from pagedcli.models.quantization import READABLE, REFUSED
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
+from pagedcli.models.stored_quantization import READABLE, REFUSED
 from pagedcli.models.transformers_fallback import refuse_by_class, trace_attention
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"

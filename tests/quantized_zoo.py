@@ -10,14 +10,15 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedcli.layers.quantized import QuantizedWeight
+from pagedcli.layers.quantized import Float8Weight, QuantizedWeight
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
 
 
 def quantized_twins(source, folder, quantize, quantization_config):
     """Writes folder/packed and folder/plain from the model at `source`; quantize(weight, generator) gives a module's
-    stored tensors and its dequantized weight. Returns both paths."""
+    stored tensors and its dequantized weight; there may be one for each end of the modules' names. Returns both paths.
+    """
     packed, plain = folder / "packed", folder / "plain"
     for path in (packed, plain):
         shutil.copytree(source, path)
@@ -26,7 +27,9 @@ def quantized_twins(source, folder, quantize, quantization_config):
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if module.endswith(LAYERS) and name.endswith(".weight"):
-            parts, widened[name] = quantize(tensor, generator)
+            by_name = quantize if isinstance(quantize, dict) else {"": quantize}
+            own = next(each for end, each in by_name.items() if module.endswith(end))
+            parts, widened[name] = own(tensor, generator)
             stored |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
         else:
             stored[name] = widened[name] = tensor
@@ -149,6 +152,25 @@ def int_quantized(*, symmetric=True, per_tensor=False):
     return quantize, compressed("int-quantized", args, inputs=inputs)
 
 
+def auto_round(packing="auto_round:auto_gptq"):
+    """AutoRound's config of what equals GPTQ's packing, or AWQ's."""
+    quantize, config = awq() if packing.endswith("awq") else gptq(version=1 if packing.endswith("auto_gptq") else 2)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": config["quant_method"] == "awq"}
+    config |= {"data_type": "int", "packing_format": packing, "block_name_to_quantize": "model.layers"}
+    return quantize, config
+
+
+def mixed(first, second, ends):
+    """compressed-tensors' config of two formats; `second` is that of modules whose names have these ends."""
+    groups = {}
+    for place, (_, config) in enumerate((first, second)):
+        [group] = config["config_groups"].values()
+        targets = [f"re:.*{end}$" for end in ends] if place else ["Linear"]
+        groups[f"group_{place}"] = {**group, "format": config["format"], "targets": targets}
+    formats = {**dict.fromkeys(ends, second[0]), "": first[0]}
+    return formats, {**first[1], "format": "mixed-precision", "config_groups": groups}
+
+
 def float8(granularity, *, by_compressed_tensors=False):
     """FP8 with scales per "tensor", "channel" or "block" of 32 x 32."""
 
@@ -199,6 +221,11 @@ FORMATS = {
     "fp8-block": float8("block"),
     "fp8-block-compressed": float8("block", by_compressed_tensors=True),
     "fp8-channel-compressed": float8("channel", by_compressed_tensors=True),
+    "auto-round-gptq": auto_round(),
+    "auto-round-gptq-v2": auto_round("auto_round"),
+    "auto-round-awq": auto_round("auto_round:auto_awq"),
+    "mixed-bits": mixed(pack_quantized(), pack_quantized(8, None), ["down_proj"]),
+    "mixed-fp8": mixed(pack_quantized(), float8("channel", by_compressed_tensors=True), ["q_proj", "k_proj", "v_proj"]),
 }
 
 
@@ -218,6 +245,15 @@ def random_weight(out, columns, *, bits=4, group_size=32, scales=torch.float16, 
         group_size=group_size,
         groups=groups,
     )
+
+
+def random_float8(out, columns, group_size, *, seed=0):
+    """Random FP8 numbers of all sizes with scales per group."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(256, (out, columns), generator=generator).to(torch.uint8)
+    numbers = torch.where(numbers & 127 == 127, 0, numbers).view(torch.float8_e4m3fn)
+    scales = torch.rand((out, -(-columns // group_size)), generator=generator) + 0.5
+    return Float8Weight(numbers, scales / 100, group_size)
 
 
 def exact_activations(tokens, columns):

@@ -232,6 +232,7 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
 
     from pagedcli.attention import triton_kernels as attention
     from pagedcli.layers import triton_kernels as layers
+    from pagedcli.layers import triton_products as products
 
     changing = {
         attention.store_kvcache_kernel: ["slots_ptr"],
@@ -239,7 +240,7 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
         attention.combine_kernel: ["first_part_ptr"],
         attention.prefill_kernel: ["item_token_ptr", "table_ptr", "table_stride"],
         layers.rotate_and_store_kernel: ["slots_ptr"],
-        layers.codes_linear_kernel: ["num_tokens"],
+        products.linear_kernel: ["num_tokens"],
         layers.sample_chunks_kernel: ["mass_ptr"],
         layers.sample_rows_kernel: ["mass_ptr"],
     }

@@ -6,7 +6,16 @@ import pytest
 import torch
 from model_zoo import tiny_model
 from paged_harness import paged_logits
-from quantized_zoo import FORMATS, awq, compressed, float8, gptq, pack_quantized, quantized_twins
+from quantized_zoo import (
+    FORMATS,
+    auto_round,
+    awq,
+    compressed,
+    float8,
+    gptq,
+    pack_quantized,
+    quantized_twins,
+)
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
@@ -19,8 +28,10 @@ from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.machine import this_machine
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.loading import load_model, weight_format
-from pagedcli.models.parameters import decoder_parameters, take_linear
+from pagedcli.models.packed_formats import Checkpoint
+from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.weights import CheckpointWeights
@@ -63,6 +74,7 @@ def config_of(tmp_path, quantization):
 GPTQ, AWQ, FP8 = gptq()[1], awq()[1], float8("tensor")[1]
 PACKED = pack_quantized()[1]
 SCHEME = PACKED["config_groups"]["group_0"]
+AUTO_ROUND = auto_round()[1]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +90,8 @@ SCHEME = PACKED["config_groups"]["group_0"]
         ({**GPTQ, "group_size": 0}, "group_size 0"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         ({**GPTQ, "lm_head": True}, "its output layer is quantized, too"),
-        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "other settings for +:.*down.*"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 3}}}, "3-bit weights"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": "8"}}}, "Expected `int | null`, got `str`"),
         ({**GPTQ, "dynamic": {"-:(": {}}}, "has a pattern that is none: 're:('"),
         ({**AWQ, "version": "gemv"}, "version gemv"),
         ({**AWQ, "bits": 8}, "8-bit weights"),
@@ -90,7 +103,23 @@ SCHEME = PACKED["config_groups"]["group_0"]
         ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights, sparse-24-bitmask"),
         ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "scales of a quantized KV cache"),
         ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
-        ({**PACKED, "config_groups": {"a": SCHEME, "b": SCHEME}}, "2 groups of layers"),
+        ({**PACKED, "config_groups": {}}, "no config_groups"),
+        (
+            {**PACKED, "config_groups": {"a": SCHEME, "b": {**SCHEME, "format": "nvfp4-pack-quantized"}}},
+            "NVFP4 weights",
+        ),
+        ({**PACKED, "format": "mixed-precision"}, "4-bit int weights in this format"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}, "packing_format auto_round:llm_compressor"),
+        ({**AUTO_ROUND, "backend": "gptq:marlin", "packing_format": None}, "packing_format gptq:marlin"),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "mx_fp weights"),
+        ({**AUTO_ROUND, "act_bits": 8}, "int weights with 8-bit activations"),
+        ({**AUTO_ROUND, "bits": 2}, "2-bit weights"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 4}}}, "its output layer is quantized, too"),
+        (
+            {**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"data_type": "fp"}}},
+            "fp weights in some layers",
+        ),
+        ({**AUTO_ROUND, "dynamic": {"-:.*": {}}}, "layers named as by GPTQ"),
         ({**PACKED, "config_groups": {"a": {**SCHEME, "weights": None}}}, "only activations are quantized"),
         ({**PACKED, "ignore": []}, "its output layer is quantized, too"),
         ({**PACKED, "format": "int-quantized"}, "strategy group"),
@@ -130,6 +159,16 @@ def test_a_family_without_a_native_decoder_and_a_second_quantization_are_refused
             "model.layers.1.mlp.up_proj",
             "model.layers.1.mlp",
         ),
+        (
+            {**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 16, "data_type": "float"}}},
+            "model.layers.1.mlp.up_proj",
+            "model.layers.0.mlp.up_proj",
+        ),
+        (
+            {**AUTO_ROUND, "extra_config": {".*o_proj.*": {"bits": 16}}},
+            "model.layers.0.mlp.up_proj",
+            "model.layers.0.self_attn.o_proj",
+        ),
     ],
 )
 def test_modules_that_the_config_names_are_read_unquantized(quantization, quantized, not_quantized, tmp_path):
@@ -138,12 +177,34 @@ def test_modules_that_the_config_names_are_read_unquantized(quantization, quanti
     assert not stored.covers(not_quantized)
 
 
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_a_named_layer_has_its_own_group_before_that_of_all_linear_layers(order, tmp_path):
+    groups = {
+        "a": SCHEME,
+        "b": {**SCHEME, "targets": ["re:.*down_proj"], "weights": {**SCHEME["weights"], "num_bits": 8}},
+    }
+    config = {**PACKED, "config_groups": {name: groups[name] for name in order}}
+    stored = Checkpoint(read_spec(config_of(tmp_path, config)).quantization)
+    assert stored.of("model.layers.0.mlp.down_proj").quantization.bits == 8
+    assert stored.of("model.layers.0.mlp.up_proj").quantization.bits == 4
+    assert stored.of("lm_head") is AS_STORED
+
+
+def test_the_first_pattern_of_gptq_that_names_a_layer_decides(tmp_path):
+    dynamic = {r"+:.*\.0\..*down.*": {"bits": 8}, "-:.*down.*": {}, ".*up.*": {"group_size": 64}}
+    stored = Checkpoint(read_spec(config_of(tmp_path, {**GPTQ, "dynamic": dynamic})).quantization)
+    assert stored.of("model.layers.0.mlp.down_proj").quantization.bits == 8
+    assert stored.of("model.layers.1.mlp.down_proj") is AS_STORED
+    assert stored.of("model.layers.1.mlp.up_proj").quantization.group_size == 64
+    assert stored.of("model.layers.1.mlp.gate_proj").quantization.group_size == 32
+
+
 def test_a_layer_of_which_only_a_part_is_quantized_is_refused(plain_model, tmp_path):
     packed, _ = quantized_twins(plain_model, tmp_path, *pack_quantized())
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["lm_head", "re:.*k_proj"]
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"only some of .*q_proj, .*k_proj"):
+    with pytest.raises(ModelError, match=r"q_proj, .*v_proj are stored in different formats"):
         load(packed, ReferenceAttention())
 
 
@@ -179,13 +240,16 @@ def test_the_native_decoder_differs_from_the_reference_by_the_rounding_of_activa
     packed, plain = twins
     exact, ours = logits_of(packed, ReferenceAttention()), logits_of(packed, cpu_backend)
     error = (ours - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
-    is_rounded = any(name in packed.parent.name for name in ("int", "gptq", "awq")) and "bias" not in packed.parent.name
+    name = packed.parent.name
+    is_rounded = any(form in name for form in ("int", "gptq", "awq", "mixed")) and "bias" not in name
+    is_widened = not is_rounded or "mixed-fp8" in name
     assert error < (0.05 if is_rounded else 1e-5)
     model = load(packed, cpu_backend)
     [note] = model.notes
     assert ("activations are rounded to 8 bits per token" in note) == is_rounded
-    assert ("widened to float32" in note) == (not is_rounded)
-    assert (model.weight_bytes < load(plain, cpu_backend).weight_bytes / 2) == is_rounded
+    assert ("widened to float32" in note) == is_widened
+    share = model.weight_bytes / load(plain, cpu_backend).weight_bytes
+    assert share < (0.7 if is_widened else 0.5) or not is_rounded
 
 
 @pytest.mark.parametrize(
@@ -249,12 +313,13 @@ def layer_weights(path, parallel):
     parameters = shard_parameters(decoder_parameters(spec, stored), spec, parallel)
     options = {"ignored": frozenset(), "dtype": torch.float32, "device": CPU}
     tensors = CheckpointWeights(path).load(parameters, **options)
-    layers = {name: take_linear(tensors, f"layers.0.{name}", stored) for name in ("qkv", "out", "gate_up", "down")}
-    sizes = {"out": 128, "down": 128, "qkv": 64, "gate_up": 64}
+    formats = linear_formats(parameters)
     made = {}
-    for name, (each, modules) in layers.items():
-        num_in = sizes[name] // (parallel.size if name in ("out", "down") else 1)
-        made[name] = each.torch_linear(modules, None, torch.float32)(torch.eye(num_in)).T
+    for name, num_in in {"out": 128, "down": 128, "qkv": 64, "gate_up": 64}.items():
+        layer_format = formats[f"layers.0.{name}"]
+        modules = take_linear(tensors, f"layers.0.{name}", layer_format)
+        inputs = torch.eye(num_in // (parallel.size if name in ("out", "down") else 1))
+        made[name] = layer_format.torch_linear(modules, None, torch.float32)(inputs).T
     return made
 
 

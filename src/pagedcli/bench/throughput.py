@@ -1,5 +1,6 @@
 """Runs a workload through the engine and times it: all requests at once, generation only."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.engine.machine import this_machine
 from pagedcli.engine.outputs import EngineStats, RequestOutput
 from pagedcli.kvcache.budget import INT4_BYTES, head_bytes
-from pagedcli.models.packed_formats import packed_format
+from pagedcli.models.formats import AS_STORED
+from pagedcli.models.packed_formats import Checkpoint
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
@@ -205,10 +208,14 @@ class _WeightBytes(NamedTuple):
 def _weight_bytes(engine: LLMEngine) -> _WeightBytes:
     itemsize, quantization, spec = DTYPES[engine.plan.dtype].itemsize, engine.config.quantization, engine.spec
     if spec.quantization is not None:
-        stored, width = packed_format(spec.quantization), spec.hidden_size
-        kernels = decide(engine.config, spec, this_machine()).kernels
-        rounds = kernels == "cpu" and stored.kernel_refusal(kernels) is None
-        return _WeightBytes(stored.kept_bytes(width, width, itemsize, kernels) / width**2, itemsize, rounds)
+        stored, kernels = Checkpoint(spec.quantization), decide(engine.config, spec, this_machine()).kernels
+        num_bytes, num_weights = 0, 0
+        for parameter in decoder_parameters(spec, AS_STORED).values():
+            if parameter.layer_format is not None:
+                for name, shape in parameter.shapes.items():
+                    num_bytes += stored.of(name.removesuffix(".weight")).kept_bytes(shape, itemsize, kernels)
+                    num_weights += math.prod(shape)
+        return _WeightBytes(num_bytes / num_weights, itemsize, stored.rounds_activations(kernels))
     if quantization is None:
         return _WeightBytes(itemsize, itemsize, False)
     return _WeightBytes(INT4_BYTES if quantization == "int4" else 1.0, 1.0, True)

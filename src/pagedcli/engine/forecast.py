@@ -15,7 +15,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.kvcache.budget import MemoryBudget, MemoryTerms, ModelSizes
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
-from pagedcli.models.packed_formats import packed_format
+from pagedcli.models.packed_formats import Checkpoint
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
@@ -73,16 +73,14 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> i
     itemsize = decided.dtype.itemsize
     if spec.quantization is None:
         return model_sizes(config, spec).weight_bytes(itemsize, quantization=config.quantization)
-    stored, rank = packed_format(spec.quantization), ParallelContext(0, config.tensor_parallel_size)
+    stored, rank = Checkpoint(spec.quantization), ParallelContext(0, config.tensor_parallel_size)
     total = 0
-    for key, parameter in shard_parameters(decoder_parameters(spec, AS_STORED), spec, rank).items():
-        is_linear = key.endswith((".qkv.weight", ".out.weight", ".gate_up.weight", ".down.weight"))
+    for parameter in shard_parameters(decoder_parameters(spec, AS_STORED), spec, rank).values():
         for name, shape in parameter.kept_shapes.items():
-            if is_linear and stored.covers(name.removesuffix(".weight")):
-                out_features, in_features = shape
-                total += stored.kept_bytes(out_features, in_features, itemsize, decided.kernels)
-            else:
+            if parameter.layer_format is None:
                 total += math.prod(shape) * itemsize
+            else:
+                total += stored.of(name.removesuffix(".weight")).kept_bytes(shape, itemsize, decided.kernels)
     return total
 
 

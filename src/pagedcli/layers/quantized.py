@@ -1,4 +1,4 @@
-"""Weights as whole numbers with scales, in one layout whatever checkpoint they come from; kernels pack them from it."""
+"""Weights as small numbers with scales, in one layout whatever checkpoint they come from; kernels pack them from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,25 +48,51 @@ class QuantizedWeight:
             out[part] = whole.mul_(self.scales[part].float()[:, groups])
         return out
 
-    @classmethod
-    def stacked(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
-        """The output features of weights with the same inputs below each other.
 
-        Raises: ModelError if the inputs are grouped differently.
-        """
-        first = weights[0]
-        for other in weights[1:]:
-            a, b = first.groups, other.groups
-            if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
-                raise ModelError("q, k and v, or gate and up, group their inputs differently", hint=_HINT)
-        if len(weights) == 1:
-            return first
-        return replace(
-            first,
-            codes=torch.cat([weight.codes for weight in weights]),
-            scales=torch.cat([weight.scales for weight in weights]),
-            zeros=torch.cat([weight.zeros for weight in weights]),
-        )
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """w[o, i] = scales[o, g] * numbers[o, i], g = i // group_size."""
+
+    numbers: Tensor  # float8_e4m3fn [out, in]
+    scales: Tensor  # float32 [out, groups]
+    group_size: int  # inputs of a group; the last may have fewer
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight as numbers [out, in], computed in float32 and rounded once."""
+        out = torch.empty(self.numbers.shape, dtype=dtype, device=self.numbers.device)
+        for start in range(0, len(out), 1024):  # see QuantizedWeight.dequantized
+            part = slice(start, start + 1024)
+            scales = self.scales[part].repeat_interleave(self.group_size, 1)[:, : out.shape[1]]
+            out[part] = self.numbers[part].float().mul_(scales)
+        return out
+
+
+Weight = Tensor | QuantizedWeight | Float8Weight  # of a linear layer, [out, in]
+
+
+def stacked(weights: Sequence[QuantizedWeight | Float8Weight]) -> QuantizedWeight | Float8Weight:
+    """The output features of weights with the same format and inputs below each other.
+
+    Raises: ModelError if the inputs are grouped differently.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if isinstance(first, Float8Weight):
+        floats = [weight for weight in weights if isinstance(weight, Float8Weight)]
+        numbers = torch.cat([weight.numbers.view(torch.uint8) for weight in floats]).view(torch.float8_e4m3fn)
+        return replace(first, numbers=numbers, scales=torch.cat([weight.scales for weight in floats]))
+    whole = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    for other in whole[1:]:
+        a, b = first.groups, other.groups
+        if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
+            raise ModelError("q, k and v, or gate and up, group their inputs differently", hint=_HINT)
+    return replace(
+        first,
+        codes=torch.cat([weight.codes for weight in whole]),
+        scales=torch.cat([weight.scales for weight in whole]),
+        zeros=torch.cat([weight.zeros for weight in whole]),
+    )
 
 
 def unpacked(words: Tensor, bits: int, dim: int, size: int) -> Tensor:

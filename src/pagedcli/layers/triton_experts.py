@@ -9,23 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedcli.layers import triton_kernels as kernels
+from pagedcli.layers import triton_products as kernels
 from pagedcli.layers.experts import by_expert, summed
+from pagedcli.layers.quantized import Weight
+from pagedcli.layers.triton_weights import KernelWeight, block_k, kernel_weight
 
 
 class GroupedExperts:
-    """Gated MLPs with silu, of equal sizes. Keeps its own copy of their weights."""
+    """Gated MLPs with silu, of equal sizes. Keeps its own copy of their weights, in the format in which they are."""
 
     __slots__ = ("_down", "_gate_up", "nbytes")
 
-    def __init__(self, gate_up: list[Tensor], down: list[Tensor]) -> None:
-        """Shapes: gate_up [2I, E], gate first, and down [E, I] of each expert. Both lists are emptied."""
-        self._gate_up, self._down = (_stacked(weights) for weights in (gate_up, down))
+    def __init__(self, gate_up: list[Weight], down: list[Weight]) -> None:
+        """Shapes: gate_up [2I, E], gate first, and down [E, I] of each expert. Both lists are emptied.
+
+        Raises: ModelError if the formats of gate_up differ, or those of down.
+        """
+        self._gate_up, self._down = kernel_weight(gate_up), kernel_weight(down)
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Arguments and result of layers.experts.weighted_sum."""
-        num_experts, num_picked = self._down.shape[0], chosen.shape[1]
+        num_experts, num_picked = self._down.numbers.shape[0], chosen.shape[1]
         chosen, weights, order = by_expert(chosen, weights)
         block_t = _block_t(order.shape[0], num_experts)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
@@ -39,33 +44,35 @@ class GroupedExperts:
         return summed(results, order, num_picked)
 
 
-def launch_constants(num_out: int, num_in: int, num_experts: int, block_t: int, *, gated: bool) -> dict[str, Any]:
+def experts_constants(weight: KernelWeight, block_t: int, *, gated: bool) -> dict[str, Any]:
     """Compile-time values of experts_kernel."""
-    blocks = {"BLOCK_T": block_t, "BLOCK_N": 64, "BLOCK_K": 32}
-    block_x = 1 << num_experts.bit_length()
-    return {"X": num_experts, "N": num_out, "K": num_in, "GATED": gated, "BLOCK_X": block_x, **blocks}
+    num_experts = weight.numbers.shape[0]
+    flags = {"GATED": gated, "ORDERED": weight.order is not None}
+    sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": 1 << num_experts.bit_length()}
+    inputs = 32 if gated else block_k(weight)  # two sums take the registers of larger blocks
+    return weight.constants | flags | sizes | {"BLOCK_T": block_t, "BLOCK_N": 64, "BLOCK_K": inputs}
 
 
 def _product(
     x: Tensor,
-    weight: Tensor,
+    weight: KernelWeight,
     rows: Tensor,
-    scale: Tensor | None,
+    factor: Tensor | None,
     starts: Tensor,
     tiles: Tensor,
     num_tiles: int,
     block_t: int,
 ) -> Tensor:
-    """The rows of x times their experts' weights [X, N, K]; without `scale` silu(gate) * up."""
-    gated = scale is None
-    num_experts, num_out, num_in = weight.shape
-    num_out = num_out // 2 if gated else num_out
+    """The rows of x times their experts' weights, times `factor`; without it silu(gate) * up."""
+    gated = factor is None
+    num_out = weight.num_out // 2 if gated else weight.num_out
     out = x.new_empty((rows.shape[0], num_out))
-    constants = launch_constants(num_out, num_in, num_experts, block_t, gated=gated)
+    constants = experts_constants(weight, block_t, gated=gated)
     grid = (-(-num_out // constants["BLOCK_N"]), num_tiles)
     if rows.shape[0]:
-        args = (x, weight, rows, x if scale is None else scale, starts, tiles, out)
-        kernels.experts_kernel[grid](*args, **constants, num_warps=4, num_stages=3)
+        order = rows if weight.order is None else weight.order
+        arguments = (x, *weight.pointers, order, rows, x if factor is None else factor, starts, tiles, out)
+        kernels.experts_kernel[grid](*arguments, **constants, num_warps=4, num_stages=3)
     return out
 
 
@@ -78,11 +85,3 @@ def _block_t(num_results: int, num_experts: int) -> int:
 def _firsts(counts: Tensor) -> Tensor:
     """[X + 1] int32: the sum of the counts before each expert, and of all."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-
-
-def _stacked(weights: list[Tensor]) -> Tensor:
-    """[X, ...] of the tensors, each of which is dropped once it is copied."""
-    out = weights[0].new_empty((len(weights), *weights[0].shape))
-    for place in range(len(weights) - 1, -1, -1):
-        out[place] = weights.pop()
-    return out

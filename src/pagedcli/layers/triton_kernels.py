@@ -1,4 +1,4 @@
-"""The Triton kernels of a decoder layer between its attention calls, and of sampling. Each has a twin in plain torch.
+"""The Triton kernels of a decoder layer between its matrix products, and of sampling. Each has a twin in plain torch.
 
 Used by the other triton_*.py of this folder; imported only where triton is installed. Arithmetic is float32; it is
 rounded to the tensors' dtype wherever the twin rounds.
@@ -118,52 +118,6 @@ def rotate_and_store_kernel(
         tl.store(v_cache_ptr + place + HALF, kept_y, mask=inside & is_v)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step: each variant would be compiled in the run
-def codes_linear_kernel(
-    x_ptr,  # [T, K]
-    words_ptr,  # [K / PER_WORD, N] int32, lowest bits first
-    scales_ptr,  # [groups, N]
-    zeros_ptr,  # [groups, N] uint8
-    bias_ptr,  # [N]
-    out_ptr,  # [T, N]
-    num_tokens,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One program per BLOCK_T tokens and BLOCK_N output features. Weights are rounded to the dtype of x, sums are
-    float32."""
-    PER_WORD: tl.constexpr = 32 // BITS
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    row = tl.arange(0, BLOCK_K)
-    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + row
-        inside = (k[:, None] < K) & (column < N)
-        x = tl.load(
-            x_ptr + token.to(tl.int64) * K + k[None, :], mask=(token < num_tokens) & (k[None, :] < K), other=0.0
-        )
-        words = tl.load(words_ptr + (k // PER_WORD)[:, None] * N + column, mask=inside, other=0)
-        codes = (words >> (k % PER_WORD * BITS)[:, None]) & ((1 << BITS) - 1)
-        if GROUP % BLOCK_K == 0:  # all rows of the block are in one group
-            place, there = start // GROUP * N + column, column < N
-        else:
-            place, there = (k // GROUP)[:, None] * N + column, inside
-        zeros = tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)
-        scales = tl.load(scales_ptr + place, mask=there, other=0.0).to(tl.float32)
-        weights = ((codes - zeros).to(tl.float32) * scales).to(x.dtype)
-        sums = tl.dot(x, weights, sums, input_precision="ieee")
-    if BIAS:
-        sums += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token.to(tl.int64) * N + column, sums, mask=(token < num_tokens) & (column < N))
-
-
 @triton.jit
 def _weights(logits_ptr, column, inside, floor, inverse, FLOOR: tl.constexpr):
     """Kept logits in units of log2 after temperature."""
@@ -253,59 +207,3 @@ def sample_rows_kernel(
     # NaN and +inf make the mass of their chunk NaN; without any weight it is 0
     total = tl.sum(tl.load(mass_ptr + row * C + chunk, mask=chunk < C, other=0.0), 0)
     tl.store(out_ptr + row, tl.where((total > 0.0) & (total < float("inf")), token, -1).to(tl.int64))
-
-
-@triton.jit
-def experts_kernel(
-    x_ptr,  # [*, K]
-    weight_ptr,  # [X, N, K], or with GATED [X, 2N, K]: gate, then up
-    rows_ptr,  # [R] int32, row of x for each result
-    scale_ptr,  # [R], multiplies each result; not with GATED
-    starts_ptr,  # [X + 1] int32, first result of each expert
-    tiles_ptr,  # [X + 1] int32, first tile of each expert
-    out_ptr,  # [R, N]
-    X: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_X: tl.constexpr,  # at least X + 1
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One program per tile of BLOCK_T results of one expert and BLOCK_N outputs; the results are sorted by expert."""
-    tile = tl.program_id(1)
-    index = tl.arange(0, BLOCK_X)
-    firsts = tl.load(tiles_ptr + index, mask=index <= X, other=2147483647)
-    expert = tl.sum((firsts <= tile).to(tl.int32), 0) - 1  # the last one whose tiles have begun
-    if expert >= X:
-        return
-    first = tl.load(starts_ptr + expert) + (tile - tl.load(tiles_ptr + expert)) * BLOCK_T
-    end = tl.load(starts_ptr + expert + 1)
-    result = first + tl.arange(0, BLOCK_T)
-    inside = result < end
-    row = tl.load(rows_ptr + result, mask=inside, other=0).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + expert.to(tl.int64) * N * K * (2 if GATED else 1)
-    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    gate = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        column = start + k
-        x = tl.load(x_ptr + row[:, None] * K + column[None, :], mask=inside[:, None] & (column[None, :] < K), other=0.0)
-        at = weights + n[None, :].to(tl.int64) * K + column[:, None]
-        in_weight = (n[None, :] < N) & (column[:, None] < K)
-        if GATED:
-            gate = tl.dot(x, tl.load(at, mask=in_weight, other=0.0), gate, input_precision="ieee")
-            at += N * K
-        total = tl.dot(x, tl.load(at, mask=in_weight, other=0.0), total, input_precision="ieee")
-    dtype = out_ptr.dtype.element_ty
-    if GATED:
-        gate = gate.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp2(-gate * LOG2E))).to(dtype).to(tl.float32)
-        total = silu * total.to(dtype).to(tl.float32)
-    else:
-        scale = tl.load(scale_ptr + result, mask=inside, other=0.0).to(tl.float32)
-        total = total.to(dtype).to(tl.float32) * scale[:, None]
-    at_out = out_ptr + result[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(at_out, total, mask=inside[:, None] & (n[None, :] < N))

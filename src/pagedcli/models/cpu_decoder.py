@@ -4,6 +4,7 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 """
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -15,8 +16,8 @@ from pagedcli.kvcache.groups import cache_groups
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import has_cpu_kernels, scaled_embedding, scaled_logits
-from pagedcli.models.formats import AS_STORED
-from pagedcli.models.parameters import decoder_parameters, take_linear
+from pagedcli.models.formats import AS_STORED, LayerFormat
+from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.spec import ExpertsSpec
@@ -42,8 +43,9 @@ _GATES = {"silu": GATE_SILU, "swish": GATE_SILU, "gelu_pytorch_tanh": GATE_GELU}
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
-    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor]) -> None:
-        """Packs the weights and removes each from `tensors`, so that memory holds only one copy."""
+    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], formats: Mapping[str, LayerFormat]) -> None:
+        """Packs the weights and removes each from `tensors`, so that memory holds only one copy. `formats`: see
+        parameters.linear_formats."""
         spec = request.spec
         self.spec = spec
         note = request.weight_format.note(request.dtype, "cpu")
@@ -53,7 +55,7 @@ class CpuDecoder:
         self._backend = request.backend
         self._groups = cache_groups([layer.window for layer in self.attention_layers])
         self._functions = bind(load_library().functions)
-        build = _Builder(request, tensors)
+        build = _Builder(request, tensors, formats)
         self._embedding, self._lm_head = build.tables()
         self._model = build.model()
         self._kept = build.kept
@@ -104,19 +106,19 @@ class CpuDecoder:
 class _Builder:
     """Builds the structs from tensors, removing each tensor from the dict."""
 
-    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor]) -> None:
-        self._request, self._spec, self._tensors = request, request.spec, tensors
+    def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], formats: Mapping[str, LayerFormat]) -> None:
+        self._request, self._spec, self._tensors, self._formats = request, request.spec, tensors, formats
         self._tables: dict[RopeSpec, Tensor] = {}
         self.kept: list[object] = []  # what the structs point into
         self.weight_bytes = 0
 
     def tables(self) -> tuple[Tensor | None, NativeLinear]:
         """The embedding, None if it is read from the output layer, and the output layer."""
-        tied, stored = self._spec.tie_word_embeddings, self._request.weight_format
+        tied, layer_format = self._spec.tie_word_embeddings, self._request.weight_format.lm_head
         embedding = self._tensors.pop("embedding")
         output = [{"weight": embedding if tied else self._tensors.pop("lm_head")}]
-        lm_head = self._keep(stored.lm_head.native_linear(output, None, self._request.dtype))
-        if tied and stored.keeps_rows:
+        lm_head = self._keep(layer_format.native_linear(output, None, self._request.dtype))
+        if tied and layer_format.keeps_rows:
             return None, lm_head
         self.weight_bytes += embedding.nbytes
         return embedding, lm_head
@@ -193,10 +195,11 @@ class _Builder:
         return self._linear(f"{key}.gate_up", gated=True).struct, self._linear(f"{key}.down").struct
 
     def _linear(self, key: str, *, gated: bool = False) -> NativeLinear:
-        weight_format, modules = take_linear(self._tensors, key, self._request.weight_format)
+        layer_format = self._formats[key]
+        modules = take_linear(self._tensors, key, layer_format)
         bias = self._tensors.pop(f"{key}.bias", None)
         self.weight_bytes += bias.nbytes if bias is not None else 0
-        return self._keep(weight_format.native_linear(modules, bias, self._request.dtype, gated=gated))
+        return self._keep(layer_format.native_linear(modules, bias, self._request.dtype, gated=gated))
 
     def _unquantized(self, key: str) -> LinearStruct:
         weight = {"weight": self._tensors.pop(key)}
@@ -262,4 +265,4 @@ def load(request: DecoderRequest) -> CpuDecoder:
     source = open_weights(request.path, request.load_format, request.seed)
     parameters = decoder_parameters(spec, request.weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
-    return CpuDecoder(request, tensors)
+    return CpuDecoder(request, tensors, linear_formats(parameters))

@@ -3,23 +3,25 @@
 One of the decoders of models.loading. If attention runs on the project's CPU kernels, the linear layers do, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.errors import ModelError
 from pagedcli.layers.experts import weighted_sum
 from pagedcli.layers.fused import fused_layers, stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
+from pagedcli.layers.quantized import Weight
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
-from pagedcli.models.formats import AS_STORED, Kernels, Modules, WeightFormat
+from pagedcli.models.formats import AS_STORED, Kernels, LayerFormat, Modules
 from pagedcli.models.layer_step import layer_steps
-from pagedcli.models.parameters import decoder_parameters, take_linear
+from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.rope_table import rope_table
 from pagedcli.models.sharding import shard_parameters, shard_spec
@@ -42,9 +44,16 @@ class Decoder:
         "weight_bytes",
     )
 
-    def __init__(self, request: DecoderRequest, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
-        """`spec` and `tensors` are those of this rank; `tensors` is emptied, so that memory holds only one copy."""
-        build = _Builder(request, spec, tensors)
+    def __init__(
+        self,
+        request: DecoderRequest,
+        spec: ModelSpec,
+        tensors: dict[str, Tensor],
+        formats: Mapping[str, LayerFormat],
+    ) -> None:
+        """`spec` and `tensors` are those of this rank; `tensors` is emptied, so that memory holds only one copy.
+        `formats`: see parameters.linear_formats."""
+        build = _Builder(request, spec, tensors, formats)
         self.spec = spec
         self.notes = unpacked_note(request.device, request.dtype) if not build.uses_cpu_kernels else ()
         if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
@@ -95,8 +104,14 @@ def scaled_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
 class _Builder:
     """Builds the layers from a spec and tensors, removing each tensor from the dict."""
 
-    def __init__(self, request: DecoderRequest, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
-        self._request, self._spec, self._tensors = request, spec, tensors
+    def __init__(
+        self,
+        request: DecoderRequest,
+        spec: ModelSpec,
+        tensors: dict[str, Tensor],
+        formats: Mapping[str, LayerFormat],
+    ) -> None:
+        self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
         self._tables: dict[RopeSpec, Tensor] = {}
         self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
         self._activation = ACTIVATIONS[spec.hidden_act]
@@ -117,7 +132,7 @@ class _Builder:
             return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
         packed = self._request.weight_format.lm_head.native_linear(stored, None, self._request.dtype)
         head = VocabularyHead(packed, self._spec.vocab_size, parallel)
-        if tied and self._request.weight_format.keeps_rows and parallel.size == 1:
+        if tied and self._request.weight_format.lm_head.keeps_rows and parallel.size == 1:
             return packed.weight_rows, head, packed.nbytes
         return embedding, head, table.nbytes + packed.nbytes
 
@@ -183,10 +198,17 @@ class _Builder:
             return partial(weighted_sum, [self._expert(key) for key in keys])
         from pagedcli.layers.triton_experts import GroupedExperts
 
-        gate_up, down = ([self._tensors.pop(f"{key}.{name}.weight") for key in keys] for name in ("gate_up", "down"))
+        gate_up, down = ([self._expert_weight(f"{key}.{name}") for key in keys] for name in ("gate_up", "down"))
         grouped = GroupedExperts(gate_up, down)
         self.linear_bytes += grouped.nbytes
         return grouped
+
+    def _expert_weight(self, key: str) -> Weight:
+        layer_format = self._formats[key]
+        modules = take_linear(self._tensors, key, layer_format)
+        if any("bias" in module and bool(module["bias"].any()) for module in modules):
+            raise ModelError(f"{key} has a bias, which experts have not here", hint="download the checkpoint again")
+        return layer_format.weight(modules, self._request.dtype, self.kernels)
 
     def _expert(self, key: str) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
@@ -207,22 +229,23 @@ class _Builder:
         return self._tables[rope]
 
     def _linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
-        weight_format, modules = take_linear(self._tensors, key, self._request.weight_format)
+        layer_format = self._formats[key]
+        modules = take_linear(self._tensors, key, layer_format)
         bias = self._tensors.pop(f"{key}.bias", None)
         if not with_bias:
             bias = None
             modules = [{suffix: module[suffix] for suffix in module.keys() - {"bias"}} for module in modules]
-        return self._made(weight_format, modules, bias, gated=gated)
+        return self._made(layer_format, modules, bias, gated=gated)
 
     def _made(
-        self, weight_format: WeightFormat, modules: Modules, bias: Tensor | None, *, gated: bool = False
+        self, layer_format: LayerFormat, modules: Modules, bias: Tensor | None, *, gated: bool = False
     ) -> LinearLayer:
         dtype = self._request.dtype
         linear: LinearLayer
         if self.uses_cpu_kernels:
-            linear = weight_format.native_linear(modules, bias, dtype, gated=gated)
+            linear = layer_format.native_linear(modules, bias, dtype, gated=gated)
         else:
-            linear = weight_format.torch_linear(modules, bias, dtype, kernels=self.kernels)
+            linear = layer_format.torch_linear(modules, bias, dtype, kernels=self.kernels)
         self.linear_bytes += linear.nbytes
         return linear
 
@@ -250,7 +273,7 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the Triton kernel computes all experts of a layer together."""
-    is_plain = spec.quantization is None and not spec.mlp_bias and spec.hidden_act in ("silu", "swish")
+    is_plain = not spec.mlp_bias and spec.hidden_act in ("silu", "swish")
     return is_plain and linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 
@@ -274,4 +297,4 @@ def load(request: DecoderRequest) -> Decoder:
     parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
     source = open_weights(request.path, request.load_format, request.seed)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
-    return Decoder(request, shard_spec(spec, request.parallel), tensors)
+    return Decoder(request, shard_spec(spec, request.parallel), tensors, linear_formats(parameters))

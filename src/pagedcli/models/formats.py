@@ -2,6 +2,7 @@
 those of checkpoints that others quantized are in models.packed_formats.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.layers.quantized import Weight
 from pagedcli.native import load_library
 
 # The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
@@ -59,29 +61,15 @@ WEIGHT = StoredTensor("weight")
 VECTOR = StoredTensor("bias", in_dim=None)  # a bias, or the weight of a norm
 
 
-class WeightFormat(Protocol):
+class LayerFormat(Protocol):
     """Names what is stored for a linear layer and makes the layer from it."""
 
-    name: str
     stored: tuple[StoredTensor, ...]
     stacks: bool  # whether the modules of a fused layer (q, k, v) are read as one tensor
     keeps_rows: bool  # whether the rows of the output layer can be read again, as a tied embedding needs them
 
-    @property
-    def lm_head(self) -> "WeightFormat":
-        """The format of the output layer, which is stored as a plain weight."""
-        ...
-
-    def covers(self, module: str) -> bool:
-        """Whether a module, by its name in the checkpoint, is stored so; the others are plain weights."""
-        ...
-
-    def torch_refusal(self) -> str | None:
-        """Why there is no torch layer of this format; None if there is one."""
-        ...
-
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
-        """What a user should know of how the layers compute."""
+    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+        """The weight [out, in] that `kernels` multiply by: as stored, or widened to `dtype` where they cannot."""
         ...
 
     def torch_linear(
@@ -97,6 +85,29 @@ class WeightFormat(Protocol):
         ...
 
 
+class WeightFormat(Protocol):
+    """The formats of a model's linear layers."""
+
+    name: str
+
+    @property
+    def lm_head(self) -> LayerFormat:
+        """The format of the output layer, which is stored as a plain weight."""
+        ...
+
+    def of(self, module: str) -> LayerFormat:
+        """The format of a module, by its name in the checkpoint."""
+        ...
+
+    def torch_refusal(self) -> str | None:
+        """Why there are no torch layers; None if there are."""
+        ...
+
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+        """What a user should know of how the layers compute."""
+        ...
+
+
 class AsStored:
     """Floating-point weights, computed with in the model's dtype."""
 
@@ -106,17 +117,24 @@ class AsStored:
     keeps_rows = True
 
     @property
-    def lm_head(self) -> WeightFormat:
+    def lm_head(self) -> LayerFormat:
         return self
 
-    def covers(self, module: str) -> bool:
-        return True
+    def of(self, module: str) -> LayerFormat:
+        return self
 
     def torch_refusal(self) -> str | None:
         return None
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return None
+
+    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+        return modules[0]["weight"]
+
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels) -> int:
+        """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype."""
+        return math.prod(shape) * itemsize
 
     def torch_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
@@ -145,17 +163,20 @@ class Rounded:
         self._quantization = name
 
     @property
-    def lm_head(self) -> WeightFormat:
+    def lm_head(self) -> LayerFormat:
         return Rounded("int8")
 
-    def covers(self, module: str) -> bool:
-        return True
+    def of(self, module: str) -> LayerFormat:
+        return self
 
     def torch_refusal(self) -> str | None:
         return f"{self.name} weights need the native CPU kernels"
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         return None
+
+    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+        raise AssertionError("rounded while it is packed, and a format with a torch_refusal has no torch layer")
 
     def torch_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"

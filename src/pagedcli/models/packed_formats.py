@@ -1,9 +1,10 @@
 """The formats of checkpoints that others quantized: which tensors they store, and the linear layers made from them.
 
-Whole numbers (GPTQ, AWQ, compressed-tensors) stay whole numbers; FP8 is widened to the model's dtype. One function per
-layout knows its packing; see models.quantization for what config.json says of it.
+The numbers are kept as stored where a kernel computes with them, and otherwise widened to the model's dtype. Each
+layout has one function that reads its packing; models.quantization reads what config.json says of it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,120 +14,110 @@ from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.layers.quantized import QuantizedWeight, unpacked
-from pagedcli.models.formats import AS_STORED, DEVIATION, FLOAT8_DEVIATION, Kernels, Modules, StoredTensor, WeightFormat
-from pagedcli.models.quantization import Layout, StoredQuantization
+from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight, stacked, unpacked
+from pagedcli.models.formats import (
+    AS_STORED,
+    DEVIATION,
+    FLOAT8_DEVIATION,
+    AsStored,
+    Kernels,
+    LayerFormat,
+    Modules,
+    StoredTensor,
+)
+from pagedcli.models.stored_quantization import Layout, Quantization, StoredQuantization
 from pagedcli.native import load_library
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output feature of each four bits of a word, lowest first
 
 
-def packed_format(quantization: StoredQuantization) -> "Packed | Widened":
-    """The format of a checkpoint's linear layers."""
-    return Widened(quantization) if quantization.layout == "float8" else Packed(quantization)
+class Checkpoint:
+    """The formats of a quantized checkpoint: a WeightFormat."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self.name = quantization.description
+        self._formats = tuple(Packed(stored) for stored in quantization.formats)
+
+    @property
+    def lm_head(self) -> LayerFormat:
+        return AS_STORED
+
+    def of(self, module: str) -> "Packed | AsStored":
+        return next((each for each in self._formats if each.quantization.covers(module)), AS_STORED)
+
+    def torch_refusal(self) -> str | None:
+        return None
+
+    def rounds_activations(self, kernels: Kernels) -> bool:
+        """Whether some layer rounds its activations to 8 bits."""
+        return kernels == "cpu" and any(each.kernel_refusal(kernels) is None for each in self._formats)
+
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+        return "; ".join(dict.fromkeys(each.note(dtype, kernels) for each in self._formats))
 
 
-class _Stored:
-    """What both formats have in common."""
+class Packed:
+    """Numbers of 4 or 8 bits with scales: a LayerFormat."""
 
     stacks = False
     keeps_rows = True
 
     def __init__(self, quantization: StoredQuantization) -> None:
         self.quantization = quantization
-        self.name = quantization.description
         self.stored = _TENSORS[quantization.layout](quantization)
 
-    @property
-    def lm_head(self) -> WeightFormat:
-        return AS_STORED
-
-    def covers(self, module: str) -> bool:
-        return self.quantization.covers(module)
-
-    def torch_refusal(self) -> str | None:
-        return None
-
-
-class Widened(_Stored):
-    """FP8 weights, widened to the model's dtype while they are loaded."""
-
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
-        return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading; activations are not rounded"
-
-    def kernel_refusal(self, kernels: Kernels) -> str | None:
-        """See Packed.kernel_refusal."""
-        return "no kernel reads FP8 weights"
-
-    def kept_bytes(self, out_features: int, in_features: int, itemsize: int, kernels: Kernels) -> int:
-        """Bytes of a layer's weight in memory; itemsize is that of the model's dtype."""
-        return out_features * in_features * itemsize
-
-    def torch_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
-    ) -> LinearLayer:
-        return Linear(self._weight(modules, dtype), bias)
-
-    def native_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
-    ) -> NativeLinear:
-        return NativeLinear(load_library(), self._weight(modules, dtype), bias, gated=gated)
-
-    def _weight(self, modules: Modules, dtype: torch.dtype) -> Tensor:
-        scale_name, block = self.quantization.scale_name, self.quantization.block
-        parts = []
-        for tensors in modules:
-            weight, scales = tensors["weight"], tensors[scale_name].float()
-            if block is not None:
-                scales = scales.repeat_interleave(block[0], 0)[: weight.shape[0]]
-                scales = scales.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
-            parts.append((weight.float() * scales).to(dtype))
-        return torch.cat(parts)
-
-
-class Packed(_Stored):
-    """Whole numbers of 4 or 8 bits with scales, and zero points or not."""
-
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+    def note(self, dtype: torch.dtype, kernels: Kernels) -> str:
+        """See WeightFormat.note."""
+        name = self.quantization.description
         if (why := self.kernel_refusal(kernels)) is not None:
-            return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: {why}"
+            return f"weights are {name}, widened to {dtype_name(dtype)} while loading: {why}"
         rounded = "activations are rounded to 8 bits per token" if kernels == "cpu" else "activations are not rounded"
-        return f"weights are {self.name}, kept so; {rounded}"
+        return f"weights are {name}, kept so; {rounded}"
 
     def kernel_refusal(self, kernels: Kernels) -> str | None:
         """Why the kernels do not compute with the numbers as they are; None if they do."""
-        size = self.quantization.group_size
-        if kernels == "cpu" and size is not None and size % 32:
+        is_float8, block = self.quantization.layout == "float8", self.quantization.block
+        size = self.quantization.group_size if block is None else block[1]
+        if kernels == "torch":
+            return "torch has no kernel for them"
+        if is_float8 and kernels == "cpu":
+            return "no CPU kernel reads FP8; activations are not rounded"
+        if size is not None and size % 32 and (is_float8 or kernels == "cpu"):
             return f"groups of {size} have no kernel, only multiples of 32"
-        return "torch has no kernel for them" if kernels == "torch" else None
+        return None
 
-    def kept_bytes(self, out_features: int, in_features: int, itemsize: int, kernels: Kernels) -> int:
-        """Bytes of a layer's weight in memory; itemsize is that of the model's dtype."""
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels) -> int:
+        """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype."""
         if self.kernel_refusal(kernels) is not None:
-            return out_features * in_features * itemsize
-        groups = -(-in_features // (self.quantization.group_size or in_features))
-        return out_features * (in_features * self.quantization.bits // 8 + groups * 3)
+            return math.prod(shape) * itemsize
+        (out_features, in_features), stored = shape, self.quantization
+        size, group_bytes = stored.group_size, 3
+        if stored.layout == "float8":
+            size, group_bytes = stored.block[1] if stored.block else None, 4
+        groups = -(-in_features // (size or in_features))
+        return out_features * (in_features * stored.bits // 8 + groups * group_bytes)
+
+    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+        read = _READERS[self.quantization.layout]
+        weight = stacked([read(tensors, self.quantization) for tensors in modules])
+        return weight if self.kernel_refusal(kernels) is None else weight.dequantized(dtype)
 
     def torch_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
     ) -> LinearLayer:
-        weight, bias = self._weight(modules), _with_biases(modules, bias, dtype)
-        if kernels == "triton":
-            from pagedcli.layers.triton_codes import CodesLinear  # only where triton is installed
+        weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
+        if isinstance(weight, Tensor):
+            return Linear(weight, bias)
+        from pagedcli.layers.triton_weights import TritonLinear  # only where triton is installed
 
-            return CodesLinear(weight, bias)
-        return Linear(weight.dequantized(dtype), bias)
+        return TritonLinear(weight, bias)
 
     def native_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
     ) -> NativeLinear:
-        weight, bias = self._weight(modules), _with_biases(modules, bias, dtype)
-        numbers = weight if self.kernel_refusal("cpu") is None else weight.dequantized(dtype)
-        return NativeLinear(load_library(), numbers, bias, gated=gated, dtype=dtype)
-
-    def _weight(self, modules: Modules) -> QuantizedWeight:
-        read = _READERS[self.quantization.layout]
-        return QuantizedWeight.stacked([read(tensors, self.quantization) for tensors in modules])
+        weight, bias = self.weight(modules, dtype, "cpu"), _with_biases(modules, bias, dtype)
+        assert not isinstance(weight, Float8Weight), "widened, see kernel_refusal"
+        return NativeLinear(load_library(), weight, bias, gated=gated, dtype=dtype)
 
 
 def _with_biases(modules: Modules, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -248,6 +239,14 @@ def _read_int_quantized(tensors: Mapping[str, Tensor], q: StoredQuantization) ->
     return _weight(codes, scales, zeros, q)
 
 
+def _read_float8(tensors: Mapping[str, Tensor], q: StoredQuantization) -> Float8Weight:
+    numbers, scales = tensors["weight"], tensors[q.scale_name].float()
+    if q.block is not None:
+        scales = scales.repeat_interleave(q.block[0], 0)[: len(numbers)]
+    group_size = q.block[1] if q.block is not None else numbers.shape[1]
+    return Float8Weight(numbers, scales.expand(len(numbers), -1), group_size)
+
+
 def _weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, q: StoredQuantization, groups: Tensor | None = None
 ) -> QuantizedWeight:
@@ -259,9 +258,10 @@ def _weight(
     return QuantizedWeight(codes, q.bits, scales, zeros.to(torch.uint8), q.group_size or codes.shape[1], groups)
 
 
-_READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], QuantizedWeight]] = {
+_READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], QuantizedWeight | Float8Weight]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "pack-quantized": _read_pack_quantized,
     "int-quantized": _read_int_quantized,
+    "float8": _read_float8,
 }

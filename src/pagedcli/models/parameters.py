@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.errors import ModelError
-from pagedcli.models.formats import AS_STORED, VECTOR, WEIGHT, Init, StoredTensor, WeightFormat
+from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, StoredTensor, WeightFormat
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
 
 
@@ -37,6 +37,7 @@ class Parameter:
     parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
     dtype: torch.dtype | None = None  # in memory; None: the model's, or that of `stored`
+    layer_format: LayerFormat | None = None  # of the linear layer that it is part of
 
     @property
     def dim(self) -> int:
@@ -164,36 +165,44 @@ def _linear(
     key: str, rows: dict[str, int], columns: int, has_bias: bool, weight_format: WeightFormat
 ) -> Iterator[tuple[str, Parameter]]:
     """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
-    covered = [weight_format.covers(name) for name in rows]
-    if any(covered) and not all(covered):
+    layer_format, *others = {weight_format.of(name) for name in rows}
+    if others:
         raise ModelError(
-            f"only some of {', '.join(rows)} are quantized, and they are one layer here",
+            f"{', '.join(rows)} are stored in different formats, and they are one layer here",
             hint="use the unquantized version of the model",
         )
-    if weight_format.stacks or not covered[0]:
-        yield f"{key}.weight", Parameter({f"{name}.weight": (n, columns) for name, n in rows.items()})
+    if layer_format.stacks:
+        weights = {f"{name}.weight": (n, columns) for name, n in rows.items()}
+        yield f"{key}.weight", Parameter(weights, layer_format=layer_format)
     else:
         for i, (name, n) in enumerate(rows.items()):
-            for stored in weight_format.stored:
+            for stored in layer_format.stored:
                 if stored.suffix == "bias" and has_bias:
                     continue
                 shapes = {f"{name}.{stored.suffix}": stored.shape(n, columns)}
-                yield f"{key}[{i}].{stored.suffix}", Parameter(shapes, stored=stored)
+                yield f"{key}[{i}].{stored.suffix}", Parameter(shapes, stored=stored, layer_format=layer_format)
     if has_bias:
         yield f"{key}.bias", Parameter({f"{name}.bias": (n,) for name, n in rows.items()}, stored=VECTOR)
 
 
-def take_linear(
-    tensors: dict[str, Tensor], key: str, weight_format: WeightFormat
-) -> tuple[WeightFormat, list[dict[str, Tensor]]]:
-    """A linear layer's format and the tensors of its modules. Changes: tensors, from which they are removed."""
-    if (weight := tensors.pop(f"{key}.weight", None)) is not None:
-        return weight_format if weight_format.stacks else AS_STORED, [{"weight": weight}]
+def linear_formats(parameters: Mapping[str, Parameter]) -> dict[str, LayerFormat]:
+    """The format of each linear layer by its key, e.g. "layers.3.qkv"."""
+    formats = {}
+    for key, parameter in parameters.items():
+        if parameter.layer_format is not None:
+            formats[key.rpartition(".")[0].partition("[")[0]] = parameter.layer_format
+    return formats
+
+
+def take_linear(tensors: dict[str, Tensor], key: str, layer_format: LayerFormat) -> list[dict[str, Tensor]]:
+    """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
+    if layer_format.stacks:
+        return [{"weight": tensors.pop(f"{key}.weight")}]
     modules: list[dict[str, Tensor]] = []
     while module := {
         stored.suffix: tensors.pop(name)
-        for stored in weight_format.stored
+        for stored in layer_format.stored
         if (name := f"{key}[{len(modules)}].{stored.suffix}") in tensors
     }:
         modules.append(module)
-    return weight_format, modules
+    return modules

@@ -1,101 +1,26 @@
-"""How others quantized a checkpoint's linear layers: `quantization_config` of its config.json. Free of torch.
-
-READABLE and REFUSED are what docs/models.md prints. The layers themselves are made by models.packed_formats.
-"""
+"""Reads `quantization_config` of a checkpoint's config.json. Free of torch."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import convert
-
-Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8"]
-
-# What is read: name -> what of it.
-READABLE: Mapping[str, str] = {
-    "compressed-tensors pack-quantized": "4 and 8 bits, in groups or per channel, symmetric or not, with act-order",
-    "compressed-tensors int-quantized": "int8 weights, per channel or per tensor, symmetric or not",
-    "compressed-tensors float-quantized": "FP8 e4m3, per tensor, per channel or in blocks",
-    "gptq": "4 and 8 bits, in groups or per channel, act-order, zero points of gptq and of gptq_v2",
-    "awq": "4 bits, in groups, GEMM order",
-    "fp8": "FP8 e4m3, per tensor or in blocks",
-    "fbgemm_fp8": "FP8 e4m3, per channel",
-}
-# What is known and not read: quant_method or compressed-tensors format -> what it is.
-REFUSED: Mapping[str, str] = {
-    "aqlm": "additive codebooks",
-    "auto-round": "AutoRound's own packings",
-    "bitnet": "1.58-bit weights",
-    "bitsandbytes": "4-bit NormalFloat or LLM.int8()",
-    "eetq": "int8 in the order of a GPU kernel",
-    "exl2": "mixed bits in the order of a GPU kernel",
-    "exl3": "trellis codes",
-    "fp_quant": "MXFP4 or NVFP4 weights",
-    "gguf": "GGUF inside a Hugging Face folder",
-    "higgs": "vector quantization",
-    "hqq": "half-quadratic quantization",
-    "marlin": "weights in the order of a GPU kernel",
-    "marlin-24": "2:4 sparse weights in the order of a GPU kernel",
-    "modelopt": "FP8 or NVFP4 weights of ModelOpt",
-    "mxfp4": "MXFP4 weights",
-    "mxfp4-pack-quantized": "MXFP4 weights",
-    "mxfp6-pack-quantized": "MXFP6 weights",
-    "mxfp8-quantized": "MXFP8 weights",
-    "nvfp4-pack-quantized": "NVFP4 weights",
-    "mixed-precision": "several formats in one checkpoint",
-    "quanto": "Quanto's own packings",
-    "quark": "Quark's own packings",
-    "quip": "codebooks with rotations",
-    "sparse-24-bitmask": "2:4 sparse weights",
-    "sparse-bitmask": "sparse weights",
-    "spqr": "sparse outliers",
-    "torchao": "torchao tensor subclasses",
-    "vptq": "vector quantization",
-}
+from pagedcli.models.stored_quantization import (
+    AUTO_ROUND,
+    READABLE,
+    REFUSED,
+    Layout,
+    Quantization,
+    StoredQuantization,
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredQuantization:
-    """How the linear layers of a checkpoint are stored: all those that `covers` names alike."""
-
-    method: str  # quant_method, with the format of compressed-tensors
-    layout: Layout
-    bits: int  # of a weight
-    group_size: int | None = None  # inputs that share a scale; None: all inputs of an output feature
-    block: tuple[int, int] | None = None  # float8: outputs and inputs that share a scale
-    per_tensor: bool = False  # one scale for a whole module
-    symmetric: bool = True
-    act_order: bool = False  # the inputs of a group are not neighbours
-    zero_offset: int = 0  # added to stored zero points: 1 in checkpoints of the first GPTQ convention
-    scale_name: str = "weight_scale"  # of a float8 or int8 module
-    targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
-    skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
-
-    def covers(self, module: str) -> bool:
-        """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
-        if self.targets and not any(_matches(pattern, module) for pattern in self.targets):
-            return False
-        return not any(_matches(pattern, module) for pattern in self.skipped)
-
-    @property
-    def description(self) -> str:
-        """What a person should know, e.g. "gptq, 4 bits in groups of 128, act-order"."""
-        if self.block is not None:
-            scales = f"in blocks of {self.block[0]} x {self.block[1]}"
-        elif self.group_size is not None:
-            scales = f"in groups of {self.group_size}"
-        else:
-            scales = "per tensor" if self.per_tensor else "per channel"
-        number = "FP8 e4m3" if self.layout == "float8" else f"{self.bits} bits"
-        return f"{self.method}, {number} {scales}{', act-order' if self.act_order else ''}"
-
-
-def read_quantization(config: dict[str, Any], where: Path) -> StoredQuantization | None:
+def read_quantization(config: dict[str, Any], where: Path) -> Quantization | None:
     """The quantization of a checkpoint by its config.json at `where`; None if it has none. A tied output layer is never
     quantized.
 
@@ -109,12 +34,14 @@ def read_quantization(config: dict[str, Any], where: Path) -> StoredQuantization
     method = content["quant_method"]
     if method not in _READERS:
         raise refusal(where, method, REFUSED.get(method, "an unknown method"))
-    stored = _READERS[method](content, where)
-    for pattern in (*stored.targets, *stored.skipped):
-        _check_pattern(pattern, where)
-    if method == "compressed-tensors" and not config.get("tie_word_embeddings") and stored.covers("lm_head"):
+    quantization = Quantization(_READERS[method](content, where))
+    for stored in quantization.formats:
+        for pattern in (*stored.targets, *stored.skipped):
+            _check_pattern(pattern, where)
+    names_head = method == "compressed-tensors" or any("lm_head" in stored.targets for stored in quantization.formats)
+    if names_head and not config.get("tie_word_embeddings") and quantization.covers("lm_head"):
         raise refusal(where, method, "its output layer is quantized, too")
-    return stored
+    return quantization
 
 
 def refusal(where: Path, method: str, why: str) -> ModelError:
@@ -142,7 +69,17 @@ class _Gptq(msgspec.Struct):
     modules_in_block_to_quantize: list[list[str] | str] | None = None
 
 
-def _gptq(content: dict[str, Any], where: Path) -> StoredQuantization:
+class _Changes(msgspec.Struct):
+    """What differs in some layers; None: as in the others."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    desc_act: bool | None = None
+    sym: bool | None = None
+    data_type: str | None = None
+
+
+def _gptq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
     fields = convert(content, _Gptq, where)
     form = fields.checkpoint_format or fields.format or "gptq"
     if form not in ("gptq", "gptq_v2") or fields.is_marlin_format:
@@ -151,14 +88,8 @@ def _gptq(content: dict[str, Any], where: Path) -> StoredQuantization:
         raise refusal(where, "gptq", "its output layer is quantized, too")
     if fields.pack_dtype != "int32":
         raise refusal(where, "gptq", f"pack_dtype {fields.pack_dtype}")
-    skipped = []
-    for pattern, changes in (fields.dynamic or {}).items():
-        if not pattern.startswith("-:") and changes:
-            raise refusal(where, "gptq", f"other settings for {pattern}")
-        skipped += [f"re:{pattern[2:]}"] if pattern.startswith("-:") else []
     blocks = fields.modules_in_block_to_quantize or []
-    targets = [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
-    return StoredQuantization(
+    base = StoredQuantization(
         method="gptq",
         layout="gptq",
         bits=_bits(fields.bits, (4, 8), where, "gptq"),
@@ -166,9 +97,44 @@ def _gptq(content: dict[str, Any], where: Path) -> StoredQuantization:
         symmetric=fields.sym,
         act_order=fields.desc_act,
         zero_offset=1 if form == "gptq" else 0,
-        targets=tuple(targets),
-        skipped=tuple(skipped),
+        targets=tuple(name for block in blocks for name in ([block] if isinstance(block, str) else block)),
     )
+    changed: list[tuple[str, StoredQuantization | None]] = []
+    for pattern, settings in (fields.dynamic or {}).items():
+        is_skipped = pattern.startswith("-:")
+        regex = "re:" + pattern.removeprefix("-:").removeprefix("+:")
+        changed.append((regex, None if is_skipped else _changed(base, settings, where)))
+    return _by_pattern(changed, base)
+
+
+def _changed(base: StoredQuantization, settings: dict[str, Any], where: Path) -> StoredQuantization:
+    """The format of layers with settings of their own."""
+    fields = convert(settings, _Changes, where)
+    if fields.data_type not in (None, "int"):
+        raise refusal(where, base.method, f"{fields.data_type} weights in some layers")
+    layers = replace(
+        base,
+        symmetric=base.symmetric if fields.sym is None else fields.sym,
+        act_order=base.act_order if fields.desc_act is None else fields.desc_act,
+    )
+    if fields.bits is not None:
+        layers = replace(layers, bits=_bits(fields.bits, (4, 8) if base.layout == "gptq" else (4,), where, base.method))
+    if fields.group_size is not None:
+        layers = replace(layers, group_size=_group_size(fields.group_size, where, base.method))
+    return layers
+
+
+def _by_pattern(
+    changed: Sequence[tuple[str, StoredQuantization | None]], base: StoredQuantization
+) -> tuple[StoredQuantization, ...]:
+    """The formats of layers that the first of these patterns names, None: unquantized, and `base` for all others."""
+    formats, skipped = [], base.skipped
+    for pattern, layers in changed:
+        if layers is None:
+            skipped += (pattern,)
+        else:
+            formats.append(replace(layers, targets=(pattern,), skipped=skipped))
+    return (*formats, replace(base, skipped=skipped))
 
 
 class _Awq(msgspec.Struct):
@@ -180,7 +146,7 @@ class _Awq(msgspec.Struct):
     modules_to_not_convert: list[str] | None = None
 
 
-def _awq(content: dict[str, Any], where: Path) -> StoredQuantization:
+def _awq(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
     if "w_bit" in content or "q_group_size" in content:
         content = {"bits": content.get("w_bit"), "group_size": content.get("q_group_size", -1), **content}
     fields = convert(content, _Awq, where)
@@ -189,7 +155,7 @@ def _awq(content: dict[str, Any], where: Path) -> StoredQuantization:
         raise refusal(where, "awq", f"version {version}")
     if not fields.zero_point:
         raise refusal(where, "awq", "no zero points")
-    return StoredQuantization(
+    stored = StoredQuantization(
         method="awq",
         layout="awq",
         bits=_bits(fields.bits, (4,), where, "awq"),
@@ -197,6 +163,60 @@ def _awq(content: dict[str, Any], where: Path) -> StoredQuantization:
         symmetric=False,
         skipped=tuple(fields.modules_to_not_convert or ()),
     )
+    return (stored,)
+
+
+class _AutoRound(msgspec.Struct):
+    bits: int
+    group_size: int = -1
+    sym: bool = True
+    data_type: str = "int"
+    act_bits: int | None = None
+    packing_format: str | None = None
+    backend: str | None = None
+    block_name_to_quantize: list[str | list[str]] | str | None = None
+    to_quant_block_names: list[str | list[str]] | str | None = None
+    quant_block_list: list[str | list[str]] | None = None
+    modules_to_not_convert: list[str] | None = None
+    modules_in_block_to_quantize: list[list[str] | str] | None = None
+    dynamic: dict[str, dict[str, Any]] | None = None
+    extra_config: dict[str, dict[str, Any]] | None = None
+
+
+def _auto_round(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
+    fields, name = convert(content, _AutoRound, where), "auto-round"
+    backend = fields.backend if fields.backend != "auto" else None
+    form = fields.packing_format or backend or "auto_round:auto_gptq"
+    if form not in AUTO_ROUND:
+        raise refusal(where, name, f"packing_format {form}")
+    if fields.data_type != "int" or (fields.act_bits or 16) < 16:
+        raise refusal(where, name, f"{fields.data_type} weights with {fields.act_bits or 16}-bit activations")
+    if fields.modules_in_block_to_quantize or fields.dynamic:
+        raise refusal(where, name, "layers named as by GPTQ")
+    layout, zero_offset = AUTO_ROUND[form]
+    base = StoredQuantization(
+        method=f"{name} {form}",
+        layout=layout,
+        bits=_bits(fields.bits, (4, 8) if layout == "gptq" else (4,), where, name),
+        group_size=_group_size(fields.group_size, where, name),
+        symmetric=fields.sym and layout == "gptq",
+        zero_offset=zero_offset,
+        skipped=tuple(fields.modules_to_not_convert or ()),
+    )
+    blocks = _names(fields.quant_block_list or fields.block_name_to_quantize or fields.to_quant_block_names)
+    changed: list[tuple[str, StoredQuantization | None]] = []
+    for layer, settings in (fields.extra_config or {}).items():
+        pattern = layer if not set(layer) & set("*^$|()[]?+\\") else f"re:{'' if layer[0] == '^' else '.*'}{layer}"
+        is_kept = settings.get("bits", fields.bits) in (16, 32)
+        changed.append((pattern, None if is_kept else _changed(base, settings, where)))
+    return _by_pattern(changed, replace(base, targets=blocks))
+
+
+def _names(blocks: list[str | list[str]] | str | None) -> tuple[str, ...]:
+    """Names of blocks of layers: a list, lists within it, or a text with commas."""
+    if isinstance(blocks, str):
+        blocks = [*blocks.split(",")]
+    return tuple(name.strip() for each in blocks or () for name in ([each] if isinstance(each, str) else each))
 
 
 class _Fp8(msgspec.Struct):
@@ -208,7 +228,7 @@ class _Fp8(msgspec.Struct):
     scale_fmt: str | None = None
 
 
-def _fp8(content: dict[str, Any], where: Path) -> StoredQuantization:
+def _fp8(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
     fields, method = convert(content, _Fp8, where), content["quant_method"]
     if fields.fmt not in ("e4m3", "float8_e4m3fn"):
         raise refusal(where, method, f"fmt {fields.fmt}")
@@ -217,7 +237,7 @@ def _fp8(content: dict[str, Any], where: Path) -> StoredQuantization:
     if fields.scale_fmt not in (None, "float"):
         raise refusal(where, method, f"scale_fmt {fields.scale_fmt}")
     block = _block(fields.weight_block_size, where, method)
-    return StoredQuantization(
+    stored = StoredQuantization(
         method=method,
         layout="float8",
         bits=8,
@@ -226,6 +246,7 @@ def _fp8(content: dict[str, Any], where: Path) -> StoredQuantization:
         scale_name="weight_scale_inv" if block is not None else "weight_scale",
         skipped=(*(fields.modules_to_not_convert or ()), *(fields.ignored_layers or ())),
     )
+    return (stored,)
 
 
 class _CtWeights(msgspec.Struct):
@@ -254,23 +275,27 @@ class _CompressedTensors(msgspec.Struct):
     transform_config: dict[str, Any] | None = None
 
 
-def _compressed_tensors(content: dict[str, Any], where: Path) -> StoredQuantization:
+def _compressed_tensors(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
     fields = convert(content, _CompressedTensors, where)
-    name = "compressed-tensors"
-    groups = list(fields.config_groups.values())
-    if len(groups) != 1:
-        raise refusal(where, name, f"{len(groups)} groups of layers with settings of their own")
-    group = groups[0]
+    name, sparsity = "compressed-tensors", (fields.sparsity_config or {}).get("format", "dense")
+    if fields.kv_cache_scheme is not None:
+        raise refusal(where, name, "scales of a quantized KV cache")
+    if sparsity != "dense":
+        raise refusal(where, name, f"sparse weights, {sparsity}")
+    if (fields.transform_config or {}).get("config_groups"):
+        raise refusal(where, name, "rotated weights")
+    formats = [_ct_group(group, fields, where) for group in fields.config_groups.values()]
+    if not formats:
+        raise refusal(where, name, "no config_groups")
+    return tuple(sorted(formats, key=lambda stored: not stored.targets))  # names of layers before those of classes
+
+
+def _ct_group(group: _CtGroup, fields: _CompressedTensors, where: Path) -> StoredQuantization:
+    """The format of one group of layers."""
     form = group.format or fields.format
-    method, sparsity = f"{name} {form}", (fields.sparsity_config or {}).get("format", "dense")
+    method = f"compressed-tensors {form}"
     if form in REFUSED:
         raise refusal(where, method, REFUSED[form])
-    if fields.kv_cache_scheme is not None:
-        raise refusal(where, method, "scales of a quantized KV cache")
-    if sparsity != "dense":
-        raise refusal(where, method, f"sparse weights, {sparsity}")
-    if (fields.transform_config or {}).get("config_groups"):
-        raise refusal(where, method, "rotated weights")
     if group.weights is None:
         raise refusal(where, method, "only activations are quantized")
     if group.output_activations is not None:
@@ -316,9 +341,11 @@ def _ct_weights(
     )
 
 
-_READERS: Mapping[str, Callable[[dict[str, Any], Path], StoredQuantization]] = {
+_READERS: Mapping[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization, ...]]] = {
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
@@ -346,13 +373,6 @@ def _block(sizes: list[int] | None, where: Path, method: str) -> tuple[int, int]
     if len(sizes) != 2 or not all(1 <= size <= 2**20 for size in sizes):
         raise refusal(where, method, f"blocks of {sizes}")
     return sizes[0], sizes[1]
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """A regular expression from the name's beginning, or a run of whole parts of the name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return f".{pattern.strip('.')}." in f".{module}."
 
 
 def _check_pattern(pattern: str, where: Path) -> None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer
-from pagedcli.models.quantization import StoredQuantization
 from pagedcli.models.rope import RopeSpec
+from pagedcli.models.stored_quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ModelSpec:
     layer_ropes: tuple[RopeSpec | None, ...] = ()  # of each layer, None: no rotary embedding; empty: `rope` in all
     fused_projections: bool = False  # the checkpoint stacks q, k, v and gate, up
     experts: ExpertsSpec | None = None  # in place of the MLP
-    quantization: StoredQuantization | None = None  # how the checkpoint's linear layers are stored; None: as numbers
+    quantization: Quantization | None = None  # how the checkpoint's linear layers are stored; None: as numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property

@@ -1,0 +1,131 @@
+"""How a quantized checkpoint stores its linear layers, and the formats that are read. Free of torch.
+
+READABLE and REFUSED are what docs/models.md prints. models.quantization reads config.json, models.packed_formats makes
+the layers.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["gptq", "awq", "pack-quantized", "int-quantized", "float8"]
+
+# What is read: name -> what of it.
+READABLE: Mapping[str, str] = {
+    "compressed-tensors pack-quantized": "4 and 8 bits, in groups or per channel, symmetric or not, with act-order",
+    "compressed-tensors int-quantized": "int8 weights, per channel or per tensor, symmetric or not",
+    "compressed-tensors float-quantized": "FP8 e4m3, per tensor, per channel or in blocks",
+    "compressed-tensors mixed-precision": "groups of layers, each in one of these formats",
+    "gptq": "4 and 8 bits, in groups or per channel, act-order, gptq and gptq_v2; single layers with other bits",
+    "awq": "4 bits, in groups, GEMM order",
+    "auto-round": "4 and 8 bits in a layout of GPTQ, 4 bits in that of AWQ; single layers with other bits",
+    "fp8": "FP8 e4m3, per tensor or in blocks",
+    "fbgemm_fp8": "FP8 e4m3, per channel",
+}
+# packing_format of AutoRound -> the layout that it equals, and what is added to stored zero points.
+AUTO_ROUND: Mapping[str, tuple[Layout, int]] = {
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round": ("gptq", 0),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round:auto_awq": ("awq", 0),
+}
+# What is known and not read: quant_method or compressed-tensors format -> what it is.
+REFUSED: Mapping[str, str] = {
+    "aqlm": "additive codebooks",
+    "bitnet": "1.58-bit weights",
+    "bitsandbytes": "4-bit NormalFloat or LLM.int8()",
+    "eetq": "int8 in the order of a GPU kernel",
+    "exl2": "mixed bits in the order of a GPU kernel",
+    "exl3": "trellis codes",
+    "fp_quant": "MXFP4 or NVFP4 weights",
+    "gguf": "GGUF inside a Hugging Face folder",
+    "higgs": "vector quantization",
+    "hqq": "half-quadratic quantization",
+    "marlin": "weights in the order of a GPU kernel",
+    "marlin-24": "2:4 sparse weights in the order of a GPU kernel",
+    "modelopt": "FP8 or NVFP4 weights of ModelOpt",
+    "mxfp4": "MXFP4 weights",
+    "mxfp4-pack-quantized": "MXFP4 weights",
+    "mxfp6-pack-quantized": "MXFP6 weights",
+    "mxfp8-quantized": "MXFP8 weights",
+    "nvfp4-pack-quantized": "NVFP4 weights",
+    "quanto": "Quanto's own packings",
+    "quark": "Quark's own packings",
+    "quip": "codebooks with rotations",
+    "sparse-24-bitmask": "2:4 sparse weights",
+    "sparse-bitmask": "sparse weights",
+    "spqr": "sparse outliers",
+    "torchao": "torchao tensor subclasses",
+    "vptq": "vector quantization",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredQuantization:
+    """How linear layers of a checkpoint are stored: those that `covers` names."""
+
+    method: str  # quant_method, with the format of compressed-tensors
+    layout: Layout
+    bits: int  # of a weight
+    group_size: int | None = None  # inputs that share a scale; None: all inputs of an output feature
+    block: tuple[int, int] | None = None  # float8: outputs and inputs that share a scale
+    per_tensor: bool = False  # one scale for a whole module
+    symmetric: bool = True
+    act_order: bool = False  # the inputs of a group are not neighbours
+    zero_offset: int = 0  # added to stored zero points: 1 in checkpoints of the first GPTQ convention
+    scale_name: str = "weight_scale"  # of a float8 or int8 module
+    targets: tuple[str, ...] = ()  # the only modules; empty: all linear layers
+    skipped: tuple[str, ...] = ()  # modules stored unquantized; "re:" begins a regular expression
+
+    def covers(self, module: str) -> bool:
+        """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
+        if self.targets and not any(_matches(pattern, module) for pattern in self.targets):
+            return False
+        return not any(_matches(pattern, module) for pattern in self.skipped)
+
+    @property
+    def description(self) -> str:
+        """What a person should know, e.g. "gptq, 4 bits in groups of 128, act-order"."""
+        if self.block is not None:
+            scales = f"in blocks of {self.block[0]} x {self.block[1]}"
+        elif self.group_size is not None:
+            scales = f"in groups of {self.group_size}"
+        else:
+            scales = "per tensor" if self.per_tensor else "per channel"
+        number = "FP8 e4m3" if self.layout == "float8" else f"{self.bits} bits"
+        return f"{self.method}, {number} {scales}{', act-order' if self.act_order else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint is quantized: a linear layer has the first format that covers it; without one it is not
+    quantized."""
+
+    formats: tuple[StoredQuantization, ...]
+
+    @property
+    def method(self) -> str:
+        """quant_method, with the format of compressed-tensors."""
+        return self.formats[0].method
+
+    @property
+    def description(self) -> str:
+        """What a person should know of each format."""
+        return "; ".join(dict.fromkeys(stored.description for stored in self.formats))
+
+    @property
+    def act_order(self) -> bool:
+        """Whether some layer groups inputs that are not neighbours."""
+        return any(stored.act_order for stored in self.formats)
+
+    def covers(self, module: str) -> bool:
+        """Whether a linear layer, by its name in the checkpoint, is stored quantized."""
+        return any(stored.covers(module) for stored in self.formats)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """A regular expression from the name's beginning, or a run of whole parts of the name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return f".{pattern.strip('.')}." in f".{module}."

@@ -1,0 +1,145 @@
+"""The Triton product with quantized weights: equal to its twin in the interpreter, and compiled for three GPUs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreter import interpreted, plain, run_interpreted
+from quantized_zoo import exact_activations, random_float8, random_weight
+
+from pagedcli.errors import ModelError
+
+pytest.importorskip("triton")
+FP8 = torch.float8_e4m3fn
+
+
+@plain
+def test_equality_through_the_interpreter():
+    run_interpreted(__file__, at_least=20)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"out": 40, "columns": 128},
+        {"out": 64, "columns": 200, "bits": 8, "group_size": 200, "scales": torch.bfloat16},
+        {"out": 33, "columns": 144, "group_size": 16},  # groups smaller than a block of the kernel
+        {"out": 16, "columns": 128, "group_size": 64, "ordered": False},
+        {"out": 70, "columns": 100, "bits": 8, "group_size": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
+    from pagedcli.layers.triton_weights import TritonLinear
+
+    weight, bias = random_weight(**case), torch.linspace(-9, 9, case["out"])
+    x = exact_activations(tokens, case["columns"]) / 127
+    exact = x.double() @ weight.dequantized(torch.float32).double().T
+    torch.testing.assert_close(TritonLinear(weight)(x).double(), exact, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(TritonLinear(weight, bias)(x).double(), exact + bias, rtol=1e-5, atol=1e-3)
+    half = TritonLinear(weight)(x.half())
+    expected = x.half().double() @ weight.dequantized(torch.float16).double().T
+    torch.testing.assert_close(half.double(), expected, rtol=2e-3, atol=2e-2)
+
+
+def by_hardware(linear):
+    """The layer as a GPU that converts e4m3 has it."""
+    weight = linear._weight
+    linear._weight = replace(weight, numbers=weight.numbers.view(FP8), scales=weight.scales / 256)
+    return linear
+
+
+@interpreted
+@pytest.mark.parametrize(("out", "columns", "group_size"), [(40, 128, 64), (33, 200, 200), (70, 96, 32), (33, 62, 62)])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, columns, group_size, tokens):
+    from pagedcli.layers.triton_weights import TritonLinear
+
+    weight, x = random_float8(out, columns, group_size), exact_activations(tokens, columns) / 127
+    for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-3), (torch.float16, 1e-3, 1e-2)):
+        exact = x.to(dtype).double() @ weight.dequantized(torch.float32).double().T
+        for linear in (TritonLinear(weight), by_hardware(TritonLinear(weight))):
+            torch.testing.assert_close(linear(x.to(dtype)).double(), exact, rtol=rtol, atol=atol)
+            assert linear.nbytes == out * columns + 4 * out * -(-columns // group_size)
+
+
+@interpreted
+def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
+    from pagedcli.layers.quantized import Float8Weight
+    from pagedcli.layers.triton_weights import TritonLinear
+
+    numbers = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    is_nan = numbers & 127 == 127
+    weight = Float8Weight(numbers.masked_fill(is_nan, 0).view(FP8), torch.ones(16, 1), 16)
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(TritonLinear(weight)(torch.eye(16, dtype=dtype)), weight.numbers.to(dtype).T)
+    with pytest.raises(ModelError, match="not a number"):
+        TritonLinear(Float8Weight(numbers.view(FP8), torch.ones(16, 1), 16))
+
+
+@interpreted
+def test_no_tokens_and_the_layer_of_a_checkpoint():
+    from quantized_zoo import FORMATS
+
+    from pagedcli.layers.triton_weights import TritonLinear
+    from pagedcli.models.packed_formats import Packed
+    from pagedcli.models.stored_quantization import StoredQuantization
+
+    assert TritonLinear(random_weight(32, 64))(torch.empty(0, 64)).shape == (0, 32)
+    stored = Packed(StoredQuantization(method="awq", layout="awq", bits=4, group_size=32, symmetric=False))
+    quantize, _ = FORMATS["awq"]
+    tensors, weight = quantize(torch.zeros(48, 64), torch.Generator().manual_seed(0))
+    linear = stored.torch_linear([tensors], None, torch.float32, kernels="triton")
+    assert isinstance(linear, TritonLinear)
+    torch.testing.assert_close(linear(torch.eye(64)).T, weight)
+
+
+@plain
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [(torch.bfloat16, 80), (torch.bfloat16, 89), (torch.float16, 90)]
+    + [
+        pytest.param(dtype, capability, marks=pytest.mark.slow)
+        for dtype, capability in ((torch.float16, 80), (torch.float16, 89), (torch.bfloat16, 90))
+    ],
+)
+@pytest.mark.parametrize(
+    ("form", "group_size"), [("codes4", 128), ("codes4", 32), ("codes8", 4096), ("float8", 128), ("float8", 4096)]
+)
+def test_it_compiles_without_spills(dtype, form, group_size, capability, tmp_path):
+    from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
+
+    from pagedcli.layers.triton_products import linear_kernel
+    from pagedcli.layers.triton_weights import KernelWeight, linear_constants
+
+    weight = KernelWeight(form, 4096, 4096, group_size, torch.empty(0))
+    data = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), data) | {"num_tokens": "i32"}
+    types |= kernel_weight_types(form, capability, data)
+    for num_tokens in (1, 32, 512):
+        constants = {**linear_constants(weight, num_tokens), "BIAS": False}
+        kernel = Compiled(linear_kernel, types, constants, capability, 4, tmp_path)
+        assert kernel.spilled_bytes == 0
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+        assert "mma" in kernel.ptx
+        assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (form == "float8" and capability >= 89)
+
+
+@interpreted
+def test_an_engine_gives_the_tokens_of_the_dequantized_weights(tmp_path):
+    from engine_harness import make_engine, ragged_prompts, run
+    from model_zoo import tiny_model
+    from quantized_zoo import FORMATS, quantized_twins
+
+    from pagedcli.sampling_params import SamplingParams
+
+    model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
+    packed, plain = quantized_twins(model, tmp_path, *FORMATS["gptq-act-order"])
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)] * 3
+    expected = run(make_engine(plain, attention_backend="reference"), ragged_prompts(3), params)
+    engine = make_engine(packed, attention_backend="triton")
+    assert run(engine, ragged_prompts(3), params) == expected
+    [note] = [note for note in engine.model.notes if "gptq" in note]
+    assert "kept so; activations are not rounded" in note
