@@ -204,16 +204,30 @@ def gated_experts(scale: Scale, dtype: torch.dtype) -> tuple[Any, list[torch.Ten
     return GroupedExperts(gate_up.copy(), down.copy()), gate_up, down, num_picked
 
 
-def packed_linear(scale: Scale, bits: int, group_size: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
+PACKED = (("4 bits", 128), ("4 bits", 32), ("8 bits", 256), ("FP8", 128), ("FP8", 4096))  # inputs of a group
+
+
+def packed_weight(scale: Scale, form: str, group_size: int, sizes: tuple[int, int], *, seed: int = 0) -> Any:
+    """Random weights of "4 bits", "8 bits" or "FP8"."""
+    from quantized_zoo import random_float8, random_weight
+
+    is_float8 = form == "FP8"
+    names = ("numbers", "scales") if is_float8 else ("codes", "scales", "zeros")
+    group_size = min(group_size, sizes[1])
+    weight: Any = (
+        random_float8(*sizes, group_size, seed=seed)
+        if is_float8
+        else random_weight(*sizes, bits=int(form[0]), group_size=group_size, seed=seed)
+    )
+    return replace(weight, **{name: getattr(weight, name).to(scale.device) for name in names})
+
+
+def packed_linear(scale: Scale, form: str, group_size: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
     """A linear layer of packed weights, and its dequantized weight in float32."""
-    from quantized_zoo import random_weight
+    from pagedcli.layers.triton_weights import TritonLinear
 
-    from pagedcli.layers.triton_codes import CodesLinear
-
-    weight = random_weight(*sizes, bits=bits, group_size=group_size)
-    parts = {name: getattr(weight, name).to(scale.device) for name in ("codes", "scales", "zeros")}
-    weight = replace(weight, **parts)
-    return CodesLinear(weight), weight.dequantized(torch.float32)
+    weight = packed_weight(scale, form, group_size, sizes)
+    return TritonLinear(weight), weight.dequantized(torch.float32)
 
 
 def product_errors(scale: Scale) -> Iterator[Row]:
@@ -234,13 +248,34 @@ def product_errors(scale: Scale) -> Iterator[Row]:
                 expected.index_add_(0, rows, result * weights[rows, places, None].double())
             error = (experts(x, weights.to(dtype), chosen).double() - expected).abs().max()
             yield compared(f"experts, {tokens} tokens", dtype, float(error), allowed)
-        for bits, group_size in ((4, 128), (4, 32), (8, 256)):
-            linear, plain = packed_linear(scale, bits, group_size, (512, 1024) if scale.on_gpu else (40, 64))
+        for form, group_size in PACKED:
+            linear, plain = packed_linear(scale, form, group_size, (512, 1024) if scale.on_gpu else (40, 64))
             for tokens in (1, 40, 700) if scale.on_gpu else (3,):
                 x = torch.randn(tokens, plain.shape[1], device=scale.device).to(dtype)
                 exact = x.double() @ plain.to(dtype).double().T
                 error = ((linear(x).double() - exact).abs() / (1 + exact.abs())).max()
-                yield compared(f"{bits} bits by {group_size}, {tokens} tokens", dtype, float(error), allowed)
+                yield compared(f"{form} by {group_size}, {tokens} tokens", dtype, float(error), allowed)
+        yield from packed_experts_errors(scale, dtype)
+
+
+def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
+    """Experts of packed weights against the same experts of the dequantized weights."""
+    from pagedcli.layers.experts import route
+    from pagedcli.layers.triton_experts import GroupedExperts
+
+    num_experts, width, inner = (16, 1024, 512) if scale.on_gpu else (3, 64, 32)
+    for form, group_size in PACKED:
+        weights = [
+            [packed_weight(scale, form, group_size, sizes, seed=seed) for seed in range(num_experts)]
+            for sizes in ((2 * inner, width), (width, inner))
+        ]
+        plain = GroupedExperts(*([weight.dequantized(dtype) for weight in each] for each in weights))
+        packed = GroupedExperts(*weights)
+        x = torch.randn(70 if scale.on_gpu else 3, width, device=scale.device).to(dtype)
+        shares, chosen = route(torch.randn(len(x), num_experts, device=scale.device), 2, renormalize=True)
+        expected, result = (each(x, shares.to(dtype), chosen).double() for each in (plain, packed))
+        error = float((result - expected).norm() / expected.norm())
+        yield compared(f"experts of {form} by {group_size}", dtype, error, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def products(scale: Scale) -> Result:
@@ -249,12 +284,14 @@ def products(scale: Scale) -> Result:
 
     sizes = (4096, 4096) if scale.on_gpu else (40, 64)
     dtype, rows = scale.dtypes[0], []
-    linear, plain = packed_linear(scale, 4, 128 if scale.on_gpu else 32, sizes)
+    linear, plain = packed_linear(scale, "4 bits", 128 if scale.on_gpu else 32, sizes)
+    float8, _ = packed_linear(scale, "FP8", 128 if scale.on_gpu else 32, sizes)
     plain = plain.to(dtype)
     experts, gate_up, down, num_picked = gated_experts(scale, dtype)
     for tokens in (1, 16, 64, 256, 2048) if scale.on_gpu else (3,):
         x = torch.randn(tokens, plain.shape[1], device=scale.device).to(dtype)
-        packed_s, plain_s = (best_seconds(lambda f=f, x=x: f(x), scale) for f in (linear, lambda x: x @ plain.T))
+        layers = (linear, float8, lambda x: x @ plain.T)
+        packed_s, float8_s, plain_s = (best_seconds(lambda f=f, x=x: f(x), scale) for f in layers)
         x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
         logits = torch.randn(tokens, len(down), device=scale.device).to(dtype)
         weights, chosen = route(logits, num_picked, renormalize=True)
@@ -262,6 +299,7 @@ def products(scale: Scale) -> Result:
         used = min(len(down), tokens * num_picked) * (gate_up[0].nbytes + down[0].nbytes)
         rows.append({
             "tokens": tokens, "plain us": round(plain_s * 1e6, 1), "4 bits us": round(packed_s * 1e6, 1),
+            "FP8 us": round(float8_s * 1e6, 1),
             "experts us": round(experts_s * 1e6, 1), "experts GB/s at least": round(used / experts_s / 1e9),
         })  # fmt: skip
     return True, f"4 bits take {rows[0]['4 bits us'] / rows[0]['plain us']:.2f} of a plain product for one token", rows

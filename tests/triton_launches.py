@@ -73,6 +73,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     from pagedcli.attention import triton_kernels as attention_kernels
     from pagedcli.attention import triton_paged
     from pagedcli.layers import triton_kernels as layer_kernels
+    from pagedcli.layers import triton_products as product_kernels
     from pagedcli.layers.sampling import choose_tokens
 
     folder.mkdir(exist_ok=True)
@@ -83,7 +84,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     assert decided.backend == "triton", decided.refused
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
-        for module in (attention_kernels, layer_kernels):
+        for module in (attention_kernels, layer_kernels, product_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))

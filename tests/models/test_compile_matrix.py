@@ -62,18 +62,28 @@ MODELS = {
     "llama-3-8b gptq 32": model(*LLAMA, **packed(4, 32)),
     "llama-3-8b gptq channel": model(*LLAMA, **packed(4, -1)),
     "llama-3-8b gptq 8 bits": model(*LLAMA, **packed(8, 128)),
+    "qwen3-30b-a3b gptq": model(
+        "Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS, **packed(4, 128)
+    ),
     "llama-3-8b awq": model(*LLAMA, **packed(4, 128, quant_method="awq", version="gemm", zero_point=True)),
 }  # fmt: skip
 # decode of few and of many sequences, over one split and several; prompts with decodes among them
 STEPS = [[(300, 1)] * 3, [(20, 1)] * 40, [(1000, 1)] * 300, [(500, 500), (300, 1), (40, 3)]]
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0)]
 WITH_FP8 = [(8, 9), (9, 0)]
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+CHANNELS = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+FP8_MODELS = {
+    "llama-3-8b fp8": model(*LLAMA, **CHANNELS),
+    "qwen3-30b-a3b fp8": model("Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS, **FP8),
+}
 
 
 def check(name, capability, tmp_path, monkeypatch, **options):
     from triton_launches import launches_of
 
-    launches = launches_of(MODELS[name], tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
+    config = (MODELS | FP8_MODELS)[name]
+    launches = launches_of(config, tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
     number = capability[0] * 10 + capability[1]
     for launch in launches:
         kernel = launch.compiled(number, tmp_path)
@@ -92,6 +102,13 @@ def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", WITH_FP8, ids=str)
+@pytest.mark.parametrize("name", FP8_MODELS)
+def test_every_kernel_of_an_fp8_model_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
+    check(name, capability, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", WITH_FP8, ids=str)
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "gemma-3-1b", "gemma-3-27b", "phi-3-mini"])
 def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
     check(name, capability, tmp_path, monkeypatch, kv_cache_dtype="fp8")
@@ -102,7 +119,7 @@ def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capabilit
     [
         ("gemma-2-9b", {"store_kvcache_kernel", "prefill_kernel", "decode_kernel", "combine_kernel"}),
         ("qwen3-30b-a3b", {"experts_kernel", "rotate_and_store_kernel", "add_rms_norm_kernel"}),
-        ("llama-3-8b gptq 128", {"codes_linear_kernel", "silu_and_mul_kernel", "sample_rows_kernel"}),
+        ("llama-3-8b gptq 128", {"linear_kernel", "silu_and_mul_kernel", "sample_rows_kernel"}),
     ],
 )
 def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name, expected, tmp_path, monkeypatch):
