@@ -117,6 +117,31 @@ def test_partial_results_take_as_much_room_as_there_are_rows():
 
 
 @interpreted
+def test_blocks_beyond_2_31_elements_of_a_cache_are_found():
+    """Of the large caches only the last block is touched: the system gives them no memory for the others."""
+    from attention_cases import make_batch
+
+    from pagedcli.attention.base import AttentionSpec
+    from pagedcli.attention.layer import AttentionLayer
+    from pagedcli.attention.triton_paged import TritonAttention
+
+    backend = TritonAttention(AttentionSpec(torch.device("cpu"), torch.float16, 16, 2, 1, 128))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, heads, 128, generator=generator).half() for heads in (2, 1, 1))
+    outs, layer = [], AttentionLayer(scale=0.1)
+    for last in (1, 2**31 // (16 * 128) + 1):
+        shape = backend.kv_shape(last + 1, 16, 1, 128)
+        k_cache, v_cache = (torch.empty(shape, dtype=torch.float16) for _ in range(2))
+        for first in (0, 11):  # a prompt, then a decode
+            slots = [last * 16 + place for place in range(first, 12)]
+            batch = make_batch([(12, 12 - first)], torch.tensor([[last]], dtype=torch.int32), slots, "cpu")
+            backend.write(k[first:], v[first:], k_cache, v_cache, batch.slots, layer)
+            outs.append(backend.attend(q[first:], k_cache, v_cache, batch, layer))
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+
+
+@interpreted
 @pytest.mark.parametrize("ahead", [True, False])
 def test_samples_forked_in_a_graph_step_get_the_tokens_of_the_reference(model, gpu, ahead):
     """The last piece of a prompt is one token, so that its step is served by a graph and its logits by several rows."""

@@ -3,6 +3,7 @@
 The interpreter must be chosen before triton is imported, so the conformance test runs in a process of its own.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -135,6 +136,21 @@ def test_store_and_combine_compile(capability, tmp_path):
     combine = Compiled(kernels.combine_kernel, types, constants, capability, 4, tmp_path)
     assert store.spilled_bytes == combine.spilled_bytes == 0
     assert re.search(r"st\.global\.v4", store.ptx), "K and V are stored 16 bytes at a time"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "refused"),
+    [(torch.bfloat16, (64, 1, 128), False), (torch.bfloat16, (64, 1, 256), True), (torch.float32, (64, 1, 128), True)],
+)
+def test_groups_that_no_small_card_has_shared_memory_for_are_refused(dtype, heads, refused):
+    """On sm_86 they would compile and then fail at their first launch."""
+    from pagedcli.attention import triton_paged as paged
+    from pagedcli.attention.base import AttentionSpec
+    from pagedcli.errors import BackendError
+
+    spec = AttentionSpec(torch.device("cuda", 0), dtype, 16, *heads, capability=(8, 6))
+    with pytest.raises(BackendError, match="64 query heads") if refused else contextlib.nullcontext():
+        paged.check(spec)
 
 
 @pytest.mark.parametrize("window", [None, 1, 300])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, PagedBatch, dtype_name
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.triton_tiles import MIN_ROWS, tile_configs
 from pagedcli.errors import BackendError
@@ -29,6 +29,9 @@ except ImportError as error:
 
 LOG2E = 1.4426950408889634
 SPLIT = 256  # tokens; the same for every batch, so that results do not depend on it
+MAX_QUERY_BYTES = (
+    2**14
+)  # of a decode item; with more the kernel spills, and exceeds the shared memory of sm_86 and sm_89
 DEVICE_LIST_ITEMS = 2**13 + 2**9  # the most that a CUDA graph needs; longer work lists are counted on the host
 PROGRAMS_PER_SM = 3
 
@@ -81,8 +84,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
-        self._rows = max(MIN_ROWS, _power_of_2(self._group))  # rows of a decode item: new tokens x group
-        self._block_d = max(16, _power_of_2(spec.head_dim))
+        self._rows, self._block_d = _decode_shape(spec)
         self._decode, self._prefill = tile_configs(spec.dtype, self._block_d, _capability(spec.device))
         self._prefill_rows = max(self._prefill.block_m, _power_of_2(self._group))
         self._upcast = interpreted() and spec.dtype == torch.bfloat16
@@ -351,17 +353,30 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def _decode_shape(spec: AttentionSpec) -> tuple[int, int]:
+    """Rows of a decode item, new tokens x group, and the padded head size."""
+    rows = max(MIN_ROWS, _power_of_2(spec.num_heads // spec.num_kv_heads))
+    return rows, max(16, _power_of_2(spec.head_dim))
+
+
 def _dense_heads(x: Tensor) -> Tensor:
     """Make each token's heads contiguous; the kernels take any stride between tokens."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def check(spec: AttentionSpec) -> type[TritonAttention]:
-    """Raises BackendError off CUDA (unless triton interprets) and on older devices."""
+    """Raises BackendError off CUDA (unless triton interprets), on older devices, and for groups of heads too large for
+    one program."""
     if spec.device.type != "cuda" and not interpreted():
         raise BackendError(f"runs on a CUDA device, not on {spec.device}")
     if spec.device.type == "cuda" and (spec.capability or (0, 0)) < (8, 0):
         raise BackendError("needs compute capability 8.0 or newer")
+    rows, block_d = _decode_shape(spec)
+    if rows * block_d * spec.dtype.itemsize > MAX_QUERY_BYTES:
+        group = spec.num_heads // spec.num_kv_heads
+        raise BackendError(
+            f"{group} query heads of {spec.head_dim} {dtype_name(spec.dtype)} per key/value head are too many"
+        )
     return TritonAttention
 
 
