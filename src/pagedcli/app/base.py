@@ -21,7 +21,6 @@ from pagedcli.app.dialogs import Ask, HelpPage
 from pagedcli.app.lines import Lines
 from pagedcli.printable import one_line
 
-_TICK_S = 0.1
 _KEY_TICK_S = 0.025  # after a key, which a running engine obeys when its step has ended
 
 KEYS = """\
@@ -89,10 +88,13 @@ class DeckApp(App[None]):
 
     def on_mount(self) -> None:
         self.begin_capture_print(self)
-        self.set_interval(_TICK_S, self.tick)
-        self.tick()
+        self._keep_ticking()
         if isinstance(self.deck, RunningDeck):
-            self.deck.screen_is_open.set()
+            self.call_after_refresh(self.deck.screen_is_open.set)  # the first screen takes no time from the run
+
+    def _keep_ticking(self) -> None:
+        self.tick()
+        self.set_timer(self.deck.wait_s, self._keep_ticking)
 
     def on_print(self, event: Print) -> None:
         self.printed.append(event.text)

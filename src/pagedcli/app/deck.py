@@ -34,6 +34,11 @@ class Deck(ABC, Generic[M]):
         """Where it is, for the head line."""
 
     @property
+    def wait_s(self) -> float:
+        """Until the next `poll`."""
+        return 0.1
+
+    @property
     def speed(self) -> float | None:
         """Steps per second, None: full speed."""
         return SPEEDS[self._speed_index]

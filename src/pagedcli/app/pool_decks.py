@@ -1,5 +1,6 @@
 """A recorded run and a running engine, as decks of moments of the block pool."""
 
+import math
 import threading
 import time
 from abc import abstractmethod
@@ -20,6 +21,7 @@ from pagedcli.inspection.stories import Story, block_story, sequence_story, with
 _KEPT_EVENTS = 100_000  # of a running engine, for stories
 _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
+_MOST_WAIT_S = 0.5  # each look at the run takes a core from its kernels for a moment
 _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may take
 
 
@@ -103,7 +105,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         self._goal_reached = False
         self._last_step_s = 0.0
         self._moment: Moment | None = None
-        self._wants_moment = True
+        self._due_s = 0.0  # when the screen wants the next moment
         self._shown: Moment | None = None
         self._shown_s = self._shown_cpu_s = 0.0  # when, and the processor time of the screen's thread by then
 
@@ -145,9 +147,9 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         if self._goal_reached or (isinstance(goal, int) and step >= goal):
             self._goal, self._goal_reached, self.paused = None, False, True
         with self._changed:
-            if self._wants_moment or (self.paused and not self._steps_allowed):
+            if time.monotonic() >= self._due_s or (self.paused and not self._steps_allowed):
                 self._catch_up()
-                self._moment, self._wants_moment = self.live.copy(), False
+                self._moment, self._due_s = self.live.copy(), math.inf
             elif len(self._unfolded) >= _MOST_UNFOLDED:
                 self._catch_up()
             while not self.stop_requested:
@@ -192,12 +194,22 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         is_new = moment is not self._shown
         if is_new:
             self._shown, self._shown_s, self._shown_cpu_s = moment, now_s, cpu_s
-        else:
-            is_full_speed = self.speed is None and not self.paused  # else the engine has time to spare
-            drawing_s = (cpu_s - self._shown_cpu_s) / _DRAW_SHARE if is_full_speed else 0.0
-            interval_s = max(_INTERVAL_S, min(_MOST_S, drawing_s))
-            self._wants_moment = self._wants_moment or now_s - self._shown_s >= interval_s
+        elif self._due_s == math.inf:
+            drawing_s = (cpu_s - self._shown_cpu_s) / _DRAW_SHARE if self._is_at_full_speed else 0.0
+            self._due_s = self._shown_s + max(_INTERVAL_S, min(_MOST_S, drawing_s))
         return is_new
+
+    @property
+    def _is_at_full_speed(self) -> bool:
+        """Else the engine has time to spare."""
+        return self.speed is None and not self.paused and not self.has_ended
+
+    @property
+    def wait_s(self) -> float:
+        left_s = self._due_s - time.monotonic()
+        return (
+            min(_MOST_WAIT_S, max(_INTERVAL_S, left_s)) if self._is_at_full_speed and left_s < _MOST_S else _INTERVAL_S
+        )
 
     def toggle_pause(self) -> str:
         return self._change(not self.paused)
