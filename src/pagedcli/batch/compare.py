@@ -208,18 +208,12 @@ def _values(positions: list[dict[str, Any]]) -> list[list[float]]:
 
 def row_of(label: str, answers: list[Answer]) -> ComparedRow:
     """The same of a row that was just generated."""
-    samples = [
-        Sample(
-            text,
-            sample.token_ids,
-            None,
-            _own_values(sample.logprobs),
-            _own_values(answer.output.prompt_logprobs),
-            (sample.finish_reason, sample.stop_reason),
-        )
-        for answer in answers
-        for sample, text in zip(answer.output.samples, answer.texts, strict=True)
-    ]
+    samples = []
+    for answer in answers:
+        prompt_values = _own_values(answer.output.prompt_logprobs)
+        for sample, text in zip(answer.output.samples, answer.texts, strict=True):
+            values, ending = _own_values(sample.logprobs), (sample.finish_reason, sample.stop_reason)
+            samples.append(Sample(text, sample.token_ids, None, values, prompt_values, ending))
     return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
 
 

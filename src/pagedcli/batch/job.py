@@ -65,10 +65,9 @@ class Job:
     @property
     def columns(self) -> Columns:
         """The columns of input and output. Raises: UsageError if names collide."""
-        path = self.output
-        kind: OutputKind = (
-            "jsonl" if path is None else "parquet" if is_parquet(path) else "csv" if is_csv(path) else "jsonl"
-        )
+        kind: OutputKind = "jsonl"
+        if self.output is not None and (is_parquet(self.output) or is_csv(self.output)):
+            kind = "parquet" if is_parquet(self.output) else "csv"
         return Columns.of(self.loaded.config.run, kind=kind)
 
     @property

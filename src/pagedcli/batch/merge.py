@@ -13,7 +13,7 @@ import xxhash
 
 from pagedcli.batch.fingerprint import differences
 from pagedcli.batch.outputs import open_rows
-from pagedcli.batch.run_record import RunRecord, read_record
+from pagedcli.batch.run_record import RunRecord, check_unchanged, read_record
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
@@ -117,11 +117,8 @@ class _ShardReader:
 
     def check_end(self) -> None:
         """Raises: PagedcliError if the rows are not those that the run wrote."""
-        if self.next_row() or self._digest.hexdigest() != self._shard.digest:
-            raise PagedcliError(
-                f"{self._path} is not what its run wrote: {self.num_rows:,} rows with digest {self._shard.digest}",
-                hint="copy it again; merge takes the files as they were written",
-            )
+        self.next_row()  # anything after the last one
+        check_unchanged(self._path, self._shard, self._digest.hexdigest())
 
 
 def _rows(readers: list[_ShardReader], *, in_input_order: bool) -> Iterator[bytes]:

@@ -40,9 +40,8 @@ def require_pyarrow() -> None:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
-        raise UsageError("Parquet needs pyarrow, which is not installed", hint="pip install 'pagedcli[parquet]'") from (
-            error
-        )
+        hint = "pip install 'pagedcli[parquet]'"
+        raise UsageError("Parquet needs pyarrow, which is not installed", hint=hint) from error
 
 
 class ParquetSource(LineSource):

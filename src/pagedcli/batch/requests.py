@@ -53,12 +53,10 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
     "tools": ([],),
     "web_search_options": (),
 }
-_SETTINGS = (_SAMPLING_FIELDS | _REQUEST_FIELDS | _ALIASES.keys() | _GUIDED_FIELDS.keys()) - {"prompt", "messages"}
-_KNOWN = _SETTINGS | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys() | {"prompt", "messages"}
-# what a column of a table may be called to count as a field of the row
-LINE_FIELDS = frozenset(
-    (*_SAMPLING_FIELDS, *_ALIASES, *_REQUEST_FIELDS, *_GUIDED_FIELDS, *_UNSUPPORTED_FIELDS, "id", "custom_id", "body")
-)
+_USED_FIELDS = _SAMPLING_FIELDS | _REQUEST_FIELDS | _GUIDED_FIELDS.keys()
+_SETTINGS = (_USED_FIELDS | _ALIASES.keys()) - {"prompt", "messages"}
+_KNOWN = _USED_FIELDS | _ALIASES.keys() | _ENVELOPE_FIELDS | _UNSUPPORTED_FIELDS.keys()
+LINE_FIELDS = _KNOWN - {"method", "url"}  # what a column of a table may be called to count as a field of the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +127,7 @@ class RequestParser:
     def _check_unknown(self, body: dict[str, Any], *, plain: bool) -> None:
         unknown = []
         for name, value in body.items():
-            if (
-                name in _SAMPLING_FIELDS
-                or name in _REQUEST_FIELDS
-                or name in _GUIDED_FIELDS
-                or name in _HARMLESS_FIELDS
-            ):
+            if name in _USED_FIELDS or name in _HARMLESS_FIELDS:
                 continue
             if name in _UNSUPPORTED_FIELDS:
                 if value not in _UNSUPPORTED_FIELDS[name]:
@@ -163,12 +156,9 @@ class RequestParser:
             return self._defaults
         if any(name in given for name in _GRAMMAR_FIELDS):  # a line's own grammar replaces the run's
             given = dict.fromkeys(_GRAMMAR_FIELDS) | given
-        if (
-            "max_tokens" not in given
-            and isinstance(given.get("min_tokens"), int)
-            and self._defaults.max_tokens is not None
-        ):
-            given["max_tokens"] = max(self._defaults.max_tokens, given["min_tokens"])
+        default = self._defaults.max_tokens
+        if "max_tokens" not in given and isinstance(given.get("min_tokens"), int) and default is not None:
+            given["max_tokens"] = max(default, given["min_tokens"])
         try:
             return msgspec.convert({**self._default_fields, **given}, SamplingParams, str_keys=True)
         except msgspec.ValidationError as error:
@@ -194,13 +184,8 @@ def read_head(document: dict[str, Any], index: int, line_number: int, columns: C
     """Row id, shape and kept columns of a line, without checking the rest."""
     columns = columns or Columns()
     row_id = next((document[name] for name in columns.ids if document.get(name) is not None), None)
-    if (
-        not isinstance(row_id, str | int)
-        or isinstance(row_id, bool)
-        or (isinstance(row_id, int) and row_id.bit_length() > 63)
-    ):
-        row_id = None
-    head = RowHead(index, line_number, row_id)
+    is_number = isinstance(row_id, int) and not isinstance(row_id, bool) and row_id.bit_length() <= 63
+    head = RowHead(index, line_number, row_id if is_number or isinstance(row_id, str) else None)
     if columns.prompt is None and ("body" in document or "url" in document):
         url = document.get("url")
         shape = _SHAPES.get(url) if isinstance(url, str) else None

@@ -45,24 +45,9 @@ def run_again(
     differences = []
     for line, answers in sample.rows:
         again = RowSample(1)
-        alone = replace(
-            options,
-            limit=None,
-            max_errors=None,
-            shard=(0, 1),
-            reorder="none",
-            check_ids=False,
-            apart=f"again-{line.index}",
-        )
-        BatchRun(
-            engine,
-            tokenizer,
-            [line],
-            StreamSink(io.BytesIO(), order="completion"),
-            rows,
-            alone,
-            observe_row=again.add,
-        ).run()
+        name, sink = f"again-{line.index}", StreamSink(io.BytesIO(), order="completion")
+        alone = replace(options, limit=None, max_errors=None, shard=(0, 1), reorder="none", check_ids=False, apart=name)
+        BatchRun(engine, tokenizer, [line], sink, rows, alone, observe_row=again.add).run()
         label = f"row {line.index}"
         if not again.rows:
             differences.append(Difference(label, "error", a="no error", b="an error"))

@@ -12,7 +12,7 @@ import xxhash
 
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import InputScan
-from pagedcli.errors import UsageError
+from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 
 SCHEMA_VERSION = 1
@@ -63,6 +63,15 @@ class LineDigest:
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+def check_unchanged(path: Path, record: RunRecord, digest: str) -> None:
+    """Raises: PagedcliError if the rows of an output, of this digest, are not those that its run wrote."""
+    if digest != record.digest:
+        raise PagedcliError(
+            f"{path} is not what its run wrote: {record.num_rows:,} rows with digest {record.digest}",
+            hint="copy it again; merge takes the files as they were written",
+        )
 
 
 def record_path(path: Path) -> Path:

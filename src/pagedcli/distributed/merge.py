@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedcli.batch.merge import Merged
 from pagedcli.batch.parquet import is_parquet, require_pyarrow
-from pagedcli.batch.run_record import LineDigest, RunRecord, read_record
+from pagedcli.batch.run_record import LineDigest, RunRecord, check_unchanged, read_record
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import PagedcliError, UsageError
@@ -64,7 +64,7 @@ def _lines(folder: PartFolder, records: list[RunRecord], stack: ExitStack) -> It
         yield next(readers[number], b"")
     for number, (record, digest) in enumerate(zip(records, digests, strict=True)):
         digest.read(files[number])  # anything after the last row
-        _check(folder, number, record, digest)
+        check_unchanged(folder.part(number), record, digest.hexdigest())
 
 
 def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack, output: BinaryIO) -> None:
@@ -76,7 +76,7 @@ def _merge_tables(folder: PartFolder, records: list[RunRecord], stack: ExitStack
         digest = LineDigest()
         with folder.part(number).open("rb") as file:
             digest.read(file)
-        _check(folder, number, record, digest)
+        check_unchanged(folder.part(number), record, digest.hexdigest())
     files = [stack.enter_context(pq.ParquetFile(folder.part(number))) for number in range(len(records))]
     readers = [_TableReader(file) for file in files]
     part_of_row = folder.part_of_row()
@@ -105,11 +105,3 @@ class _TableReader:
         table = pa.Table.from_batches(self._left, self._schema)
         self._left = table.slice(num_rows).to_batches()
         return table.slice(0, num_rows)
-
-
-def _check(folder: PartFolder, number: int, record: RunRecord, digest: LineDigest) -> None:
-    if digest.hexdigest() != record.digest:
-        raise PagedcliError(
-            f"{folder.part(number)} is not what its run wrote: {record.num_rows:,} rows with digest {record.digest}",
-            hint="copy it again; merge takes the files as they were written",
-        )

@@ -6,17 +6,7 @@ Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded
 from bisect import bisect_left
 from collections import Counter
 
-from pagedcli.events import (
-    BlockEvicted,
-    BlocksFilled,
-    BlocksReused,
-    EngineStarted,
-    PrefixLookedUp,
-    RequestAdded,
-    RequestFinished,
-    StepFailed,
-    TokensSampled,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.fold import EventSource, fold
 from pagedcli.inspection.lookups import Divergence, Lookup, Totals
@@ -66,17 +56,17 @@ class Explainer(View[PoolState]):
 
     # ------------------------------------------------------------------ events
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         """Another part of a resumed run: it starts with an empty cache."""
         self.finish()
         self._forget_cache()
 
-    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         self.block_size = state.block_size
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
 
-    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         if event.reason == "continued":
             self._taken_over(event)
             return
@@ -114,7 +104,7 @@ class Explainer(View[PoolState]):
         elif self._is_cached_under_another_salt(lookup, state):
             lookup.reason = "different_salt"
 
-    def _taken_over(self, event: PrefixLookedUp) -> None:
+    def _taken_over(self, event: ev.PrefixLookedUp) -> None:
         for _, lookup in self._pending.get(event.seq_id, ())[-1:]:
             lookup.num_late += event.blocks_hit
             lookup.late_tokens_hit += event.tokens_hit
@@ -122,7 +112,7 @@ class Explainer(View[PoolState]):
                 lookup.reason = "in_flight"
         self._drop_complete(event.seq_id)
 
-    def on_blocks_reused(self, event: BlocksReused, state: PoolState) -> None:
+    def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
         """Settle, after a preemption, the sequence's earlier lookup, whoever has computed its blocks since."""
         table = state.seqs[event.seq_id].block_table
         if self._pending.get(event.seq_id):
@@ -132,7 +122,7 @@ class Explainer(View[PoolState]):
                     self._learn(event.seq_id, index // state.num_groups, block_hash)
             self._drop_complete(event.seq_id)
 
-    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         first = state.seqs[event.seq_id].place_of(event.block_ids)
         for index, block_hash in enumerate(event.hashes, first):
             self._first_seen.setdefault(block_hash, (state.num_events, event.seq_id))
@@ -144,14 +134,14 @@ class Explainer(View[PoolState]):
                 self._evictions.remove(ghost[0])
         self._drop_complete(event.seq_id)
 
-    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._num_copies[event.hash] -= 1
         if not self._num_copies[event.hash]:
             del self._num_copies[event.hash]
         if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
             self._ghosts[event.hash] = self._evictions.append(), state.step_number
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         """What the step left uncertain was never in the cache: who computes it next is the first."""
         kept = Counter(state.hashes[block_id] for block_id in event.cached_block_ids)
         self.num_failed_steps += 1
@@ -160,12 +150,12 @@ class Explainer(View[PoolState]):
             del self._first_seen[block_hash]
         self._num_copies = {block_hash: count for block_hash, count in kept.items() if block_hash is not None}
 
-    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
             if seq_id in self._token_ids:
                 self._token_ids[seq_id].append(token_id)
 
-    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         self._settle(event.seq_id)
         token_ids = self._token_ids.pop(event.seq_id, None)
         if token_ids is not None:

@@ -4,7 +4,7 @@ Used by `pagedcli trace`, `replay` and `generate`.
 """
 
 import time
-from types import TracebackType
+from typing import Self
 
 import msgspec
 from rich.console import Console
@@ -75,12 +75,10 @@ class PlainView:
         self._next_line_s = 0.0
         self._damage: str | None = None
 
-    def __enter__(self) -> "PlainView":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         print_ending(self.moment, self._damage, self._console)
 
     def settled(self) -> PoolState | None:

@@ -10,33 +10,24 @@ from typing import Literal
 
 import msgspec
 
+import pagedcli.events as ev
 from pagedcli.errors import TraceError
-from pagedcli.events import (
-    AnyEvent,
-    BlockEvicted,
-    Event,
-    PrefixLookedUp,
-    RequestPreempted,
-    StepFailed,
-    StepScheduled,
-    StepStarted,
-)
 from pagedcli.inspection.fold import EventSource, Fold, pool_fold
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.names import NamedRequest
 
 Landmark = Literal["preemption", "eviction", "miss"]
-StepEvents = Iterator[tuple[int | None, Event]]  # each event with its step, or the step before it
+StepEvents = Iterator[tuple[int | None, ev.Event]]  # each event with its step, or the step before it
 _SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
 
 
-def landmark(event: Event) -> Landmark | None:
+def landmark(event: ev.Event) -> Landmark | None:
     """The kind of place to jump to that an event makes its step."""
-    if isinstance(event, RequestPreempted):
+    if isinstance(event, ev.RequestPreempted):
         return "preemption"
-    if isinstance(event, BlockEvicted):
+    if isinstance(event, ev.BlockEvicted):
         return "eviction"
-    if isinstance(event, PrefixLookedUp) and event.miss_reason == "no_match":
+    if isinstance(event, ev.PrefixLookedUp) and event.miss_reason == "no_match":
         return "miss"
     return None
 
@@ -52,7 +43,7 @@ class Replay:
         self.steps: list[int | None] = []  # per stop the step, None: the end
         self.damage: str | None = None
         self._encode = msgspec.json.Encoder().encode
-        self._decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+        self._decoder: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
         self._chunks: list[bytes] = []  # per stop the events that lead to it from the one before
         self._landmarks: dict[Landmark, list[int]] = {"preemption": [], "eviction": [], "miss": []}  # stops, rising
         self._position = -1
@@ -67,7 +58,7 @@ class Replay:
             for event in pool_fold(self._moment).steps(source):
                 lines.append(self._encode(event))
                 self._note_landmark(event)
-                if isinstance(event, StepScheduled | StepFailed) and self.steps[-1:] != [event.step]:
+                if isinstance(event, ev.StepScheduled | ev.StepFailed) and self.steps[-1:] != [event.step]:
                     self._add_stop(event.step, lines)
                     lines.clear()
         except TraceError as error:
@@ -91,7 +82,7 @@ class Replay:
                 kept = (stop for stop in self._snapshots if stop < 0 or stop % self._interval == 0)
                 self._snapshots = {stop: self._snapshots[stop] for stop in kept}
 
-    def _note_landmark(self, event: Event) -> None:
+    def _note_landmark(self, event: ev.Event) -> None:
         name = landmark(event)
         if name is None:
             return
@@ -150,7 +141,7 @@ class Replay:
             if containing in chunk:
                 for line in chunk.splitlines():
                     event = self._decoder.decode(line)
-                    if isinstance(event, StepStarted):
+                    if isinstance(event, ev.StepStarted):
                         step = event.step
                     yield step, event
             step = self.steps[stop]

@@ -2,24 +2,12 @@
 
 from array import array
 
-from pagedcli.events import (
-    BlockCopied,
-    BlockEvicted,
-    BlocksAllocated,
-    BlocksFilled,
-    BlocksReleased,
-    BlocksReused,
-    EngineStarted,
-    SequenceForked,
-    StepFailed,
-    StepScheduled,
-    WindowPassed,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
-_Blocks = BlocksReused | BlocksAllocated | BlocksFilled | BlocksReleased | SequenceForked | WindowPassed
+_Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
 
 
 class BlockFrames(View[PoolState]):
@@ -34,10 +22,10 @@ class BlockFrames(View[PoolState]):
         self._codes = bytearray()
         self._touched: set[int] = set()
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._touched.update(range(len(self._codes)))  # another part begins with an empty pool
 
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self._add_step(event.step, state)
 
     def _add_step(self, step: int, state: PoolState) -> None:
@@ -45,15 +33,15 @@ class BlockFrames(View[PoolState]):
             self.first_step = step
         self.add(state)
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._touched.update(range(state.num_blocks))
         if state.step is not None and not state.step.scheduled:
             self._add_step(event.step, state)
 
-    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self._touched.add(event.block_id)
 
-    def _touch(self, event: _Blocks, state: PoolState) -> None:
+    def _touch(self, event: _Taken | ev.BlocksFilled, state: PoolState) -> None:
         self._touched.update(block_id for block_id in event.block_ids if block_id is not None)
 
     on_blocks_reused = on_blocks_allocated = on_blocks_filled = on_blocks_released = on_sequence_forked = _touch
@@ -93,20 +81,25 @@ class TableFrames(View[PoolState]):
         self._tables: dict[int, list[int]] = {}  # as of the last frame
         self._touched: dict[int, None] = {}
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._touched.update(dict.fromkeys(self._tables))
 
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self.add(state)
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._touched.update(dict.fromkeys(self._tables))
         if state.step is not None and not state.step.scheduled:
             self.add(state)
 
     def _touch(
         self,
-        event: BlocksReused | BlocksAllocated | BlocksReleased | SequenceForked | BlockCopied | WindowPassed,
+        event: ev.BlocksReused
+        | ev.BlocksAllocated
+        | ev.BlocksReleased
+        | ev.SequenceForked
+        | ev.BlockCopied
+        | ev.WindowPassed,
         state: PoolState,
     ) -> None:
         self._touched[event.seq_id] = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -102,10 +102,8 @@ class TraceWriter:
                 f"cannot write the trace {self.path}: {problem.strerror or problem}", hint=hint
             ) from problem
 
-    def __enter__(self) -> "TraceWriter":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,16 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.events import (
-    BlockEvicted,
-    BlocksFilled,
-    EngineStarted,
-    RequestAdded,
-    RequestFinished,
-    StepFailed,
-    StepFinished,
-    TokensSampled,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
 
@@ -37,22 +28,22 @@ class KVEventPublisher(View[PoolState]):
         self._published: dict[int, int] = {}  # hash -> group of layers
         self._token_ids: dict[int, list[int]] = {}  # of unfinished sequences
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._published.clear()
         self._token_ids.clear()
         self._events = [{"type": "AllBlocksCleared"}]
         self._flush()
 
-    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
         self._token_ids[event.seq_id] = list(event.token_ids)
 
-    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         assert event.token_ids is not None, "publishing needs an engine with trace_tokens"
         for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
             self._token_ids[seq_id].append(token_id)
 
-    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         table, size = state.seqs[event.seq_id].block_table, state.block_size
         first = table.index(event.block_ids[0])
         for index, (block_id, block_hash) in enumerate(zip(event.block_ids, event.hashes, strict=True), first):
@@ -63,17 +54,17 @@ class KVEventPublisher(View[PoolState]):
                 tokens = self._token_ids[event.seq_id][span * size : (span + 1) * size]
                 self._stored(block_hash, None if before is None else state.hashes[before], tokens, group, state)
 
-    def on_block_evicted(self, event: BlockEvicted, state: PoolState) -> None:
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         if event.hash in self._published and event.hash not in state.hash_to_block_id:
             self._removed(event.hash)
 
-    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         self._token_ids.pop(event.seq_id, None)
 
-    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
         self._flush()
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         for block_hash in sorted(self._published.keys() - state.hash_to_block_id.keys()):
             self._removed(block_hash)
         self._flush()

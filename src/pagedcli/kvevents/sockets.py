@@ -8,7 +8,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from typing import Self
 
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.wire import END_OF_REPLAY, MAX_PAYLOAD_BYTES, WireError, split_frames
@@ -98,12 +98,10 @@ class Subscriber:
             socket.close()
         self._context.term()
 
-    def __enter__(self) -> "Subscriber":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -181,12 +179,10 @@ class PublisherSocket:
         self._replay.close()
         self._context.term()
 
-    def __enter__(self) -> "PublisherSocket":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
