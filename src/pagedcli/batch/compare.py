@@ -18,6 +18,7 @@ from pagedcli.batch.outputs import open_rows
 from pagedcli.batch.rows import Answer
 from pagedcli.engine.sequence import TokenLogprobs
 from pagedcli.errors import UsageError
+from pagedcli.kvcache.prefix_hash import num_equal
 
 Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs"]
 _AROUND = 24  # characters of text on either side of a difference
@@ -116,9 +117,7 @@ def _compare_logprobs(
 
 def _parting(a: Any, b: Any) -> int | None:
     """The first position where two sequences differ; None if they are equal."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if a == b else num_equal(a, b)
 
 
 def _largest_delta(a: list[float], b: list[float]) -> float:

@@ -12,6 +12,7 @@ import xxhash
 
 from pagedcli.batch.chat import Message
 from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.kvcache.prefix_hash import num_equal
 
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _FILES = (
@@ -157,8 +158,7 @@ def text_after(before: str, text: str) -> str:
     `text` has complete."""
     if text.startswith(before):
         return text[len(before) :]
-    num_equal = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
-    return text[num_equal:]
+    return text[num_equal(before, text) :]
 
 
 def _load(folder: Path, *, trust_remote_code: bool) -> Any:

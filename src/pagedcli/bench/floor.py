@@ -8,6 +8,7 @@ a mixture of experts, those that the step's tokens go to are read, as many as a 
 from dataclasses import dataclass
 
 from pagedcli.bench.workloads import Workload
+from pagedcli.kvcache.prefix_hash import num_equal
 from pagedcli.models.spec import ModelSpec
 
 
@@ -90,5 +91,4 @@ def _shared_prefix(prompts: list[list[int]]) -> int:
     """Leading tokens that all prompts have in common; 0 for a single one."""
     if len(prompts) < 2:
         return 0
-    first, last = min(prompts), max(prompts)
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return num_equal(min(prompts), max(prompts))

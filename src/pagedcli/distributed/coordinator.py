@@ -25,7 +25,6 @@ class Snapshot:
 
     workers: dict[str, dict[str, BatchStats]]
     num_stolen: int  # parts done by another worker than planned
-    num_restarts: int  # worker processes that replaced a dead one
 
 
 class Coordinator:
@@ -63,15 +62,12 @@ class Coordinator:
 
     def snapshot(self) -> Snapshot:
         runs = {worker: state.runs for worker, state in self._workers.items()}
-        num_restarts = sum(max(len(each) - 1, 0) for each in runs.values())
-        return Snapshot(runs, self._queue.num_stolen, num_restarts)
+        return Snapshot(runs, self._queue.num_stolen)
 
     def _state(self, worker: str) -> WorkerState:
-        state = self._workers.get(worker)
-        if state is None:
-            state = WorkerState(self._free_seat(), time.monotonic())
-            self._workers[worker] = state
-        return state
+        if worker not in self._workers:
+            self._workers[worker] = WorkerState(self._free_seat(), time.monotonic())
+        return self._workers[worker]
 
     def _free_seat(self) -> int:
         """A free seat; otherwise that of the worker silent for longest, which is probably dead."""

@@ -5,6 +5,7 @@ with a common prefix become neighbours at every depth, so a contiguous share com
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,10 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedcli.kvcache.prefix_hash import Prefix, hash_block, token_bytes
+from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, Prefix, hash_block, token_bytes
 
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of the start of a prompt is in its sort key
-_TOKEN_BYTES = 8
 _CUT_TOLERANCE = 0.1  # share of a part's cost by which a cut may move to fall between two prefixes
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -24,7 +24,7 @@ Hashes = npt.NDArray[np.uint64]
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str | None = None) -> list[int]:
     """The block manager's hash of each full block, the first block's first."""
-    data, step = token_bytes(token_ids), block_size * _TOKEN_BYTES
+    data, step = token_bytes(token_ids), block_size * TOKEN_BYTES
     prefix = None if cache_salt is None else Prefix.salt(cache_salt).hash
     hashes = []
     for start in range(0, len(data) - step + 1, step):
@@ -70,14 +70,8 @@ class PrefixKeys:
     def _num_shared_blocks(self, one: int, other: int) -> int:
         """Number of equal leading blocks. A chain hash covers all blocks before it, so bisection finds the end."""
         first, second = self._starts[one], self._starts[other]
-        low, high = 0, min(self._starts[one + 1] - first, self._starts[other + 1] - second)
-        while low < high:
-            middle = (low + high) // 2
-            if self._blocks[first + middle] == self._blocks[second + middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        most, blocks = min(self._starts[one + 1] - first, self._starts[other + 1] - second), self._blocks
+        return bisect_left(range(most), True, key=lambda i: blocks[first + i] != blocks[second + i])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +102,7 @@ def balanced_cuts(costs: Ints, shared_tokens: Ints, num_parts: int) -> list[int]
         low, high = np.searchsorted(before, [ideal - slack, ideal + slack + 1])
         near = np.arange(low, min(high, len(costs)))
         if not len(near):
-            near = np.array([min(low, len(costs))])
-            cuts.append(int(near[0]))
+            cuts.append(min(int(low), len(costs)))
             continue
         distance = np.abs(before[near] - ideal)
         cuts.append(int(near[np.lexsort((distance, shared_tokens[near]))[0]]))

@@ -37,10 +37,8 @@ class InputPlan:
 
 def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, block_size: int) -> InputPlan:
     """Read and tokenize every row. Raises: PagedcliError if the input cannot be read."""
-    plan, intake = (
-        InputPlan(PrefixKeys(block_size)),
-        Intake(tokenizer, options, AdmissionLimits(_NO_LIMIT, block_size, None, None)),
-    )
+    plan = InputPlan(PrefixKeys(block_size))
+    intake = Intake(tokenizer, options, AdmissionLimits(_NO_LIMIT, block_size, None, None))
     for line in lines:
         if options.limit is not None and line.index >= options.limit:
             break

@@ -6,7 +6,6 @@ Used by the actors of a cluster, which process several batches or parts at once;
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Protocol
 
 from pagedcli.batch.intake import BatchOptions
@@ -35,11 +34,8 @@ class Receiver(Protocol):
 
 
 class RowStream:
-    """One engine that serves rows until `close`.
-
-    `observe` receives the counters after each step. An error in the engine's thread or in a receiver ends the stream,
-    and all waiting receivers fail.
-    """
+    """One engine that serves rows until `close`. An error in the engine's thread or in a receiver ends the stream, and
+    all waiting receivers fail."""
 
     full = False  # as a sink
     resumed_rows = 0
@@ -52,11 +48,11 @@ class RowStream:
         make_rows: Callable[[Tokenizer], RowWriter],
         *,
         chat_template: str | None = None,
-        observe: Callable[[BatchStats], None] | None = None,
     ) -> None:
         self.engine = LLMEngine(config)
-        folder: Path = self.engine.model_path
-        tokenizer = Tokenizer(folder, chat_template=chat_template, trust_remote_code=config.trust_remote_code)
+        tokenizer = Tokenizer(
+            self.engine.model_path, chat_template=chat_template, trust_remote_code=config.trust_remote_code
+        )
         self.rows = make_rows(tokenizer)
         self._came: queue.Queue[Line | None] = queue.Queue(maxsize=2 * config.max_num_seqs)  # None: the end
         self._lock = threading.Lock()  # of the two below
@@ -65,14 +61,7 @@ class RowStream:
         self._written: set[Receiver] = set()  # since the last flush
         self._stopping = False
         self._run = BatchRun(
-            self.engine,
-            tokenizer,
-            self._lines(),
-            self,
-            self.rows,
-            options,
-            observe=observe,
-            stop_requested=lambda: self._stopping,
+            self.engine, tokenizer, self._lines(), self, self.rows, options, stop_requested=lambda: self._stopping
         )
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()

@@ -5,7 +5,7 @@ from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.laws import refuse
 from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
-from pagedcli.kvcache.prefix_hash import compute_hash
+from pagedcli.kvcache.prefix_hash import compute_hash, num_equal
 
 
 class PrefixLaws(View[PoolState]):
@@ -109,8 +109,3 @@ class PrefixLaws(View[PoolState]):
         followers = self._followers.get(state.parent_hashes[event.block_id])
         if followers is not None:
             followers.pop(event.block_id, None)
-
-
-def num_equal(a: list[int], b: tuple[int, ...]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

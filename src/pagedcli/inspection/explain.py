@@ -12,6 +12,7 @@ from pagedcli.inspection.fold import EventSource, fold
 from pagedcli.inspection.lookups import Divergence, Lookup, Totals
 from pagedcli.inspection.records import SeqState
 from pagedcli.inspection.state import PoolState
+from pagedcli.kvcache.prefix_hash import num_equal
 
 _CONTEXT = 8  # tokens kept on each side of a divergence
 
@@ -221,7 +222,7 @@ class Explainer(View[PoolState]):
         if not neighbours:
             return None
         shared, (other, seq_id, label, salted) = max(
-            ((_num_shared(token_ids, entry[0]), entry) for entry in neighbours), key=lambda pair: pair[0]
+            ((num_equal(token_ids, entry[0]), entry) for entry in neighbours), key=lambda pair: pair[0]
         )
         return Divergence(
             num_shared_tokens=shared,
@@ -249,12 +250,6 @@ def explain_trace(source: EventSource) -> tuple[Explainer, PoolState]:
     state = fold(source, explainer)
     explainer.finish()
     return explainer, state
-
-
-def _num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 class _AliveCounter:

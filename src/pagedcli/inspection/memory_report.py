@@ -4,7 +4,7 @@ Used by `pagedcli profile-memory` and `pagedcli plan`. Only arithmetic on measur
 plain keys, bytes and ratios.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -68,12 +68,11 @@ def size_rows(
     num_tokens: int,
     *,
     groups: Sequence[CacheGroup] | None = None,
-    dtypes: Iterable[str] = KV_DTYPES,
 ) -> list[Row]:
     """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
     groups = groups or (CacheGroup(None, tuple(range(sizes.num_layers))),)
     rows = []
-    for dtype in dtypes:
+    for dtype in KV_DTYPES:
         for block_size in BLOCK_SIZES:
             block_bytes = sizes.block_bytes(block_size, dtype, group_size(groups))
             num_blocks = max(0, kv_bytes) // block_bytes

@@ -6,6 +6,7 @@ ids once and keeps only hashes of prefixes: 12 to 20 bytes per 8 tokens that no 
 
 import heapq
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smalle
 MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MIN_RECENT = 65536
+_MOST_SHOWN = 5  # shared prefixes
 Row = dict[str, Any]
 
 
@@ -48,14 +50,7 @@ class PrefixIndex:
 
     def num_known(self, digests: Sequence[int]) -> int:
         """How many leading digests of a prompt are known, by bisection."""
-        low, high = 0, len(digests)
-        while low < high:
-            middle = (low + high) // 2
-            if self.first_row(digests[middle]) is None:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
 
     def add(self, digests: Sequence[int], row: int) -> None:
         """Remember new prefixes."""
@@ -227,7 +222,7 @@ class PromptSurvey:
         most = min(row["num_slots"] for row in rows) * (1 + MORE_SLOTS)
         return max(int(row["block_size"]) for row in rows if row["num_slots"] <= most)
 
-    def longest_shared(self, limit: int = 5) -> list[Row]:
+    def longest_shared(self) -> list[Row]:
         """Shared prefixes, those that save most tokens first. A prefix is omitted if a longer one is shared by as many
         prompts. num_tokens is rounded down to a whole unit."""
         for shared in self._shared.values():
@@ -235,7 +230,7 @@ class PromptSurvey:
             if parent is not None and parent.num_rows == shared.num_rows:
                 parent.has_equal_child = True
         candidates = (shared for shared in self._shared.values() if not shared.has_equal_child)
-        best = heapq.nlargest(limit, candidates, key=lambda s: ((s.num_rows - 1) * s.num_units, s.num_units))
+        best = heapq.nlargest(_MOST_SHOWN, candidates, key=lambda s: ((s.num_rows - 1) * s.num_units, s.num_units))
         return [
             {
                 "num_tokens": shared.num_units * UNIT,

@@ -5,6 +5,7 @@ from array import array
 import pagedcli.events as ev
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
+from pagedcli.kvcache.prefix_hash import num_equal
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
 _Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
@@ -114,8 +115,7 @@ class TableFrames(View[PoolState]):
             seq = state.seqs.get(seq_id)
             table = [] if seq is None else seq.held_block_ids
             before = self._tables.get(seq_id, [])
-            pairs = enumerate(zip(before, table, strict=False))
-            kept = next((index for index, (old, new) in pairs if old != new), min(len(before), len(table)))
+            kept = num_equal(before, table)
             if kept < max(len(before), len(table)):
                 frame.append(array("q", (seq_id, kept, *table[kept:])))
                 self._tables[seq_id] = table.copy()

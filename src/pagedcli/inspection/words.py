@@ -133,7 +133,7 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             return None
 
 
-def _ids(entries: tuple[int | None, ...], most: int = 8) -> str:
+def _ids(entries: tuple[int | None, ...]) -> str:
     block_ids = [block_id for block_id in entries if block_id is not None]
-    shown = ", ".join(map(str, block_ids[:most]))
-    return shown if len(block_ids) <= most else f"{shown} and {len(block_ids) - most} more"
+    shown, num_more = ", ".join(map(str, block_ids[:8])), len(block_ids) - 8
+    return shown if num_more <= 0 else f"{shown} and {num_more} more"

@@ -34,6 +34,12 @@ def compute_hash(token_ids: Sequence[int], prefix: int | None = None) -> int:
     return hash_block(token_bytes(token_ids), prefix)
 
 
+def num_equal(a: Sequence[object], b: Sequence[object]) -> int:
+    """The length of the common beginning of two prompts, blocks or texts."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
 class Prefix:
     """One full block of tokens after another prefix: a node of a chain that ends at the first block (or at a salt).
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from pagedcli.kvcache.prefix_hash import num_equal
 from pagedcli.kvevents.tree import Node, PrefixTree
 from pagedcli.kvevents.wire import BlockHash
 
@@ -85,17 +86,8 @@ def largest_branches(shape: Shape, most: int) -> list[Branch]:
         while len(children) == 1:
             run.append(children[0])
             children = shape.children.get(run[-1].hash, [])
-        chosen.append(
-            Branch(
-                run,
-                len(order) - 1,
-                shape.depth[first.hash],
-                len(children),
-                shape.num_blocks[first.hash],
-                -negative_tokens,
-                order,
-            )
-        )
+        depth, num_blocks = shape.depth[first.hash], shape.num_blocks[first.hash]
+        chosen.append(Branch(run, len(order) - 1, depth, len(children), num_blocks, -negative_tokens, order))
         offer(children, order)
     return sorted(chosen, key=lambda branch: branch.order)
 
@@ -137,10 +129,11 @@ def near_twins(shape: Shape, most: int) -> list[Twins]:
             prefix_tokens[node.hash] = before + node.num_tokens
         known = sorted((node for node in siblings if node.tokens), key=lambda node: node.tokens or b"")
         for a, b in pairwise(known):  # neighbours have the longest common prefix
-            num_equal = _num_equal(a.tokens or b"", b.tokens or b"")
-            if num_equal:
+            # equal content under two hashes: different adapters or salts, not a divergence
+            num_common = 0 if a.tokens == b.tokens else num_equal(a.tokens or b"", b.tokens or b"") // 8
+            if num_common:
                 tokens = min(shape.num_tokens[a.hash], shape.num_tokens[b.hash])
-                found.append(Twins(a, b, before, num_equal, tokens))
+                found.append(Twins(a, b, before, num_common, tokens))
     return heapq.nlargest(most, found, key=lambda twins: (twins.num_tokens, twins.num_equal))
 
 
@@ -161,10 +154,3 @@ def _families(shape: Shape) -> Iterator[tuple[BlockHash | None, list[Node]]]:
         parent, siblings = queue.pop()
         yield parent, siblings
         queue += [(node.hash, shape.children[node.hash]) for node in siblings if node.hash in shape.children]
-
-
-def _num_equal(a: bytes, b: bytes) -> int:
-    if a == b:
-        return 0  # equal content under two hashes: different adapters or salts, not a divergence
-    equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return equal // 8

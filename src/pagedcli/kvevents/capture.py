@@ -53,7 +53,6 @@ class CaptureWriter:
 
     def __init__(self, path: Path, sources: Sequence[str], *, tokens: bool) -> None:
         self.path = path
-        self.num_messages = 0
         self._lines = LineWriter(path, "recording")
         self._redactor = None if tokens else Redactor()
         self._encoder = msgspec.json.Encoder()
@@ -67,7 +66,6 @@ class CaptureWriter:
             frames = self._redactor.redacted(frames)
         encoded = [base64.b64encode(frame).decode() for frame in frames]
         self._line(Row(round(time_s, 6), encoded, source))
-        self.num_messages += 1
         if time_s >= self._flushed_s + _FLUSH_S:
             self._lines.flush()
             self._flushed_s = time_s

@@ -21,7 +21,6 @@ class KVEventPublisher(View[PoolState]):
     """Calls `send` with the payload of each batch: [time, events as maps, data-parallel rank]."""
 
     def __init__(self, send: Send) -> None:
-        self.num_batches = 0
         self._send = send
         self._encoder = msgspec.msgpack.Encoder()
         self._events: list[dict[str, Any]] = []
@@ -100,5 +99,4 @@ class KVEventPublisher(View[PoolState]):
     def _flush(self) -> None:
         if self._events:
             self._send(self._encoder.encode([time.time(), self._events, 0]))
-            self.num_batches += 1
             self._events = []

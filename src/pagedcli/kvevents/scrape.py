@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
 
 _MAX_BYTES = 8 << 20
 _TIMEOUT_S = 3.0
+_EVERY_S = 2.0
 Kind = Literal["gauge", "counter"]
 
 # sample name: (key, description, gauge or counter); of several names for one key, a server has one
@@ -95,14 +96,12 @@ class Metrics:
 class Scraper:
     """Reads /metrics every few seconds, in a thread: a slow server must not block the view."""
 
-    def __init__(self, url: str, *, every_s: float = 2.0) -> None:
+    def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--metrics is {url}, but must be a URL", hint="for example http://localhost:8000/metrics")
         self.metrics = Metrics()
         self.problem: str | None = None  # why the last reading failed
-        self.num_readings = 0
         self._url = url
-        self._every_s = every_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -110,7 +109,7 @@ class Scraper:
     def _run(self) -> None:
         while True:
             self.read_now()
-            if self._closing.wait(self._every_s):
+            if self._closing.wait(_EVERY_S):
                 return
 
     def read_now(self) -> None:
@@ -125,7 +124,6 @@ class Scraper:
             self.problem = f"no metrics: {error}"[:200]
         else:
             self.problem = None
-            self.num_readings += 1
 
     def close(self) -> None:
         """Take a last reading and stop."""

@@ -18,9 +18,11 @@ try:
 except ModuleNotFoundError as error:
     raise UsageError("KV events need pyzmq, which is not installed", hint="pip install 'pagedcli[attach]'") from error
 
+_RECEIVE_MOST = 1000  # messages of a publisher at a time
 _RECEIVE_QUEUE = 128  # messages; a publisher queues more on its side
 _REPLAY_IDLE_S = 3.0
 _REPLAY_MOST = 200_000  # messages
+_TOPIC = b"kv"
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 256 << 20
 _LINGER_MS = 1000
@@ -58,11 +60,11 @@ class Subscriber:
     def can_replay(self) -> bool:
         return bool(self._replays)
 
-    def receive(self, timeout_s: float, most: int = 1000) -> Iterator[tuple[int, list[bytes]]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[int, list[bytes]]]:
         """Yield (source, frames) of queued messages, up to a maximum; waits for the first up to the timeout."""
         ready = self._poller.poll(int(timeout_s * 1000))
         for socket, _ in ready:
-            for _ in range(most):
+            for _ in range(_RECEIVE_MOST):
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
@@ -112,8 +114,7 @@ class PublisherSocket:
     Raises: UsageError for an endpoint that cannot be bound.
     """
 
-    def __init__(self, endpoint: str, *, topic: str = "kv") -> None:
-        self._topic = topic.encode()
+    def __init__(self, endpoint: str) -> None:
         self._seq = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
@@ -150,7 +151,7 @@ class PublisherSocket:
             self._kept_bytes += len(payload)
             while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
                 self._kept_bytes -= len(self._kept.popleft()[1])
-        self._socket.send_multipart([self._topic, struct.pack(">Q", self._seq), payload])
+        self._socket.send_multipart([_TOPIC, struct.pack(">Q", self._seq), payload])
         self._seq += 1
 
     def _answer(self) -> None:
