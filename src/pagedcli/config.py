@@ -123,8 +123,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     id_field: Annotated[str | None, _rows("Field of each line with its id", metavar="NAME", default="id")] = None
     output_field: Annotated[str, _rows("Field of each row for the generated text", metavar="NAME")] = "text"
     keep: Annotated[
-        str | None,
-        _rows("Input columns to copy into the rows: names, separated by commas, or all", metavar="NAMES"),
+        str | None, _rows("Input columns to copy into the rows: names, separated by commas, or all", metavar="NAMES")
     ] = None
     output_token_ids: Annotated[bool, _rows("Add token_ids to each row")] = False
     output_metrics: Annotated[

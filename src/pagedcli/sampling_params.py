@@ -75,8 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, _key("Subtracted from a token's logit each time it was generated", at_least=-2, at_most=2)
     ] = 0.0
     repetition_penalty: Annotated[
-        float,
-        _key("Penalty for tokens of the prompt and output; 1: off", at_least=1 / LARGEST, at_most=LARGEST),
+        float, _key("Penalty for tokens of the prompt and output; 1: off", at_least=1 / LARGEST, at_most=LARGEST)
     ] = 1.0
     stop: Annotated[list[str] | str | None, _key("Stop at this string and cut it off (repeatable)", metavar="TEXT")] = (
         None

@@ -205,7 +205,7 @@ def test_the_terms_of_the_waterfall_add_up():
     assert rows["total"]["measured_bytes"] - spent == rows["kv_cache"]["measured_bytes"] == TERMS.kv_cache == 25
     assert rows["weights"]["difference"] == pytest.approx(0.1)
     assert rows["others"]["predicted_bytes"] is None  # not predicted, so not shown as if it were
-    assert list(waterfall_rows(TERMS, None, {"weights": ("w", "")})[0].values())[2:4] == [30, None]
+    assert list(next(waterfall_rows(TERMS, None, {"weights": ("w", "")})).values())[2:4] == [30, None]
 
 
 def test_target_rows_invert_the_terms():
@@ -218,7 +218,7 @@ def test_target_rows_invert_the_terms():
 
 
 def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
-    rows = size_rows(QWEN3_06B, 10 * GIB, 40960)
+    rows = list(size_rows(QWEN3_06B, 10 * GIB, 40960))
     assert len(rows) == 24
     for row in rows:
         assert row["num_kvcache_blocks"] == 10 * GIB // row["block_bytes"]

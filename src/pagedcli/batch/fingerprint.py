@@ -80,7 +80,6 @@ def check_same_run(path: Path, before: Mapping[str, str], now: Mapping[str, str]
 
 
 def run_key(fingerprint: dict[str, str]) -> str:
-    """A short digest of the whole fingerprint."""
     return _digest(msgspec.json.encode(sorted(fingerprint.items())).decode())
 
 

@@ -14,14 +14,7 @@ from pagedcli.batch.compare import Difference
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import LineSource
-from pagedcli.batch.outputs import (
-    check_finished,
-    check_output,
-    is_csv,
-    is_to_be_replaced,
-    open_journal,
-    output_files,
-)
+from pagedcli.batch.outputs import check_finished, check_output, is_csv, is_to_be_replaced, open_journal, output_files
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, is_parquet, require_pyarrow
 from pagedcli.batch.rerun import RowSample, run_again
 from pagedcli.batch.rows import RowWriter
@@ -96,7 +89,6 @@ class Job:
 
 
 def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
-    """The batch settings of this configuration."""
     config = loaded.config
     return BatchOptions(
         defaults=config.sampling,

@@ -206,7 +206,6 @@ class Journal:
 
 
 def journal_path(path: Path) -> Path:
-    """The path of an output's journal."""
     return path.with_name(path.name + ".partial")
 
 
@@ -219,7 +218,6 @@ def has_rows(path: Path) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock the file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:

@@ -55,7 +55,6 @@ class InputDigest:
         self._num_rows += 1
 
     def scan(self) -> InputScan:
-        """The rows so far."""
         return InputScan(self._digest.hexdigest(), self._num_rows)
 
 

@@ -65,7 +65,6 @@ def merge_shards(
 
 
 def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
-    """All shards of one run, in their order."""
     shards = sorted(((path, read_record(path)) for path in paths), key=lambda pair: pair[1].number)
     first_path, first = shards[0]
     if first.num_shards == 1:

@@ -31,7 +31,6 @@ _Group = tuple[list[Any], list[str]]  # columns and their names
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is a Parquet table by its name."""
     return path.suffix == ".parquet"
 
 

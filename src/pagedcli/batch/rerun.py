@@ -30,7 +30,6 @@ class RowSample:
         self._random = Random(0)
 
     def add(self, line: Line, answers: list[Answer]) -> None:
-        """A finished row."""
         self._num_seen += 1
         if len(self.rows) < self._num_wanted:
             self.rows.append((line, answers))

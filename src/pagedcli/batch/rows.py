@@ -56,7 +56,6 @@ class RowWriter:
     columns: Columns = field(default_factory=Columns)
 
     def encode_success(self, head: RowHead, answers: list[Answer]) -> bytes:
-        """The row of a finished line."""
         samples = _samples(answers)
         counts: dict[str, Any] = {"usage": _usage(answers)}
         if self.columns.metrics:
@@ -77,7 +76,6 @@ class RowWriter:
         return self._openai_row(head, response, None)
 
     def encode_error(self, head: RowHead, error: RequestError) -> bytes:
-        """The row of a line that could not be served."""
         what = {"code": error.code, "message": error.message, "line": head.line_number}
         if head.shape != "plain":
             return self._openai_row(head, None, what)
@@ -165,7 +163,6 @@ class RowWriter:
 
 
 def _samples(answers: list[Answer]) -> list[_Sample]:
-    """The samples of all prompts, prompt after prompt."""
     parts = [
         (sample, text, answer.has_stops, answer.output.prompt_logprobs if place == 0 else None)
         for answer in answers

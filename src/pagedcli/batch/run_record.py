@@ -57,7 +57,6 @@ class LineDigest:
             yield line
 
     def read(self, lines: Iterable[bytes]) -> None:
-        """Digest the lines of a file."""
         for line in lines:
             self._digest.update(line)
 
@@ -75,7 +74,6 @@ def check_unchanged(path: Path, record: RunRecord, digest: str) -> None:
 
 
 def record_path(path: Path) -> Path:
-    """The path of an output's record."""
     return path.with_name(path.name + ".run.json")
 
 

@@ -23,12 +23,10 @@ class LogHistogram:
         self.num_values += 1
 
     def add_all(self, other: "LogHistogram") -> None:
-        """Add the values of another instance."""
         self._counts.update(other._counts)
         self.num_values += other.num_values
 
     def percentile(self, percent: float) -> float | None:
-        """The percentile; None without values."""
         wanted = percent / 100 * self.num_values
         num_seen = 0
         for bucket in sorted(self._counts):

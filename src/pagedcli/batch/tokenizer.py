@@ -171,8 +171,7 @@ def _load(folder: Path, *, trust_remote_code: bool) -> Any:
     except Exception as error:  # the Rust tokenizers library raises bare Exception for a damaged file
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"no usable tokenizer in {folder}: {first_line}",
-            hint="the model folder needs a tokenizer.json",
+            f"no usable tokenizer in {folder}: {first_line}", hint="the model folder needs a tokenizer.json"
         ) from error
 
 

@@ -111,7 +111,6 @@ def _watch(
     decode: Decode | None,
     scraper: "Scraper | None",
 ) -> None:
-    """Follow the session under the application."""
     from pagedcli.app.kv_app import KVApp
     from pagedcli.app.kv_decks import AttachDeck
     from pagedcli.app.watch import watch

@@ -40,8 +40,7 @@ InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting th
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
 Repeat = Annotated[int, typer.Option(help="Number of timed passes; medians are reported.", min=1, metavar="N")]
 Compare = Annotated[
-    Path | None,
-    option(metavar="FILE.json", help="Compare with an earlier measurement, printed with --format json."),
+    Path | None, option(metavar="FILE.json", help="Compare with an earlier measurement, printed with --format json.")
 ]
 
 

@@ -138,7 +138,6 @@ def _busy_warning(busy: Busy | None) -> list[str]:
 
 
 def limits_note(machine: "MachineRates") -> str:
-    """The measured limits of the machine."""
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
     return (
         f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"

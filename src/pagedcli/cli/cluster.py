@@ -51,7 +51,6 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     say_model(job.loaded.config.engine.model)
     ignored = _prepare(job, folder, num_workers)
     missing = folder.missing()
-    assert folder.manifest is not None, "prepared"
     costs = [folder.manifest.costs[part] for part in missing]
     num_rows = sum(folder.manifest.num_rows)
     say(f"{plural(num_rows, 'row')} in {plural(folder.manifest.num_parts, 'part')}, {len(missing):,} to do")
@@ -97,7 +96,7 @@ def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]
     scan = lines.scan()
     assert scan is not None, "not live"
     fingerprint = run_fingerprint(config, model, tokenizer, shard="1/1") | input_fingerprint(scan)
-    if job.resume and folder.manifest is not None:
+    if job.resume and folder.is_cut:
         check_same_run(folder.path, folder.manifest.fingerprint, fingerprint)
         if sum(folder.manifest.num_rows) != min(scan.num_rows, config.run.limit or scan.num_rows):
             raise UsageError(f"{folder.path} belongs to a run with a different --limit")
@@ -113,7 +112,6 @@ def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]
 
 
 def _work(run: "RayRun", progress: "_Progress") -> Outcome:
-    """Wait until the run ends or is stopped."""
     stop, told = StopRequest(rows_are_kept=lambda: True), False
     with progress_view(quiet_terminal=False) as view, stop.listening():
         run.start()
@@ -154,7 +152,6 @@ class _Progress:
         """Rows and failures from the records of the parts: workers that died cannot have counted all of theirs."""
         from pagedcli.batch.run_record import read_record
 
-        assert folder.manifest is not None
         records = [read_record(folder.part(part)) for part in range(folder.manifest.num_parts)]
         self.stats.num_done = max(self._num_rows - self.stats.num_resumed, 0)
         num_failed = sum(record.num_failed_rows for record in records)
@@ -179,7 +176,6 @@ def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
     """Number of rows in finished parts and in journals."""
     from pagedcli.batch.journal import journal_path
 
-    assert folder.manifest is not None
     num_rows = sum(folder.manifest.num_rows) - sum(folder.manifest.num_rows[part] for part in missing)
     for part in missing:
         path = journal_path(folder.part(part))

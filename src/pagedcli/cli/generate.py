@@ -132,7 +132,6 @@ def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int
 
 
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
-    """Print the effective configuration on stdout."""
     if format_ is ShownFormat.JSON:
         document = {"config": config_document(loaded), "sources": loaded.sources}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())

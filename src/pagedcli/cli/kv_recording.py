@@ -98,7 +98,6 @@ def _play(reader: CaptureReader) -> None:
 
 
 def _rows(reader: CaptureReader) -> Iterator[dict[str, Any]]:
-    """What each message changed."""
     state = KVState(reader.sources)
     before = dict.fromkeys(("num_stored", "num_removed", "num_tokens_again"), 0)
     num_notes = 0

@@ -98,14 +98,12 @@ def _lora_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def churn_table(state: KVState) -> Table:
-    """Blocks stored again, by cause."""
     rows = churn_rows(state) if facts(state)["num_blocks_stored_again"] else []
     columns = [Column("cause", "removed"), Column("num_blocks", "blocks", count), Column("meaning", "meaning")]
     return Table("churn", "Churn: blocks removed and stored again", columns, rows)
 
 
 def branches_table(state: KVState, decode: Decode | None) -> Table:
-    """The largest subtrees of every tree."""
     rows = [row for tree in _largest_trees(state) for row in _branch_rows(Shape(tree), decode)]
     columns = [
         Column("branch", "prefix"), Column("depth", "at block", count), Column("num_run_blocks", "run", count),
@@ -166,7 +164,6 @@ def _unknown_table(state: KVState) -> Table:
 
 
 def curve_table(points: list[CurvePoint], state: KVState) -> Table:
-    """What a larger cache would have kept."""
     rows = [
         {
             "num_more_blocks": point.num_more_blocks, "num_blocks_kept": point.num_blocks_kept,

@@ -170,5 +170,4 @@ def pagedcli(
 
 
 def run() -> None:
-    """The console script."""
     app(prog_name="pagedcli")

@@ -70,13 +70,7 @@ ENGINE_KEYS = tuple(key for key in FLAGS if key.startswith("engine."))
 SAMPLING_KEYS = tuple(key for key in FLAGS if key.startswith("sampling."))
 RUN_KEYS = tuple(key for key in FLAGS if key.startswith("run."))
 # irrelevant for predictions
-_UNPLANNED = {
-    "load_format",
-    "eviction",
-    "preemption_policy",
-    "async_scheduling",
-    "seed",
-}
+_UNPLANNED = {"load_format", "eviction", "preemption_policy", "async_scheduling", "seed"}
 PLAN_KEYS = tuple(key for key in ENGINE_KEYS if key.split(".")[1] not in _UNPLANNED)
 
 Flags = dict[str, Any]

@@ -138,17 +138,11 @@ def _weights_dtype(profile: "Profile") -> str:
 
 
 def _waterfall_table(profile: "Profile") -> Table:
-    rows = waterfall_rows(profile.measured, profile.predicted, _labels(profile))
+    rows = list(waterfall_rows(profile.measured, profile.predicted, _labels(profile)))
     pool_bytes = profile.num_blocks * profile.decided.block_bytes
     pool = {"term": "pool", "name": "KV cache", "difference": None, "note": profile.reason.partition(":")[0]}
-    is_measured = profile.measured is not None
-    rows.append(
-        pool
-        | {
-            "measured_bytes": pool_bytes if is_measured else None,
-            "predicted_bytes": None if is_measured else pool_bytes,
-        }
-    )
+    column = "predicted_bytes" if profile.measured is None else "measured_bytes"
+    rows.append(pool | {"measured_bytes": None, "predicted_bytes": None} | {column: pool_bytes})
     if profile.measured_loading is not None:
         measured, predicted = profile.measured_loading, profile.predicted_loading
         rows.append(
@@ -187,7 +181,7 @@ def _waterfall_table(profile: "Profile") -> Table:
 
 def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> Table:
     tables = profile.decided.table_shape
-    rows = concurrency_rows(lengths, num_blocks=profile.num_blocks, tables=tables, shared_tokens=shared)
+    rows = list(concurrency_rows(lengths, num_blocks=profile.num_blocks, tables=tables, shared_tokens=shared))
     columns = [
         Column("at", "requests of"),
         Column("num_tokens", "tokens", count),
@@ -205,12 +199,14 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
 
 def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
     decided = profile.decided
-    rows = group_rows(
-        lengths,
-        groups=decided.groups,
-        tables=decided.table_shape,
-        block_bytes=decided.block_bytes,
-        chunk=decided.chunk_size,
+    rows = list(
+        group_rows(
+            lengths,
+            groups=decided.groups,
+            tables=decided.table_shape,
+            block_bytes=decided.block_bytes,
+            chunk=decided.chunk_size,
+        )
     )
     columns = [
         Column("at", "a sequence of"),
@@ -232,13 +228,15 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
 
 
 def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
-    rows = target_rows(
-        num_requests,
-        lengths,
-        terms=profile.terms,
-        tables=profile.decided.table_shape,
-        block_bytes=profile.decided.block_bytes,
-        shared_tokens=shared,
+    rows = list(
+        target_rows(
+            num_requests,
+            lengths,
+            terms=profile.terms,
+            tables=profile.decided.table_shape,
+            block_bytes=profile.decided.block_bytes,
+            shared_tokens=shared,
+        )
     )
     columns = [
         Column("at", "requests of"),
@@ -281,7 +279,7 @@ def _fit_table(profile: "Profile") -> Table:
 
 def _size_table(profile: "Profile") -> Table:
     pool_bytes = profile.num_blocks * profile.decided.block_bytes
-    rows = size_rows(profile.sizes, pool_bytes, profile.decided.max_model_len, groups=profile.decided.groups)
+    rows = list(size_rows(profile.sizes, pool_bytes, profile.decided.max_model_len, groups=profile.decided.groups))
     columns = [
         Column("kv_dtype", "KV dtype"),
         Column("block_size", "block size", count),

@@ -42,7 +42,6 @@ class PromptScan:
         return self.num_rows - self.num_bad
 
     def refuse(self, row: "Refused") -> None:
-        """Count an invalid row."""
         head, error = row.head, row.error
         self.bad_codes[error.code] += 1
         if len(self.bad_rows) < MAX_LISTED:

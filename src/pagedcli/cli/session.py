@@ -169,7 +169,6 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals within this context."""
         if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
             yield
             return

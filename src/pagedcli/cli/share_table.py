@@ -5,7 +5,6 @@ from pagedcli.distributed.partition import SharePlan, facts
 
 
 def share_table(shares: SharePlan, num_workers: int) -> Table:
-    """One row per distribution strategy."""
     rows = [{"way": name, **facts(each)} for name, each in shares.ways(num_workers).items()]
     columns = [
         Column("way", "rows"),

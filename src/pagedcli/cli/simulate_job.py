@@ -218,12 +218,7 @@ def _weight_dtype(loaded: LoadedConfig) -> str:
 
 
 def _run(
-    sweep: Sweep,
-    plan: Plan,
-    pools: list[int],
-    policies: list[Eviction],
-    schedule: Schedule | None,
-    record: Path | None,
+    sweep: Sweep, plan: Plan, pools: list[int], policies: list[Eviction], schedule: Schedule | None, record: Path | None
 ) -> list[SweepPoint]:
     progress, num_requests = ProgressLine(line_every_s=5.0), len(sweep.workload.requests)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def say_model(model: str) -> None:
-    """Print which model is about to be loaded."""
     shown = "built-in demo model (choose another with -m)" if model == BUILTIN_MODEL else model
     say(f"pagedcli {__version__}, model: {shown}")
 
@@ -179,7 +178,6 @@ def write_summary(path: Path, result: BatchResult, facts: RunFacts | None = None
 
 
 def resume_command(arguments: Iterable[str]) -> str:
-    """The command line that resumes this run."""
     kept = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
     return shlex.join(["pagedcli", *kept, "--resume"])
 

@@ -25,7 +25,7 @@ def merge_parts(path: Path, output: Path, *, overwrite: bool = False) -> Merged:
             written in either case.
     """
     folder = PartFolder(path)
-    if folder.manifest is None:
+    if not folder.is_cut:
         raise UsageError(f"{path} is not the output of a distributed run", hint="it has no manifest.json")
     missing = folder.missing()
     if missing:

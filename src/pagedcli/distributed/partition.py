@@ -48,7 +48,6 @@ class PrefixKeys:
         return len(self._num_prompt_tokens)
 
     def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
-        """Add the next row; a row that will be refused has no tokens."""
         hashes = chain_hashes(token_ids[: DEPTHS[-1] * self.block_size], self.block_size, cache_salt)
         self._keys.extend(hashes[depth - 1] if depth <= len(hashes) else 0 for depth in DEPTHS)
         self._blocks.extend(value & 0xFFFF for value in hashes)
@@ -152,7 +151,6 @@ class SharePlan:
         self._num_output_tokens = array("q")
 
     def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
-        """Add the next row."""
         hashes = chain_hashes(token_ids, self.keys.block_size, cache_salt)
         self.keys.add(token_ids, num_output_tokens, cache_salt)
         self._hashes.extend(hashes)

@@ -58,14 +58,22 @@ class PartLine(msgspec.Struct, frozen=True):
 
 
 class PartFolder:
-    """The files of a run. `manifest` is None until the input has been cut into parts."""
+    """The files of a run. It has a manifest once the input has been cut into parts: `is_cut`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest = self._read_manifest()
+        self._manifest = self._read_manifest()
+
+    @property
+    def is_cut(self) -> bool:
+        return self._manifest is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        assert self._manifest is not None, "the input has been cut into parts"
+        return self._manifest
 
     def part(self, number: int) -> Path:
-        assert self.manifest is not None
         return self.path / f"part-{number:05}{self.manifest.suffix}"
 
     def is_done(self, number: int) -> bool:
@@ -74,27 +82,22 @@ class PartFolder:
         return path.exists() and record_path(path).exists() and not journal_path(path).exists()
 
     def missing(self) -> list[int]:
-        """Parts that are not done."""
-        assert self.manifest is not None
         return [number for number in range(self.manifest.num_parts) if not self.is_done(number)]
 
     def rows(self, number: int) -> Ints:
         """Row indexes of a part, with rows that share a prefix next to each other."""
-        assert self.manifest is not None
         start = sum(self.manifest.num_rows[:number])
         count = self.manifest.num_rows[number]
         return np.fromfile(self.path / _ROWS, "<i8", count, offset=8 * start).astype(np.int64)
 
     def part_of_row(self) -> Ints:
         """The part of each row of the input."""
-        assert self.manifest is not None
         rows = np.fromfile(self.path / _ROWS, "<i8")
         parts = np.empty(len(rows), np.int64)
         parts[rows] = np.repeat(np.arange(self.manifest.num_parts), self.manifest.num_rows)
         return parts
 
     def lines(self, number: int) -> Iterator[PartLine]:
-        """The input lines of a part, in the order of the input."""
         with (self._input(number)).open("rb") as file:
             for record in file:
                 head, _, content = record[:-1].partition(b"\t")
@@ -113,7 +116,7 @@ class PartFolder:
         """Raises: UsageError if existing files would be lost or mixed with new ones."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"the output {self.path} is a file, but a distributed run writes a folder of parts")
-        if self.manifest is None:
+        if not self.is_cut:
             found = sorted(set(os.listdir(self.path)) - {_WORK, _ROWS}) if self.path.exists() else []
             if found:
                 raise UsageError(
@@ -126,14 +129,14 @@ class PartFolder:
 
     def clear(self) -> None:
         """Remove only the files of an earlier run."""
-        for number in range(self.manifest.num_parts if self.manifest else 0):
+        for number in range(self.manifest.num_parts if self.is_cut else 0):
             path = self.part(number)
             for each in (path, record_path(path), journal_path(path)):
                 each.unlink(missing_ok=True)
         (self.path / _MANIFEST).unlink(missing_ok=True)
         (self.path / _ROWS).unlink(missing_ok=True)
         self.remove_work()
-        self.manifest = None
+        self._manifest = None
 
     def cut(
         self, lines: LineSource, parts: list[Ints], costs: list[int], duplicates: set[int], fingerprint: dict[str, str]
@@ -148,7 +151,7 @@ class PartFolder:
         self._cut_lines(lines, part_of_row, duplicates, len(parts))
         if isinstance(lines, ParquetSource):
             self._cut_table(lines, part_of_row, len(parts))
-        self.manifest = Manifest(
+        self._manifest = Manifest(
             pagedcli_parts=SCHEMA_VERSION,
             created_s=int(time.time()),
             fingerprint=fingerprint,
@@ -160,7 +163,6 @@ class PartFolder:
             file.write(msgspec.json.format(msgspec.json.encode(self.manifest)) + b"\n")
 
     def remove_work(self) -> None:
-        """Remove the parts' input lines."""
         shutil.rmtree(self.path / _WORK, ignore_errors=True)
 
     def _input(self, number: int) -> Path:

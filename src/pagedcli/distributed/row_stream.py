@@ -68,12 +68,10 @@ class RowStream:
 
     @property
     def stats(self) -> BatchStats:
-        """Counters of all rows so far."""
         return self._run.stats
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopping
 
     def submit(self, line: Line, receiver: Receiver) -> None:

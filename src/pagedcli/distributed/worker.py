@@ -29,9 +29,7 @@ class Worker:
 
     def __init__(self, folder: Path, loaded: LoadedConfig) -> None:
         self._folder = PartFolder(folder)
-        manifest = self._folder.manifest
-        assert manifest is not None, "the driver has cut the input"
-        self._manifest = manifest
+        manifest = self._manifest = self._folder.manifest
         config = loaded.config
         is_table = manifest.suffix == ".parquet"
         self._columns = Columns.of(config.run, kind="parquet" if is_table else "jsonl")
@@ -51,7 +49,6 @@ class Worker:
 
     @property
     def stats(self) -> BatchStats:
-        """Counters of all rows so far."""
         return total([self._stream.stats, self._duplicates])
 
     def stop(self) -> None:

@@ -4,17 +4,11 @@ Used by `pagedcli profile-memory` and `pagedcli plan`. Only arithmetic on measur
 plain keys, bytes and ratios.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from pagedcli.kvcache.budget import (
-    ITEMSIZE,
-    SCALE_BYTES,
-    MemoryTerms,
-    ModelSizes,
-    blocks_for,
-)
+from pagedcli.kvcache.budget import ITEMSIZE, SCALE_BYTES, MemoryTerms, ModelSizes, blocks_for
 from pagedcli.kvcache.groups import CacheGroup, TableShape, group_size
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
@@ -25,12 +19,11 @@ _PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not fo
 
 def waterfall_rows(
     measured: MemoryTerms | None, predicted: MemoryTerms | None, labels: Mapping[str, tuple[str, str]]
-) -> list[Row]:
+) -> Iterator[Row]:
     """One row per term and the remainder. `labels` maps a term to its name and a note; terms without one are left out.
 
     Next to a measurement, only independent predictions are shown; `difference` is the ratio of both minus 1.
     """
-    rows = []
     for term in [*(field.name for field in fields(MemoryTerms)), "kv_cache"]:
         if term not in labels:
             continue
@@ -38,17 +31,14 @@ def waterfall_rows(
         is_given = measured is not None and term not in _PREDICTED
         predicted_bytes = None if predicted is None or is_given else getattr(predicted, term)
         name, note = labels[term]
-        rows.append(
-            {
-                "term": term,
-                "name": name,
-                "measured_bytes": measured_bytes,
-                "predicted_bytes": predicted_bytes,
-                "difference": predicted_bytes / measured_bytes - 1 if measured_bytes and predicted_bytes else None,
-                "note": note,
-            }
-        )
-    return rows
+        yield {
+            "term": term,
+            "name": name,
+            "measured_bytes": measured_bytes,
+            "predicted_bytes": predicted_bytes,
+            "difference": predicted_bytes / measured_bytes - 1 if measured_bytes and predicted_bytes else None,
+            "note": note,
+        }
 
 
 def block_formula(sizes: ModelSizes, block_size: int, kv_dtype: str, num_layers: int | None = None) -> str:
@@ -63,37 +53,28 @@ def block_formula(sizes: ModelSizes, block_size: int, kv_dtype: str, num_layers:
 
 
 def size_rows(
-    sizes: ModelSizes,
-    kv_bytes: int,
-    num_tokens: int,
-    *,
-    groups: Sequence[CacheGroup] | None = None,
-) -> list[Row]:
+    sizes: ModelSizes, kv_bytes: int, num_tokens: int, *, groups: Sequence[CacheGroup] | None = None
+) -> Iterator[Row]:
     """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
     groups = groups or (CacheGroup(None, tuple(range(sizes.num_layers))),)
-    rows = []
     for dtype in KV_DTYPES:
         for block_size in BLOCK_SIZES:
             block_bytes = sizes.block_bytes(block_size, dtype, group_size(groups))
             num_blocks = max(0, kv_bytes) // block_bytes
-            rows.append(
-                {
-                    "kv_dtype": dtype,
-                    "block_size": block_size,
-                    "block_bytes": block_bytes,
-                    "num_kvcache_blocks": num_blocks,
-                    "num_kvcache_tokens": num_blocks // len(groups) * block_size,
-                    "max_concurrency": TableShape.of(block_size, groups).concurrency(num_blocks, num_tokens),
-                }
-            )
-    return rows
+            yield {
+                "kv_dtype": dtype,
+                "block_size": block_size,
+                "block_bytes": block_bytes,
+                "num_kvcache_blocks": num_blocks,
+                "num_kvcache_tokens": num_blocks // len(groups) * block_size,
+                "max_concurrency": TableShape.of(block_size, groups).concurrency(num_blocks, num_tokens),
+            }
 
 
 def concurrency_rows(
     lengths: Mapping[str, int], *, num_blocks: int, tables: TableShape, shared_tokens: int | None = None
-) -> list[Row]:
+) -> Iterator[Row]:
     """How many requests of each length the pool serves at once, with and without a shared prefix."""
-    rows = []
     for name, num_tokens in lengths.items():
         row: Row = {
             "at": name,
@@ -103,35 +84,30 @@ def concurrency_rows(
         }
         if shared_tokens is not None:
             row["max_concurrency_shared"] = tables.concurrency(num_blocks, num_tokens, shared_tokens=shared_tokens)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def group_rows(
     lengths: Mapping[str, int], *, groups: Sequence[CacheGroup], tables: TableShape, block_bytes: int, chunk: int
-) -> list[Row]:
+) -> Iterator[Row]:
     """What a sequence of each length holds in the groups of each window while it generates, at most while its prompt is
     computed in chunks, and if no block were released before it ends."""
-    rows = []
     for name, num_tokens in lengths.items():
         whole = blocks_for(num_tokens, tables.block_size)
         for window in dict.fromkeys(tables.windows):
             alike = [index for index, group in enumerate(groups) if group.window == window]
             num_blocks = sum(tables.most_in_group(index, num_tokens, 1) for index in alike)
-            rows.append(
-                {
-                    "at": name,
-                    "num_tokens": num_tokens,
-                    "window": window,
-                    "num_layers": sum(len(groups[index].layers) for index in alike),
-                    "num_groups": len(alike),
-                    "num_blocks": num_blocks,
-                    "num_prefill_blocks": sum(tables.most_in_group(index, num_tokens, chunk) for index in alike),
-                    "kv_cache_bytes": num_blocks * block_bytes,
-                    "one_table_bytes": whole * len(alike) * block_bytes,
-                }
-            )
-    return rows
+            yield {
+                "at": name,
+                "num_tokens": num_tokens,
+                "window": window,
+                "num_layers": sum(len(groups[index].layers) for index in alike),
+                "num_groups": len(alike),
+                "num_blocks": num_blocks,
+                "num_prefill_blocks": sum(tables.most_in_group(index, num_tokens, chunk) for index in alike),
+                "kv_cache_bytes": num_blocks * block_bytes,
+                "one_table_bytes": whole * len(alike) * block_bytes,
+            }
 
 
 def target_rows(
@@ -142,26 +118,22 @@ def target_rows(
     tables: TableShape,
     block_bytes: int,
     shared_tokens: int = 0,
-) -> list[Row]:
+) -> Iterator[Row]:
     """What num_requests concurrent requests need at each length: blocks, KV bytes, and the utilization of this device
     (above 1: too small). Shared tokens count once."""
-    rows = []
     spent = terms.total - terms.reserve - terms.kv_cache
     for name, num_tokens in lengths.items():
         num_blocks = tables.blocks_for_requests(num_requests, num_tokens, shared_tokens=shared_tokens)
         kv_bytes = num_blocks * block_bytes
-        rows.append(
-            {
-                "at": name,
-                "num_tokens": num_tokens,
-                "num_blocks": num_blocks,
-                "kv_cache_bytes": kv_bytes,
-                "device_bytes": spent + kv_bytes,
-                "utilization": (spent + kv_bytes) / terms.total,
-                "fits": kv_bytes <= terms.kv_cache,
-            }
-        )
-    return rows
+        yield {
+            "at": name,
+            "num_tokens": num_tokens,
+            "num_blocks": num_blocks,
+            "kv_cache_bytes": kv_bytes,
+            "device_bytes": spent + kv_bytes,
+            "utilization": (spent + kv_bytes) / terms.total,
+            "fits": kv_bytes <= terms.kv_cache,
+        }
 
 
 def missing_memory(terms: MemoryTerms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:

@@ -62,7 +62,6 @@ class _Rows(View[PoolState]):
         self._ended.append(event.seq_id)
 
     def finish(self, state: PoolState) -> None:
-        """Write the unfinished sequences."""
         self._timelines.finish(state)
         for seq in self._timelines.seqs.values():
             self._out.sequence(seq, self._starts, self._first_step)

@@ -86,7 +86,6 @@ class PlainView:
         return self.moment.state if self._damage is None else None
 
     def on_event(self, event: Event) -> None:
-        """Handle an event of the engine."""
         if self._damage is not None:
             return
         try:

@@ -53,7 +53,6 @@ class PrefixIndex:
         return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
 
     def add(self, digests: Sequence[int], row: int) -> None:
-        """Remember new prefixes."""
         self._recent.update(dict.fromkeys(digests, row))
         # merge an eighth of the whole at a time: amortized linear copying
         if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
@@ -115,7 +114,6 @@ class _Shape:
         return shared + self.num_seqs * (blocks_for(self.num_cached, block_size) - shared)
 
     def num_tokens(self, block_size: int) -> int:
-        """Tokens in those blocks."""
         shared = self.num_prompt // block_size * block_size
         return shared + self.num_seqs * (self.num_cached - shared)
 

@@ -38,7 +38,6 @@ class TraceReader:
 
     @property
     def place(self) -> str:
-        """File and line of the last event."""
         return f"{self._lines.path}:{self.line_number}"
 
     def __iter__(self) -> Iterator[Event]:
@@ -65,7 +64,6 @@ class TraceReader:
                 self.notes.append(f"{path.name} is empty: the run was killed as it began")
 
     def _events(self, path: Path) -> Iterator[Event]:
-        """The events of one file."""
         self._lines = LineReader(path, "trace", self.notes)
         for line in self._lines:
             if self.line_number == 1:

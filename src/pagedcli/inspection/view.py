@@ -8,14 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import (
-    block_ids_text,
-    hit_lines,
-    percent,
-    pool_line,
-    why_waiting,
-    work_lines,
-)
+from pagedcli.inspection.panels import block_ids_text, hit_lines, percent, pool_line, why_waiting, work_lines
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.words import lookup_outcome, plural
 from pagedcli.printable import one_line

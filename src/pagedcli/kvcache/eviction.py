@@ -256,9 +256,4 @@ class NextUse(_ContentPolicy):
         return _NEVER if uses is None else -uses[0]
 
 
-_POLICIES: dict[Eviction, type[RankedPolicy]] = {
-    "fifo": Fifo,
-    "lfu": Lfu,
-    "prefix-lru": PrefixLru,
-    "next-use": NextUse,
-}
+_POLICIES: dict[Eviction, type[RankedPolicy]] = {"fifo": Fifo, "lfu": Lfu, "prefix-lru": PrefixLru, "next-use": NextUse}

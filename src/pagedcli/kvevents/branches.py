@@ -138,7 +138,6 @@ def near_twins(shape: Shape, most: int) -> list[Twins]:
 
 
 def token_ids(nodes: Iterable[Node]) -> list[int]:
-    """The tokens of some blocks, where kept."""
     tokens: array[int] = array("q")
     for node in nodes:
         if node.tokens is None:

@@ -109,7 +109,6 @@ class CaptureReader:
 
     @property
     def place(self) -> str:
-        """File and line of the last message."""
         return f"{self.path}:{self._lines.line_number}"
 
     def __iter__(self) -> Iterator[tuple[list[bytes], float | None, int]]:

@@ -145,7 +145,6 @@ class PublisherSocket:
         return self._seq
 
     def send(self, payload: bytes) -> None:
-        """Publish a batch."""
         with self._lock:
             self._kept.append((self._seq, payload))
             self._kept_bytes += len(payload)
