@@ -8,22 +8,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
+import pagedcli.events as ev
 from pagedcli.errors import TraceError
-from pagedcli.events import (
-    BlocksReleased,
-    EngineStarted,
-    Event,
-    RequestAdded,
-    RequestFinished,
-    RequestPreempted,
-    RequestWaiting,
-    SequenceForked,
-    StepFailed,
-    StepFinished,
-    StepScheduled,
-    StepStarted,
-    TokensSampled,
-)
 from pagedcli.inspection.check_eviction import UNCHECKED, EvictionLaws
 from pagedcli.inspection.check_prefix import PrefixLaws
 from pagedcli.inspection.dispatch import Handler, handlers_of
@@ -52,7 +38,7 @@ def check_trace(source: EventSource) -> CheckedTrace:
     return checker.result(source.notes)
 
 
-def check_events(events: Iterable[Event]) -> CheckedTrace:
+def check_events(events: Iterable[ev.Event]) -> CheckedTrace:
     """check_trace for events in memory; errors name the event's number, from 1."""
     return check_trace(EventList(events))
 
@@ -65,7 +51,7 @@ class TraceChecker:
         self.fold = Fold(PoolState(), laws, EvictionLaws(), laws=laws)
         self.state = self.fold.state
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: ev.Event) -> None:
         """Check and apply the next event."""
         self.fold(event)
 
@@ -87,7 +73,7 @@ class TraceChecker:
 class TraceLaws(PrefixLaws):
     """`check` (methods `before_...`) runs before the event is applied to the state, `apply` (`on_...`) after it."""
 
-    _before: ClassVar[dict[type[Event], Handler]]
+    _before: ClassVar[dict[type[ev.Event], Handler]]
 
     def __init__(self) -> None:
         self._pool = PoolLaws()
@@ -100,9 +86,9 @@ class TraceLaws(PrefixLaws):
         self._released: tuple[int, ...] = ()  # by the last BlocksReleased
         self._unreleased: set[int] = set()  # finished sequences that still hold blocks
 
-    def check(self, event: Event, state: PoolState) -> None:
+    def check(self, event: ev.Event, state: PoolState) -> None:
         """Raises TraceError if the event breaks a law in this state."""
-        if isinstance(event, EngineStarted):
+        if isinstance(event, ev.EngineStarted):
             self._forget()
         self._pool.check(event, state)
         before = self._before.get(type(event))
@@ -111,38 +97,38 @@ class TraceLaws(PrefixLaws):
 
     # ------------------------------------------------------------------ requests
 
-    def before_request_added(self, event: RequestAdded, state: PoolState) -> None:
+    def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         if event.token_ids is not None:
             if len(event.token_ids) != event.num_prompt_tokens:
                 refuse(event, f"{len(event.token_ids)} token ids for {event.num_prompt_tokens} prompt tokens")
             self._check_ids(event, event.token_ids)
             self._token_ids[event.seq_id] = list(event.token_ids)
 
-    def _check_ids(self, event: Event, token_ids: tuple[int, ...]) -> None:
+    def _check_ids(self, event: ev.Event, token_ids: tuple[int, ...]) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 63:
             refuse(event, "a token id outside any vocabulary")
 
-    def before_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = state.seqs[event.seq_id]
         if event.reason == "length" and event.num_output_tokens != seq.max_new_tokens:
             refuse(event, f"seq {event.seq_id} ended by length, but not at its {seq.max_new_tokens} new tokens")
         if (event.reason == "abort") == (event.seq_id in self._just_sampled):
             refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
 
-    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         if state.finished[event.seq_id].block_table:
             self._unreleased.add(event.seq_id)
         self._lookups.pop(event.seq_id, None)
         self._token_ids.pop(event.seq_id, None)
         self._chains.pop(event.seq_id, None)
 
-    def before_blocks_released(self, event: BlocksReleased, state: PoolState) -> None:
+    def before_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
         self._released = event.block_ids
 
-    def on_blocks_released(self, event: BlocksReleased, state: PoolState) -> None:
+    def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
         self._unreleased.discard(event.seq_id)
 
-    def before_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+    def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
         if event.for_seq_id not in state.seqs or event.num_blocks_needed < 1:
             refuse(event, f"for {event.num_blocks_needed} blocks of seq {event.for_seq_id}, which is not running")
         for_seq, size = state.seqs[event.for_seq_id], state.block_size
@@ -155,7 +141,7 @@ class TraceLaws(PrefixLaws):
         if event.num_blocks_needed != needed:
             refuse(event, f"seq {for_seq.seq_id} needed {needed} blocks for its next token")
 
-    def before_request_waiting(self, event: RequestWaiting, state: PoolState) -> None:
+    def before_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
         engine = state.engine
         assert engine is not None
         waiting, seq = state.waiting(), state.seqs[event.seq_id]
@@ -179,7 +165,7 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"{event.reason}, with {len(running)} sequences running, at most {engine.max_num_seqs}")
         self._check_needed(event, state)
 
-    def _check_needed(self, event: RequestWaiting, state: PoolState) -> None:
+    def _check_needed(self, event: ev.RequestWaiting, state: PoolState) -> None:
         """Check the number of blocks needed: the sequence's, minus its prefix blocks in use. Exact with tokens."""
         seq, size = state.seqs[event.seq_id], state.block_size
         assert state.engine is not None
@@ -201,7 +187,7 @@ class TraceLaws(PrefixLaws):
         if not least <= event.num_blocks_needed <= most:
             refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
 
-    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         self._lookups.pop(event.seq_id, None)
         self._chains.pop(event.seq_id, None)
         if event.parent_seq_id in self._token_ids and event.seq_id in self._token_ids:
@@ -209,13 +195,13 @@ class TraceLaws(PrefixLaws):
 
     # ------------------------------------------------------------------ steps
 
-    def before_step_started(self, event: StepStarted, state: PoolState) -> None:
+    def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
         self._just_sampled.clear()
 
-    def before_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         engine, num_new = state.engine, sum(event.num_new_tokens)
         assert engine is not None
         for seq in state.running():
@@ -227,7 +213,7 @@ class TraceLaws(PrefixLaws):
         if chunk_size is not None and max(event.num_new_tokens, default=0) > chunk_size:
             refuse(event, f"a chunk is larger than {chunk_size} tokens")
 
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         engine, size, tables = state.engine, state.block_size, tables_of(state)
         assert engine is not None
         chunk_size = engine.chunked_prefill_size or engine.max_num_batched_tokens
@@ -254,7 +240,7 @@ class TraceLaws(PrefixLaws):
                     if block_id is not None and (state.hashes[block_id] is not None) != (index < num_full):
                         refuse(event, f"block {block_id} is not {'full' if index < num_full else 'partial'}")
 
-    def _check_budget(self, event: StepScheduled, state: PoolState) -> None:
+    def _check_budget(self, event: ev.StepScheduled, state: PoolState) -> None:
         """Check that the token budget is used up if, and only if, that is why a sequence waits."""
         step, engine = state.step, state.engine
         assert step is not None, "a step is scheduled"
@@ -269,7 +255,7 @@ class TraceLaws(PrefixLaws):
         if reason == "free_blocks" and num_new >= engine.max_num_batched_tokens:
             refuse(event, "one waits for blocks where the budget is used up")
 
-    def before_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         if event.token_ids is not None:
             if len(event.token_ids) != len(event.seq_ids):
                 refuse(event, f"{len(event.token_ids)} tokens for {len(event.seq_ids)} sequences")
@@ -278,14 +264,14 @@ class TraceLaws(PrefixLaws):
                 if seq_id in self._token_ids:
                     self._token_ids[seq_id].append(token_id)
 
-    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self._just_sampled.update(event.seq_ids)
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
             if seq.num_output_tokens > seq.max_new_tokens:
                 refuse(event, f"seq {seq_id} has {seq.num_output_tokens} new tokens of {seq.max_new_tokens}")
 
-    def before_step_finished(self, event: StepFinished, state: PoolState) -> None:
+    def before_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
@@ -298,7 +284,7 @@ class TraceLaws(PrefixLaws):
         if self._unreleased:
             refuse(event, f"finished sequences {sorted(self._unreleased)} still hold blocks")
 
-    def before_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns

@@ -9,19 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.events import (
-    BlockCopied,
-    BlockEvicted,
-    EngineStarted,
-    Event,
-    PrefixLookedUp,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    SequenceForked,
-    StepFailed,
-    StepScheduled,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import Handler, View
 from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.state import PoolState
@@ -29,14 +17,14 @@ from pagedcli.inspection.stats import ROLLING_STEPS, Hits, RunStats, memory_use,
 from pagedcli.inspection.words import describe, event_seq_ids, plural
 
 _NOTABLE = (
-    PrefixLookedUp,
-    RequestPreempted,
-    BlockEvicted,
-    RequestFinished,
-    RequestRefused,
-    SequenceForked,
-    BlockCopied,
-    StepFailed,
+    ev.PrefixLookedUp,
+    ev.RequestPreempted,
+    ev.BlockEvicted,
+    ev.RequestFinished,
+    ev.RequestRefused,
+    ev.SequenceForked,
+    ev.BlockCopied,
+    ev.StepFailed,
 )
 _KEPT_EVENTS = 400
 _KEPT_STEPS = 240  # of the trends
@@ -54,24 +42,24 @@ class Moment(View[PoolState]):
         self.follow = follow
         self.pool_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the share of blocks in use
         self.hit_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the rolling hit rate in tokens
-        self._events: deque[tuple[int | None, Event]] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[tuple[int | None, ev.Event]] = deque(maxlen=_KEPT_EVENTS)
         self.num_remembered = 0  # events so far, forgotten ones included
         self._num_unsaid = 0  # of them since new_words
 
-    def handlers(self, event_type: type[Event]) -> list[Handler]:
+    def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
         own = super().handlers(event_type)
         if self.follow is not None or event_type in _NOTABLE:
             own.append(self._remember)
         return [*self.stats.handlers(event_type), *own]
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self.state = state
 
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self.pool_trend.append(state.num_used_blocks / state.num_blocks)
         self.hit_trend.append(self.stats.rolling.from_others.token_rate or 0.0)
 
-    def _remember(self, event: Event, state: PoolState) -> None:
+    def _remember(self, event: ev.Event, state: PoolState) -> None:
         if self.follow is None:
             self._keep(event)
         else:
@@ -84,7 +72,7 @@ class Moment(View[PoolState]):
         """Sequences of the followed request."""
         return set() if self.follow is None else self.follow.seq_ids
 
-    def _keep(self, event: Event) -> None:
+    def _keep(self, event: ev.Event) -> None:
         self._events.append((self.state.step_number, event))
         self.num_remembered += 1
         self._num_unsaid += 1
@@ -112,14 +100,14 @@ class Moment(View[PoolState]):
         num_new, self._num_unsaid = self._num_unsaid, 0
         return self._in_words(list(self._events)[-num_new:]) if num_new else []
 
-    def _in_words(self, entries: list[tuple[int | None, Event]]) -> list[str]:
+    def _in_words(self, entries: list[tuple[int | None, ev.Event]]) -> list[str]:
         lines: list[str] = []
         evicted: list[int] = []
         for place, (step, event) in enumerate(entries):
-            if isinstance(event, BlockEvicted) and self.follow is None:
+            if isinstance(event, ev.BlockEvicted) and self.follow is None:
                 evicted.append(event.block_id)
                 after = entries[place + 1] if place + 1 < len(entries) else (None, None)
-                if after[0] == step and isinstance(after[1], BlockEvicted):
+                if after[0] == step and isinstance(after[1], ev.BlockEvicted):
                     continue
                 ids = ", ".join(map(str, evicted[:6])) + (" ..." if len(evicted) > 6 else "")
                 lines.append(f"step {step} evict {plural(len(evicted), 'cached block')}: {ids}")

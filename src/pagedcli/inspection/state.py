@@ -6,29 +6,7 @@ Used by all of inspection; no engine, no torch. It trusts the events: the laws (
 import copy
 from typing import ClassVar
 
-from pagedcli.events import (
-    BlockCopied,
-    BlockEvicted,
-    BlocksAllocated,
-    BlocksFilled,
-    BlocksReleased,
-    BlocksReused,
-    EngineStarted,
-    Event,
-    PrefixLookedUp,
-    RequestAdded,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    RequestWaiting,
-    SequenceForked,
-    StepFailed,
-    StepFinished,
-    StepScheduled,
-    StepStarted,
-    TokensSampled,
-    WindowPassed,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import Handler, handlers_of
 from pagedcli.inspection.ledger import BlockLedger
 from pagedcli.inspection.records import Pace, SeqState, StepRecord
@@ -39,14 +17,14 @@ _KEPT_REFUSALS = 1000
 class PoolState(BlockLedger):
     """The engine's ledgers, rebuilt from its events. `apply` is the only way to change it."""
 
-    _on: ClassVar[dict[type[Event], Handler]]
+    _on: ClassVar[dict[type[ev.Event], Handler]]
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.engine: EngineStarted | None = None
+        self.engine: ev.EngineStarted | None = None
         self.seqs: dict[int, SeqState] = {}  # waiting and running, in order of arrival
         self.finished: dict[int, SeqState] = {}
-        self.refused: list[RequestRefused] = []  # the first ones
+        self.refused: list[ev.RequestRefused] = []  # the first ones
         self.num_refused = 0
         self.step: StepRecord | None = None  # the current one, or the last
         self.num_events = 0
@@ -128,12 +106,12 @@ class PoolState(BlockLedger):
 
     # ------------------------------------------------------------------ the fold
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: ev.Event) -> None:
         """Apply the next event, which must be possible in this state."""
         self._on[type(event)](self, event)
         self.num_events += 1
 
-    def on_engine_started(self, event: EngineStarted) -> None:
+    def on_engine_started(self, event: ev.EngineStarted) -> None:
         """The first event, and the first of each further part of a resumed run, which starts with an empty pool."""
         self.engine = event
         BlockLedger.__init__(self, event.num_blocks)
@@ -147,7 +125,7 @@ class PoolState(BlockLedger):
         self.seqs, self._together = {}, {}
         self.num_running = self._num_entries = self._num_computed = 0
 
-    def on_request_added(self, event: RequestAdded) -> None:
+    def on_request_added(self, event: ev.RequestAdded) -> None:
         self.seqs[event.seq_id] = SeqState(
             seq_id=event.seq_id,
             request_id=event.request_id,
@@ -162,12 +140,12 @@ class PoolState(BlockLedger):
             beam_width=event.beam_width,
         )
 
-    def on_request_refused(self, event: RequestRefused) -> None:
+    def on_request_refused(self, event: ev.RequestRefused) -> None:
         self.num_refused += 1
         if self.num_refused <= _KEPT_REFUSALS:
             self.refused.append(event)
 
-    def on_prefix_looked_up(self, event: PrefixLookedUp) -> None:
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp) -> None:
         seq, continued = self.seqs[event.seq_id], event.reason == "continued"
         self._leave(seq)
         self.num_running += not seq.running
@@ -180,14 +158,14 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.lookups.append(event)
 
-    def on_blocks_reused(self, event: BlocksReused) -> None:
+    def on_blocks_reused(self, event: ev.BlocksReused) -> None:
         for block_id in event.block_ids:
             if block_id is not None:
                 self.hold(block_id)
         self.seqs[event.seq_id].block_table.extend(event.block_ids)
         self._num_entries += len(event.block_ids)
 
-    def on_blocks_allocated(self, event: BlocksAllocated) -> None:
+    def on_blocks_allocated(self, event: ev.BlocksAllocated) -> None:
         for block_id in event.block_ids:
             self.hold(block_id)
         self.seqs[event.seq_id].block_table.extend(event.block_ids)
@@ -195,12 +173,12 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.num_allocated += len(event.block_ids)
 
-    def on_block_evicted(self, event: BlockEvicted) -> None:
+    def on_block_evicted(self, event: ev.BlockEvicted) -> None:
         self.evict(event.block_id, event.hash)
         if self.step is not None:
             self.step.num_evicted += 1
 
-    def on_blocks_filled(self, event: BlocksFilled) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled) -> None:
         seq = self.seqs[event.seq_id]
         table, index = seq.block_table, seq.place_of(event.block_ids)
         before = table[index - 1] if index else None
@@ -209,7 +187,7 @@ class PoolState(BlockLedger):
             self.mark_full(block_id, block_hash, parent_hash, event.seq_id)
             parent_hash = block_hash
 
-    def on_blocks_released(self, event: BlocksReleased) -> None:
+    def on_blocks_released(self, event: ev.BlocksReleased) -> None:
         seq = self.seqs.get(event.seq_id) or self.finished[event.seq_id]
         num_before = len(seq.block_table)
         if len(event.block_ids) == len(seq.block_table) - seq.num_passed_blocks:
@@ -221,7 +199,7 @@ class PoolState(BlockLedger):
         for block_id in event.block_ids:
             self.let_go(block_id)
 
-    def on_window_passed(self, event: WindowPassed) -> None:
+    def on_window_passed(self, event: ev.WindowPassed) -> None:
         table = self.seqs[event.seq_id].block_table
         for block_id in event.block_ids:
             table[table.index(block_id)] = None
@@ -229,11 +207,11 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.num_passed += len(event.block_ids)
 
-    def on_block_copied(self, event: BlockCopied) -> None:
+    def on_block_copied(self, event: ev.BlockCopied) -> None:
         table = self.seqs[event.seq_id].block_table
         table.insert(self._hole, table.pop())
 
-    def on_sequence_forked(self, event: SequenceForked) -> None:
+    def on_sequence_forked(self, event: ev.SequenceForked) -> None:
         for block_id in event.block_ids:
             if block_id is not None:
                 self.hold(block_id)
@@ -249,19 +227,19 @@ class PoolState(BlockLedger):
         if child.admitted_step is None:
             child.admitted_step = self.step_number
 
-    def on_request_preempted(self, event: RequestPreempted) -> None:
+    def on_request_preempted(self, event: ev.RequestPreempted) -> None:
         self._preempt(self.seqs[event.seq_id])
         if self.step is not None:
             self.step.preemptions.append(event)
 
-    def on_request_waiting(self, event: RequestWaiting) -> None:
+    def on_request_waiting(self, event: ev.RequestWaiting) -> None:
         if self.step is not None:
             self.step.waiting = event
 
-    def on_step_started(self, event: StepStarted) -> None:
+    def on_step_started(self, event: ev.StepStarted) -> None:
         self.step = StepRecord(event.step, event.time_ns)
 
-    def on_step_scheduled(self, event: StepScheduled) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled) -> None:
         self._num_computed += sum(event.num_new_tokens)
         together = self._together
         if event.num_new_tokens.count(1) < len(event.seq_ids):
@@ -283,7 +261,7 @@ class PoolState(BlockLedger):
             step.scheduled = True
             step.seq_ids, step.num_new_tokens, step.num_waiting = event.seq_ids, event.num_new_tokens, event.num_waiting
 
-    def on_tokens_sampled(self, event: TokensSampled) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled) -> None:
         together, pace = self._together, self._pace
         self._keep_together(set(event.seq_ids))
         pace.num_output += 1
@@ -301,7 +279,7 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.num_sampled += len(event.seq_ids)
 
-    def on_request_finished(self, event: RequestFinished) -> None:
+    def on_request_finished(self, event: ev.RequestFinished) -> None:
         seq = self.seqs.pop(event.seq_id)
         self._leave(seq)
         self.num_running -= seq.running
@@ -314,14 +292,14 @@ class PoolState(BlockLedger):
         if self.step is not None:
             self.step.num_finished += 1
 
-    def on_step_finished(self, event: StepFinished) -> None:
+    def on_step_finished(self, event: ev.StepFinished) -> None:
         step = self.step
         if step is not None:
             step.end_ns = event.time_ns
             step.schedule_ns, step.forward_ns = event.schedule_ns, event.forward_ns
             step.sample_ns, step.observer_ns = event.sample_ns, event.observer_ns
 
-    def on_step_failed(self, event: StepFailed) -> None:
+    def on_step_failed(self, event: ev.StepFailed) -> None:
         for seq_id in reversed(event.seq_ids):
             seq = self.seqs[seq_id]
             self._num_entries -= len(seq.block_table)

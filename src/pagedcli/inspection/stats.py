@@ -7,16 +7,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
-from pagedcli.events import (
-    BlocksFilled,
-    EngineStarted,
-    PrefixLookedUp,
-    RequestPreempted,
-    StepFailed,
-    StepFinished,
-    StepScheduled,
-    TokensSampled,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.state import PoolState
 
@@ -33,7 +24,7 @@ class HitCounts:
     blocks_asked: int = 0  # full blocks
     blocks_hit: int = 0
 
-    def add(self, event: PrefixLookedUp, sign: int = 1) -> None:
+    def add(self, event: ev.PrefixLookedUp, sign: int = 1) -> None:
         self.tokens_hit += sign * event.tokens_hit
         self.blocks_hit += sign * event.blocks_hit
         if event.reason != "continued":
@@ -63,7 +54,7 @@ class Hits:
     from_others: HitCounts = field(default_factory=HitCounts)
     own: HitCounts = field(default_factory=HitCounts)
 
-    def add(self, event: PrefixLookedUp, *, own: bool, sign: int = 1) -> None:
+    def add(self, event: ev.PrefixLookedUp, *, own: bool, sign: int = 1) -> None:
         """`own`: the sequence repeats its request (SeqState.repeats)."""
         (self.own if own else self.from_others).add(event, sign)
 
@@ -83,32 +74,34 @@ class RunStats(View[PoolState]):
         self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
         self.peak_used_blocks = 0
         self.busy_ns = 0  # steps without the time of observers
-        self._lookups: list[tuple[PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
-        self._window: deque[tuple[int, int, list[tuple[PrefixLookedUp, bool]]]] = deque()  # per step: busy ns, tokens
+        self._lookups: list[tuple[ev.PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
+        self._window: deque[tuple[int, int, list[tuple[ev.PrefixLookedUp, bool]]]] = (
+            deque()
+        )  # per step: busy ns, tokens
 
-    def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         found = state.hash_to_block_id
         filled = zip(event.block_ids, event.hashes, strict=True)
         self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in filled)
 
-    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         own = state.seqs[event.seq_id].repeats
         self.run.add(event, own=own)
         self.rolling.add(event, own=own)
         self._lookups.append((event, own))
 
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self.num_computed_tokens += sum(event.num_new_tokens)
         self.peak_used_blocks = max(self.peak_used_blocks, state.num_used_blocks)
 
-    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self.num_generated_tokens += len(event.seq_ids)
 
-    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+    def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
         self.num_preemptions += 1
         self.num_dropped_tokens += event.num_tokens_dropped
 
-    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
         self._end_step(state)
 
     def _end_step(self, state: PoolState) -> None:
@@ -122,7 +115,7 @@ class RunStats(View[PoolState]):
             for lookup, own in self._window.popleft()[2]:
                 self.rolling.add(lookup, own=own, sign=-1)
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self.num_failed_steps += 1
         self._end_step(state)
 
@@ -227,10 +220,10 @@ class StepSeries(View[PoolState]):
     def __len__(self) -> int:
         return len(self.columns["start_ns"])
 
-    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         self._hits.add(event, own=state.seqs[event.seq_id].repeats)
 
-    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self._see(state, sum(event.num_new_tokens))
 
     def _see(self, state: PoolState, num_new_tokens: int) -> None:
@@ -241,13 +234,13 @@ class StepSeries(View[PoolState]):
         )  # fmt: skip
         self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         self._append(state)  # a step that the earlier part of a resumed run did not finish
 
-    def on_step_finished(self, event: StepFinished, state: PoolState) -> None:
+    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
         self._append(state)
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         if not self._at_schedule:  # it failed before: the empty pool stands for it
             self._see(state, 0)
         self._append(state)

@@ -2,16 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagedcli.events import (
-    EngineStarted,
-    PrefixLookedUp,
-    RequestAdded,
-    RequestFinished,
-    RequestPreempted,
-    SequenceForked,
-    StepFailed,
-    TokensSampled,
-)
+import pagedcli.events as ev
 from pagedcli.inspection.dispatch import View
 from pagedcli.inspection.records import SeqState, Status
 from pagedcli.inspection.state import PoolState
@@ -46,36 +37,36 @@ class Timelines(View[PoolState]):
         self.seqs: dict[int, SeqTimeline] = {}
         self._in_prefill: set[int] = set()
 
-    def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         """Another part: close what the earlier run left unfinished."""
         for seq_id, seq in state.finished.items():
             if seq_id in self.seqs and seq.finish_reason is None:
                 self._cut(seq, state)
 
-    def on_request_added(self, event: RequestAdded, state: PoolState) -> None:
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         label = state.seqs[event.seq_id].label
         self.seqs[event.seq_id] = SeqTimeline(event.seq_id, event.request_id, label, event.num_prompt_tokens)
         self._enter(event.seq_id, "waiting", _now(state))
 
-    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         if event.reason != "continued":
             self._enter(event.seq_id, "prefill", _now(state))
 
-    def on_sequence_forked(self, event: SequenceForked, state: PoolState) -> None:
+    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         self._enter(event.seq_id, "decode", _now(state) + 1)
 
-    def on_tokens_sampled(self, event: TokensSampled, state: PoolState) -> None:
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         for seq_id in self._in_prefill.intersection(event.seq_ids):
             self._enter(seq_id, "decode", _now(state) + 1)
 
-    def on_request_preempted(self, event: RequestPreempted, state: PoolState) -> None:
+    def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
         self._enter(event.seq_id, "preempted", _now(state))
 
-    def on_step_failed(self, event: StepFailed, state: PoolState) -> None:
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         for seq_id in event.seq_ids:
             self._enter(seq_id, "preempted", state.step_number or 0)
 
-    def on_request_finished(self, event: RequestFinished, state: PoolState) -> None:
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = self.seqs[event.seq_id]
         self._end(seq, _now(state))
         self._in_prefill.discard(event.seq_id)
