@@ -1,11 +1,13 @@
-"""Traces of simulated runs."""
+"""Traces of simulated runs, and events in memory as a source."""
 
 import random
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from scripted import Simulation
 
 from pagedcli.events import Event
+from pagedcli.inspection.check import check_trace
 from pagedcli.inspection.trace_writer import TraceWriter
 
 
@@ -31,3 +33,26 @@ def write(path, events):
         for event in events:
             writer(event)
     return path
+
+
+class EventList:
+    """Events in memory as a source."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.notes: list[str] = []
+        self._events = events
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        for number, event in enumerate(self._events, 1):
+            self._number = number
+            yield event
+
+    @property
+    def place(self) -> str:
+        return f"event {self._number}"
+
+
+def check_events(events):
+    """check_trace for events in memory; errors name the event's number, from 1."""
+    return check_trace(EventList(events))

@@ -4,14 +4,14 @@ import re
 
 import pytest
 from app_harness import drive, press, screen_text, settle, shown
-from trace_harness import simulated
+from trace_harness import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
 from pagedcli.app.lines import Painted
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.events import RequestAdded, RequestPreempted
-from pagedcli.inspection.fold import EventList, fold
+from pagedcli.inspection.fold import fold
 from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.replay import Replay
 from pagedcli.inspection.stories import block_story, sequence_story

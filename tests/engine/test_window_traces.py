@@ -5,13 +5,13 @@ import random
 import msgspec
 import pytest
 from scripted import Simulation
-from trace_harness import simulated
+from trace_harness import EventList, check_events, simulated
 
 from pagedcli.errors import TraceError
 from pagedcli.events import StepFinished, WindowPassed
-from pagedcli.inspection.check import TraceChecker, check_events
+from pagedcli.inspection.check import TraceChecker
 from pagedcli.inspection.explain import Explainer
-from pagedcli.inspection.fold import EventList, fold
+from pagedcli.inspection.fold import fold
 from pagedcli.inspection.memory_report import group_rows
 from pagedcli.kvcache.groups import TableShape, cache_groups
 

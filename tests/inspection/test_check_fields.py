@@ -3,11 +3,10 @@
 import msgspec
 import pytest
 from scripted import Simulation
-from trace_harness import simulated
+from trace_harness import check_events, simulated
 
 from pagedcli.errors import TraceError
 from pagedcli.events import RequestFinished, RequestRefused, RequestWaiting
-from pagedcli.inspection.check import check_events
 
 EVENTS = simulated(num_requests=30, num_blocks=12)
 NOT_CHECKABLE = {

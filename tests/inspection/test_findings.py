@@ -9,12 +9,12 @@ import pytest
 from cli_harness import pagedcli
 from model_zoo import tiny_model
 from scripted import Simulation
-from trace_harness import simulated
+from trace_harness import EventList, simulated
 
 import pagedcli as package
 from pagedcli.cli.summary import engine_facts
 from pagedcli.inspection.findings import RunFacts, advice, finding_lines, story
-from pagedcli.inspection.fold import EventList, Fold, fold
+from pagedcli.inspection.fold import Fold, fold
 from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.inspection.whole_run import WholeRun

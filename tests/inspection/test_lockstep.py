@@ -4,13 +4,13 @@ import random
 
 import pytest
 from scripted import Simulation
-from trace_harness import simulated
+from trace_harness import EventList, simulated
 
 from pagedcli import SamplingParams
 from pagedcli.errors import TraceError
 from pagedcli.events import RequestPreempted, StepFailed, StepFinished, StepScheduled, TokensSampled
 from pagedcli.inspection.dispatch import View
-from pagedcli.inspection.fold import EventList, Fold, pool_fold
+from pagedcli.inspection.fold import Fold, pool_fold
 from pagedcli.inspection.state import PoolState
 
 

@@ -1,10 +1,10 @@
 """Which request a name means, and what is said of a name that means none."""
 
 import pytest
+from trace_harness import EventList
 
 from pagedcli.errors import UsageError
 from pagedcli.events import RequestAdded, RequestRefused, only_wanted
-from pagedcli.inspection.fold import EventList
 from pagedcli.inspection.names import find_request
 
 

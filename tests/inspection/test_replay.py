@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from scripted import Simulation
-from trace_harness import simulated, write
+from trace_harness import EventList, check_events, simulated, write
 
 from pagedcli.errors import TraceError
 from pagedcli.events import (
@@ -31,8 +31,8 @@ from pagedcli.events import (
     StepStarted,
     TokensSampled,
 )
-from pagedcli.inspection.check import check_events, check_trace
-from pagedcli.inspection.fold import EventList, fold, pool_fold
+from pagedcli.inspection.check import check_trace
+from pagedcli.inspection.fold import fold, pool_fold
 from pagedcli.inspection.moment import Moment
 from pagedcli.inspection.names import NamedRequest
 from pagedcli.inspection.perfetto import export_perfetto

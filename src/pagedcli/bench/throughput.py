@@ -39,7 +39,6 @@ class Run:
     tpot_s: float | None  # median; None if every request generates one token
     num_steps: int
     schedule_ms: float  # of all steps
-    forward_ms: float
     sample_ms: float
     num_cached_tokens: int
     token_ids: list[list[int]]
@@ -133,7 +132,6 @@ def measure(engine: LLMEngine, workload: Workload, *, on_step: Callable[[int], N
         tpot_s=statistics.median(tpots) if tpots else None,
         num_steps=stats.num_steps - before.num_steps,
         schedule_ms=(stats.schedule_ns - before.schedule_ns) / 1e6,
-        forward_ms=(stats.forward_ns - before.forward_ns) / 1e6,
         sample_ms=(stats.sample_ns - before.sample_ns) / 1e6,
         num_cached_tokens=stats.num_cached_tokens - before.num_cached_tokens,
         token_ids=[output.samples[0].token_ids for output in outputs],

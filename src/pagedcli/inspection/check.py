@@ -13,7 +13,7 @@ from pagedcli.errors import TraceError
 from pagedcli.inspection.check_eviction import UNCHECKED, EvictionLaws
 from pagedcli.inspection.check_prefix import PrefixLaws
 from pagedcli.inspection.dispatch import Handler, handlers_of
-from pagedcli.inspection.fold import EventList, EventSource, Fold
+from pagedcli.inspection.fold import EventSource, Fold
 from pagedcli.inspection.laws import PoolLaws, refuse, tables_of
 from pagedcli.inspection.state import PoolState
 
@@ -36,11 +36,6 @@ def check_trace(source: EventSource) -> CheckedTrace:
     for _ in checker.fold.steps(source):
         pass
     return checker.result(source.notes)
-
-
-def check_events(events: Iterable[ev.Event]) -> CheckedTrace:
-    """check_trace for events in memory; errors name the event's number, from 1."""
-    return check_trace(EventList(events))
 
 
 class TraceChecker:

@@ -163,8 +163,6 @@ class StepRecord:
     num_waiting: int = 0
     num_sampled: int = 0
     num_evicted: int = 0  # blocks
-    num_allocated: int = 0  # blocks
-    num_passed: int = 0  # blocks that windows have passed
     num_finished: int = 0  # sequences
     lookups: list[PrefixLookedUp] = field(default_factory=list)
     preemptions: list[RequestPreempted] = field(default_factory=list)

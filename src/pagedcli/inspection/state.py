@@ -170,8 +170,6 @@ class PoolState(BlockLedger):
             self.hold(block_id)
         self.seqs[event.seq_id].block_table.extend(event.block_ids)
         self._num_entries += len(event.block_ids)
-        if self.step is not None:
-            self.step.num_allocated += len(event.block_ids)
 
     def on_block_evicted(self, event: ev.BlockEvicted) -> None:
         self.evict(event.block_id, event.hash)
@@ -204,8 +202,6 @@ class PoolState(BlockLedger):
         for block_id in event.block_ids:
             table[table.index(block_id)] = None
             self.let_go(block_id)
-        if self.step is not None:
-            self.step.num_passed += len(event.block_ids)
 
     def on_block_copied(self, event: ev.BlockCopied) -> None:
         table = self.seqs[event.seq_id].block_table
