@@ -9,23 +9,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from pagedcli.kvevents import wire
 from pagedcli.kvevents.formats import decode_batch
 from pagedcli.kvevents.sequence import SequenceCheck
 from pagedcli.kvevents.tree import MAX_BLOCKS, History, PrefixTree, Watcher
-from pagedcli.kvevents.wire import (
-    Batch,
-    BlockHash,
-    Cleared,
-    Created,
-    KVEvent,
-    Message,
-    Moved,
-    Placed,
-    Removed,
-    Stored,
-    WireError,
-    split_frames,
-)
 
 _MAX_PUBLISHERS = 256
 _MAX_GROUPS = 64  # per publisher
@@ -45,7 +32,7 @@ class Publisher:
     sequence: SequenceCheck = field(default_factory=SequenceCheck)
     trees: dict[str, PrefixTree] = field(default_factory=dict)  # by cache group
     spec_kinds: dict[str, str] = field(default_factory=dict)  # cache group -> kind of attention
-    objects: dict[str, tuple[BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # of a store: hash, media
+    objects: dict[str, tuple[wire.BlockHash, tuple[str, ...]]] = field(default_factory=dict)  # of a store: hash, media
     rank: int | None = None
 
 
@@ -109,19 +96,21 @@ class KVState:
             if read is not None:  # no time: earlier events do not count towards rates
                 self._take(*read, None, source)
 
-    def _read(self, frames: Sequence[bytes], time_s: float | None, source: int) -> tuple[Message, Batch] | None:
+    def _read(
+        self, frames: Sequence[bytes], time_s: float | None, source: int
+    ) -> tuple[wire.Message, wire.Batch] | None:
         self.num_messages += 1
         self._tick(time_s)
         try:
-            message = split_frames(frames)
+            message = wire.split_frames(frames)
             if self._fetch is not None:  # replayed messages may lack the topic: then there is one publisher per source
                 message = replace(message, topic=b"")
             return message, decode_batch(message.payload)
-        except WireError as error:
+        except wire.WireError as error:
             self._malformed(source, str(error))
             return None
 
-    def _take(self, message: Message, batch: Batch, time_s: float | None, source: int) -> None:
+    def _take(self, message: wire.Message, batch: wire.Batch, time_s: float | None, source: int) -> None:
         publisher = self._publisher(source, message.topic)
         if publisher is None or not self._in_order(publisher, message, batch):
             return
@@ -180,7 +169,7 @@ class KVState:
             publisher = self.publishers[key] = Publisher(source, name)
         return publisher
 
-    def _in_order(self, publisher: Publisher, message: Message, batch: Batch) -> bool:
+    def _in_order(self, publisher: Publisher, message: wire.Message, batch: wire.Batch) -> bool:
         """Check the sequence numbers; False if the message was already applied."""
         if message.seq is not None:
             first = last = message.seq
@@ -191,7 +180,7 @@ class KVState:
         check = publisher.sequence
         expected = check.next_seq
         verdict = check.take(first, last, batch.time_s)
-        created = message.seq is None and first == 0 and any(isinstance(event, Created) for event in batch.events)
+        created = message.seq is None and first == 0 and any(isinstance(event, wire.Created) for event in batch.events)
         if verdict == "repeated" and created:  # event ids have no times: a newly created cache shows the restart
             check.num_repeated -= 1
             check.num_restarts += 1
@@ -207,29 +196,29 @@ class KVState:
             publisher.objects.clear()
         return verdict != "repeated"
 
-    def _apply(self, publisher: Publisher, event: KVEvent, clock: float | None) -> None:
+    def _apply(self, publisher: Publisher, event: wire.KVEvent, clock: float | None) -> None:
         match event:
-            case Stored():
+            case wire.Stored():
                 self._store(publisher, event, clock)
-            case Removed():
+            case wire.Removed():
                 tree = self._tree(publisher, event.group)
                 for block_hash in event.hashes:
                     tree.remove(block_hash, event.medium, clock)
                 if event.extra:
                     self._count_values(event.extra)
-            case Cleared():
+            case wire.Cleared():
                 self.num_cleared += 1
                 for tree in publisher.trees.values():
                     tree.clear("cleared", clock, event.medium)
                 publisher.objects.clear()
-            case Moved():
+            case wire.Moved():
                 self._tree(publisher, event.group).move(event.hash, event.old_medium, event.new_medium)
-            case Created():
+            case wire.Created():
                 self._tree(publisher, event.group).capacity.update(event.num_blocks)
-            case Placed():
+            case wire.Placed():
                 self._place(publisher, event, clock)
 
-    def _store(self, publisher: Publisher, event: Stored, clock: float | None) -> None:
+    def _store(self, publisher: Publisher, event: wire.Stored, clock: float | None) -> None:
         tree = self._tree(publisher, event.group)
         parent, num_tokens = event.parent, event.block_size
         tokens = self._packed_tokens(event)
@@ -244,13 +233,13 @@ class KVState:
             if isinstance(kind, str) and _group_name(event.group) in publisher.trees:
                 publisher.spec_kinds[_group_name(event.group)] = kind[:100]
 
-    def _packed_tokens(self, event: Stored) -> bytes | None:
+    def _packed_tokens(self, event: wire.Stored) -> bytes | None:
         tokens = event.token_ids
         if not self._keep_tokens or tokens is None or len(tokens) != event.block_size * len(event.hashes):
             return None
         return tokens.tobytes()
 
-    def _place(self, publisher: Publisher, event: Placed, clock: float | None) -> None:
+    def _place(self, publisher: Publisher, event: wire.Placed, clock: float | None) -> None:
         tree = self._tree(publisher, None)
         block_hash, old_media = publisher.objects.get(event.key, (event.hash or event.key, ()))
         new = Counter(event.media)

@@ -8,22 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from pagedcli.kvevents.wire import (
-    MAX_NAME_CHARS,
-    Batch,
-    BlockHash,
-    Cleared,
-    Created,
-    KVEvent,
-    Moved,
-    Placed,
-    Removed,
-    Stored,
-    WireError,
-    checked_rank,
-    checked_time,
-    decode_payload,
-)
+from pagedcli.kvevents import wire
 
 _MAX_HASH_BYTES = 256
 _MAX_BLOCK_TOKENS = 1 << 24
@@ -43,32 +28,32 @@ _TRT_LEVELS = ("GPU", "CPU")  # by cache_level; further levels are storage
 Fields = Mapping[str, Any]
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> wire.Batch:
     """Decode a payload of any known format. Raises: WireError if it is not a batch; single events that cannot be read
     are counted in the batch."""
-    return read_batch(decode_payload(payload))
+    return read_batch(wire.decode_payload(payload))
 
 
-def read_batch(plain: Any) -> Batch:
+def read_batch(plain: Any) -> wire.Batch:
     """The batch of decoded plain objects. Raises: WireError."""
     if isinstance(plain, dict):
         if "data" in plain:  # one event of TensorRT-LLM
             return _trt_batch([plain])
         if "events" not in plain:
-            raise WireError("a map without events")
+            raise wire.WireError("a map without events")
         plain = [plain.get("ts"), plain["events"], plain.get("data_parallel_rank", plain.get("attn_dp_rank"))]
     if not isinstance(plain, list):
-        raise WireError("not a batch of events")
+        raise wire.WireError("not a batch of events")
     if all(isinstance(event, dict) for event in plain):
         return _trt_batch(plain)
     if len(plain) < 2 or not isinstance(plain[1], list):
-        raise WireError("not a batch of events")
-    batch = Batch([], checked_time(plain[0]), checked_rank(plain[2] if len(plain) > 2 else None))
+        raise wire.WireError("not a batch of events")
+    batch = wire.Batch([], wire.checked_time(plain[0]), wire.checked_rank(plain[2] if len(plain) > 2 else None))
     append = batch.events.append
     for event in plain[1]:
         try:
             append(_read_event(event, batch))
-        except WireError:
+        except wire.WireError:
             batch.num_malformed += 1
         except _UnknownType as unknown:
             _keep_name(batch.unknown_types, unknown.name)
@@ -80,16 +65,16 @@ class _UnknownType(Exception):
         self.name = name
 
 
-def _read_event(event: Any, batch: Batch) -> KVEvent:
+def _read_event(event: Any, batch: wire.Batch) -> wire.KVEvent:
     if type(event) is dict:
         tag = event.get("type")
         fields = event
     elif type(event) is list and event:
         tag = event[0]
     else:
-        raise WireError("neither a map nor an array")
+        raise wire.WireError("neither a map nor an array")
     if type(tag) is not str:
-        raise WireError("an event without a type")
+        raise wire.WireError("an event without a type")
     known = _READERS.get(tag)
     if known is None:
         raise _UnknownType(tag)
@@ -106,13 +91,13 @@ def _read_event(event: Any, batch: Batch) -> KVEvent:
 
 def _keep_name(names: list[str], name: str) -> None:
     if len(names) < _MAX_NAMES:
-        names.append(name[:MAX_NAME_CHARS])
+        names.append(name[: wire.MAX_NAME_CHARS])
 
 
 # ---------------------------------------------------------------------- vLLM and SGLang
 
 
-def _stored(fields: Fields) -> Stored:
+def _stored(fields: Fields) -> wire.Stored:
     get = fields.get
     hashes = _hashes(get("block_hashes"))
     parent = get("parent_block_hash")
@@ -120,36 +105,36 @@ def _stored(fields: Fields) -> Stored:
         _check_hash(parent)
     block_size = get("block_size")
     if type(block_size) is not int or not 0 < block_size <= _MAX_BLOCK_TOKENS:
-        raise WireError("block_size")
+        raise wire.WireError("block_size")
     lora_name, lora_id = get("lora_name"), get("lora_id")
     lora = _name(lora_name) if lora_name is not None else None if lora_id is None else f"id {_small_int(lora_id)}"
     extra = {name: fields[name] for name in _EXTRA if get(name) is not None}
     tokens = _token_ids(get("token_ids"))
-    return Stored(hashes, parent, block_size, tokens, _medium(get("medium")) or "GPU", _group(get("group_idx")), lora,
-                  extra)  # fmt: skip
+    medium, group = _medium(get("medium")) or "GPU", _group(get("group_idx"))
+    return wire.Stored(hashes, parent, block_size, tokens, medium, group, lora, extra)
 
 
-def _removed(fields: Fields) -> Removed:
+def _removed(fields: Fields) -> wire.Removed:
     get = fields.get
     extra = {name: fields[name] for name in ("locality", "ownership", "session_id") if get(name) is not None}
-    return Removed(_hashes(get("block_hashes")), _medium(get("medium")), _group(get("group_idx")), extra)
+    return wire.Removed(_hashes(get("block_hashes")), _medium(get("medium")), _group(get("group_idx")), extra)
 
 
-def _cleared(fields: Fields) -> Cleared:
-    return Cleared(_medium(fields.get("medium")))
+def _cleared(fields: Fields) -> wire.Cleared:
+    return wire.Cleared(_medium(fields.get("medium")))
 
 
-def _hashes(value: Any) -> list[BlockHash]:
+def _hashes(value: Any) -> list[wire.BlockHash]:
     if type(value) is not list:
-        raise WireError("block_hashes")
+        raise wire.WireError("block_hashes")
     for item in value:
         _check_hash(item)
     return value
 
 
-def _checked_hash(value: Any) -> BlockHash:
+def _checked_hash(value: Any) -> wire.BlockHash:
     _check_hash(value)
-    return cast(BlockHash, value)
+    return cast(wire.BlockHash, value)
 
 
 def _check_hash(value: Any) -> None:
@@ -159,7 +144,7 @@ def _check_hash(value: Any) -> None:
             return
     elif (kind is bytes or kind is str) and 0 < len(value) <= _MAX_HASH_BYTES:
         return
-    raise WireError("a hash")
+    raise wire.WireError("a hash")
 
 
 def _token_ids(value: Any) -> "array[int] | None":
@@ -184,20 +169,20 @@ def _group(value: Any) -> str | None:
 
 def _name(value: Any) -> str:
     if type(value) is not str or not value:
-        raise WireError("a name")
-    return value[:MAX_NAME_CHARS]
+        raise wire.WireError("a name")
+    return value[: wire.MAX_NAME_CHARS]
 
 
 def _small_int(value: Any) -> int:
     if type(value) is not int or not -(1 << 31) <= value < 1 << 31:
-        raise WireError("a small integer")
+        raise wire.WireError("a small integer")
     return value
 
 
 # ---------------------------------------------------------------------- Mooncake Store
 
 
-def _placed(fields: Fields) -> Placed:
+def _placed(fields: Fields) -> wire.Placed:
     """Both new objects and updates; empty fields count as absent."""
     get = fields.get
     block_hash, parent, model = get("block_hash") or None, get("parent_block_hash") or None, get("model_name") or None
@@ -205,7 +190,7 @@ def _placed(fields: Fields) -> Placed:
         if value is not None:
             _check_hash(value)
     token_ids = _token_ids(get("token_ids"))
-    return Placed(
+    return wire.Placed(
         _hash_text(get("mooncake_key")),
         _replica_media(get("replicas")),
         None if block_hash is None else str(block_hash),
@@ -218,18 +203,18 @@ def _placed(fields: Fields) -> Placed:
 
 def _hash_text(value: Any) -> str:
     if type(value) is not str:
-        raise WireError("a key")
+        raise wire.WireError("a key")
     _check_hash(value)
     return value
 
 
 def _replica_media(value: Any) -> tuple[str, ...]:
     if type(value) is not list or len(value) > 1024:
-        raise WireError("replicas")
+        raise wire.WireError("replicas")
     media = []
     for replica in value:
         if type(replica) is not list or not replica:
-            raise WireError("a replica")
+            raise wire.WireError("a replica")
         media.append(_name(replica[0]).upper())
     return tuple(media)
 
@@ -237,13 +222,13 @@ def _replica_media(value: Any) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- TensorRT-LLM
 
 
-def _trt_batch(plain: list[Any]) -> Batch:
-    batch, ranks = Batch([]), set()
+def _trt_batch(plain: list[Any]) -> wire.Batch:
+    batch, ranks = wire.Batch([]), set()
     for event in plain:
         try:
             data = event.get("data")
             if type(data) is not dict or type(data.get("type")) is not str:
-                raise WireError("an event without a type")
+                raise wire.WireError("an event without a type")
             read = _TRT_READERS.get(data["type"])
             if read is None:
                 _keep_name(batch.unknown_types, data["type"])
@@ -251,9 +236,9 @@ def _trt_batch(plain: list[Any]) -> Batch:
             for name in event.keys() - set(_TRT_EVENT):
                 _keep_name(batch.unknown_fields, name)
             _note_event_id(batch, event.get("event_id"))
-            ranks.add(checked_rank(event.get("attention_dp_rank")))
+            ranks.add(wire.checked_rank(event.get("attention_dp_rank")))
             batch.events += read(data, _trt_group(event))
-        except WireError:
+        except wire.WireError:
             batch.num_malformed += 1
     if len(ranks) == 1:
         (batch.rank,) = ranks
@@ -262,11 +247,11 @@ def _trt_batch(plain: list[Any]) -> Batch:
     return batch
 
 
-def _note_event_id(batch: Batch, event_id: Any) -> None:
+def _note_event_id(batch: wire.Batch, event_id: Any) -> None:
     if event_id is None:
         return
     if type(event_id) is not int or not 0 <= event_id < 1 << 63:
-        raise WireError("event_id")
+        raise wire.WireError("event_id")
     batch.event_ids = (event_id if batch.event_ids is None else batch.event_ids[0], event_id)
 
 
@@ -277,48 +262,48 @@ def _trt_group(event: Fields) -> str | None:
     return None if window is None else f"window {_small_int(window)}"
 
 
-def _trt_created(data: Fields, group: str | None) -> list[KVEvent]:
+def _trt_created(data: Fields, group: str | None) -> list[wire.KVEvent]:
     counts = data.get("num_blocks_per_cache_level")
     if type(counts) is not list or len(counts) > 64:
-        raise WireError("num_blocks_per_cache_level")
+        raise wire.WireError("num_blocks_per_cache_level")
     levels: dict[str, int] = {}
     for level, count in enumerate(counts):
         levels[_level(level)] = levels.get(_level(level), 0) + _small_int(count)
-    return [Created(levels, group)]
+    return [wire.Created(levels, group)]
 
 
-def _trt_stored(data: Fields, group: str | None) -> list[KVEvent]:
+def _trt_stored(data: Fields, group: str | None) -> list[wire.KVEvent]:
     parent, blocks = data.get("parent_hash"), data.get("blocks")
     if parent is not None:
         _check_hash(parent)
     if type(blocks) is not list:
-        raise WireError("blocks")
-    events: list[KVEvent] = []
+        raise wire.WireError("blocks")
+    events: list[wire.KVEvent] = []
     for block in blocks:
         if type(block) is not dict or type(block.get("tokens")) is not list:
-            raise WireError("a block")
+            raise wire.WireError("a block")
         block_hash = _checked_hash(block.get("block_hash"))
         tokens = [token.get("token_id") if type(token) is dict else None for token in block["tokens"]]
         extra = {name: block[name] for name in ("priority", "mm_keys", "cache_salt") if block.get(name)}
         lora = None if block.get("lora_id") is None else f"id {_small_int(block['lora_id'])}"
         medium = _level(block.get("cache_level", 0))
-        events.append(Stored([block_hash], parent, len(tokens), _token_ids(tokens), medium, group, lora, extra))
+        events.append(wire.Stored([block_hash], parent, len(tokens), _token_ids(tokens), medium, group, lora, extra))
         parent = block_hash
     return events
 
 
-def _trt_removed(data: Fields, group: str | None) -> list[KVEvent]:
-    return [Removed(_hashes(data.get("block_hashes")), None, group, {})]
+def _trt_removed(data: Fields, group: str | None) -> list[wire.KVEvent]:
+    return [wire.Removed(_hashes(data.get("block_hashes")), None, group, {})]
 
 
-def _trt_updated(data: Fields, group: str | None) -> list[KVEvent]:
+def _trt_updated(data: Fields, group: str | None) -> list[wire.KVEvent]:
     _check_hash(data.get("block_hash"))
     level = data.get("cache_level")
     if level is None:  # only the priority changed
         return []
     if type(level) is not dict:
-        raise WireError("cache_level")
-    return [Moved(data["block_hash"], group, _level(level.get("old_value")), _level(level.get("new_value")))]
+        raise wire.WireError("cache_level")
+    return [wire.Moved(data["block_hash"], group, _level(level.get("old_value")), _level(level.get("new_value")))]
 
 
 def _level(value: Any) -> str:
@@ -326,17 +311,17 @@ def _level(value: Any) -> str:
     return _TRT_LEVELS[level] if 0 <= level < len(_TRT_LEVELS) else "DISK"
 
 
-_READERS: dict[str, tuple[tuple[str, ...], Callable[[Fields], KVEvent]]] = {
+_READERS: dict[str, tuple[tuple[str, ...], Callable[[Fields], wire.KVEvent]]] = {
     "BlockStored": (_STORED, _stored),
     "BlockRemoved": (_REMOVED, _removed),
     "AllBlocksCleared": (_CLEARED, _cleared),
     "BlockStoreEvent": (_MOONCAKE_STORED, _placed),
     "BlockUpdateEvent": (_MOONCAKE_UPDATED, _placed),
-    "RemoveAllEvent": ((), lambda _fields: Cleared(None)),
+    "RemoveAllEvent": ((), lambda _fields: wire.Cleared(None)),
 }
 FIELD_NAMES = {tag: names for tag, (names, _) in _READERS.items()}  # in the order of the array form
 _KNOWN_NAMES = {tag: frozenset({"type", *names}) for tag, names in FIELD_NAMES.items()}
-_TRT_READERS: dict[str, Callable[[Fields, str | None], list[KVEvent]]] = {
+_TRT_READERS: dict[str, Callable[[Fields, str | None], list[wire.KVEvent]]] = {
     "created": _trt_created,
     "stored": _trt_stored,
     "removed": _trt_removed,
