@@ -14,7 +14,7 @@ from rich.console import Console
 from pagedcli.batch.job import Job
 from pagedcli.batch.requests import decode_line, read_head
 from pagedcli.batch.sources import open_source
-from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags
+from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.replay import Follow, StepFormat, table_console
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
@@ -29,7 +29,7 @@ from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_writer import TraceWriter
 from pagedcli.inspection.whole_run import WholeRun
 
-_VIEW = "View"
+_view = partial(option, panel="View")
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
@@ -40,27 +40,17 @@ def trace(
     record_tokens: RecordTokens = False,
     no_ids: NoIds = False,
     follow: Follow = None,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Print only the tables of step N.", rich_help_panel=_VIEW, show_default=False),
-    ] = None,
-    no_live: Annotated[
-        bool, typer.Option("--no-live", help="Print the tables of every step.", rich_help_panel=_VIEW)
-    ] = False,
-    paused: Annotated[
-        bool, typer.Option("--paused", help="Start paused at the first step.", rich_help_panel=_VIEW)
-    ] = False,
+    step: Annotated[int | None, _view(metavar="N", help="Print only the tables of step N.")] = None,
+    no_live: Annotated[bool, _view("--no-live", help="Print the tables of every step.")] = False,
+    paused: Annotated[bool, _view("--paused", help="Start paused at the first step.")] = False,
     output_file: Annotated[
-        str | None,
-        typer.Option(
-            "-o", "--output-file", help="Write the rows to this file. Default: discard them.", show_default=False
-        ),
+        str | None, option("-o", "--output-file", help="Write the rows to this file. Default: discard them.")
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     config: ConfigFile = None,
     format_: Annotated[
-        StepFormat, typer.Option("--format", help="Format for --step and --no-live.", rich_help_panel=_VIEW)
+        StepFormat, _view("--format", help="Format for --step and --no-live.", show_default=True)
     ] = StepFormat.TABLE,
     flags: Flags,
 ) -> None:
