@@ -137,8 +137,7 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"seq {for_seq.seq_id} needed {needed} blocks for its next token")
 
     def before_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
-        engine = state.engine
-        assert engine is not None
+        engine = state.started
         waiting, seq = state.waiting(), state.seqs[event.seq_id]
         running, step = state.running(), state.step
         completes = seq.beam_width is not None and any(each.request_id == seq.request_id for each in running)
@@ -163,20 +162,19 @@ class TraceLaws(PrefixLaws):
     def _check_needed(self, event: ev.RequestWaiting, state: PoolState) -> None:
         """Check the number of blocks needed: the sequence's, minus its prefix blocks in use. Exact with tokens."""
         seq, size = state.seqs[event.seq_id], state.block_size
-        assert state.engine is not None
         tables = tables_of(state)
         if tables.has_windows:
             most = tables.most_blocks(
-                seq.num_tokens, state.engine.chunked_prefill_size or state.engine.max_num_batched_tokens
+                seq.num_tokens, state.started.chunked_prefill_size or state.started.max_num_batched_tokens
             )
             if event.num_blocks_needed != most:
                 refuse(event, f"needs {most} blocks, not {event.num_blocks_needed}")
             return
         total = -(-seq.num_tokens // size)
-        in_use = min(seq.num_tokens // size, state.num_used_blocks) if state.engine.enable_prefix_caching else 0
+        in_use = min(seq.num_tokens // size, state.num_used_blocks) if state.started.enable_prefix_caching else 0
         least, most = total - in_use, total
         chain = self._chain(seq, state)
-        if chain is not None and state.engine.enable_prefix_caching:
+        if chain is not None and state.started.enable_prefix_caching:
             found = takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain))
             least = most = total - sum(block_id is not None and state.ref_counts[block_id] > 0 for block_id in found)
         if not least <= event.num_blocks_needed <= most:
@@ -197,8 +195,7 @@ class TraceLaws(PrefixLaws):
         self._just_sampled.clear()
 
     def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
-        engine, num_new = state.engine, sum(event.num_new_tokens)
-        assert engine is not None
+        engine, num_new = state.started, sum(event.num_new_tokens)
         for seq in state.running():
             if seq.num_computed_tokens == seq.num_tokens:
                 refuse(event, f"seq {seq.seq_id} had all tokens computed, but got no new one")
@@ -209,8 +206,7 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"a chunk is larger than {chunk_size} tokens")
 
     def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
-        engine, size, tables = state.engine, state.block_size, tables_of(state)
-        assert engine is not None
+        engine, size, tables = state.started, state.block_size, tables_of(state)
         chunk_size = engine.chunked_prefill_size or engine.max_num_batched_tokens
         num_running = state.num_running
         if num_running > engine.max_num_seqs:
@@ -237,9 +233,8 @@ class TraceLaws(PrefixLaws):
 
     def _check_budget(self, event: ev.StepScheduled, state: PoolState) -> None:
         """Check that the token budget is used up if, and only if, that is why a sequence waits."""
-        step, engine = state.step, state.engine
+        step, engine = state.step, state.started
         assert step is not None, "a step is scheduled"
-        assert engine is not None, "the engine has started"
         reason, num_new = None if step.waiting is None else step.waiting.reason, sum(event.num_new_tokens)
         num_most = num_new + step.num_finished  # includes those that finished while the step was launched
         if reason == "token_budget" and num_most < engine.max_num_batched_tokens:

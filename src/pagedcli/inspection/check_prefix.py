@@ -32,8 +32,7 @@ class PrefixLaws(View[PoolState]):
         return chain
 
     def before_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
-        seq, engine = state.seqs.get(event.seq_id), state.engine
-        assert engine is not None
+        seq, engine = state.seqs.get(event.seq_id), state.started
         if seq is None:
             return  # the fold reports it
         if event.num_tokens != seq.num_tokens:
@@ -84,8 +83,7 @@ class PrefixLaws(View[PoolState]):
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         size = state.block_size
-        assert state.engine is not None
-        if not state.engine.enable_prefix_caching:
+        if not state.started.enable_prefix_caching:
             refuse(event, "a block was hashed without prefix caching")
         if not event.block_ids:
             refuse(event, "no blocks")

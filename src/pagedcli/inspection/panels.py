@@ -24,8 +24,7 @@ def percent(part: float | None) -> str:
 
 def pool_line(state: PoolState) -> Text:
     counts = pool_counts(state)
-    engine = state.engine
-    assert engine is not None
+    engine = state.started
     add_up = counts["in_use"] + counts["cached"] + counts["empty"] == counts["total"]
     return Text.assemble(
         ("in use ", "green"),

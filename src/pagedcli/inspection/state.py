@@ -39,6 +39,12 @@ class PoolState(BlockLedger):
     # ------------------------------------------------------------------ questions
 
     @property
+    def started(self) -> ev.EngineStarted:
+        """The engine, once it has started."""
+        assert self.engine is not None, "an engine has started"
+        return self.engine
+
+    @property
     def block_size(self) -> int:
         """Tokens per block, 0 before the engine started."""
         return 0 if self.engine is None else self.engine.block_size

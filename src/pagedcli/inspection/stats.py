@@ -160,8 +160,7 @@ class MemoryUse:
 
 def memory_use(state: PoolState) -> MemoryUse:
     """The current cost of partial blocks and gain of sharing."""
-    engine = state.engine
-    assert engine is not None, "a state has an engine"
+    engine = state.started
     used, unfilled = state.num_used_blocks, state.num_unfilled_slots()
     slot_bytes = engine.block_bytes / engine.block_size
     used_bytes = used * engine.block_bytes

@@ -116,8 +116,7 @@ class WholeRun(View[PoolState]):
 
     def facts(self, state: PoolState) -> RunFacts:
         """The run's counts, for findings.py."""
-        engine, first = state.engine, self.explainer.totals(own=False)
-        assert engine is not None, "a run has an engine"
+        engine, first = state.started, self.explainer.totals(own=False)
         columns, size = self.series.columns, engine.block_size
         slots = [used * size for used in columns["used"]]
         unfilled = columns["unfilled_slots"]

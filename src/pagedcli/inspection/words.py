@@ -99,8 +99,7 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
         case ev.BlockEvicted():
             return f"evict block {event.block_id} (hash {event.hash:016x})"
         case ev.RequestWaiting():
-            assert state.engine is not None, "a sequence waits in an engine"
-            return f"wait {seq}: {waiting_reason(event, state.engine)}"
+            return f"wait {seq}: {waiting_reason(event, state.started)}"
         case ev.RequestFinished():
             return f"finish {seq}: {event.reason} after {plural(event.num_output_tokens, 'token')}"
         case ev.RequestRefused():

@@ -30,7 +30,6 @@ def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
     view = _Requests()
     state = fold(reader, view)
     view.finish()
-    assert state.engine is not None, "a trace begins with the engine"
     workload = view.workload
     workload.notes += reader.notes
     if not workload.requests:
@@ -40,7 +39,7 @@ def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
             request.token_ids = request.output_ids = request.stopped = None
         workload.notes.append("the run was recorded without tokens: outputs are never found in the cache")
     workload.finish()
-    return workload, state.engine
+    return workload, state.started
 
 
 class _Requests(View[PoolState]):
