@@ -7,18 +7,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
+import pagedcli.events as ev
 from pagedcli.engine.engine_plan import PreemptionPolicy
 from pagedcli.engine.sequence import Sequence, SequenceStatus
 from pagedcli.errors import ConfigError
-from pagedcli.events import (
-    Emit,
-    RequestAdded,
-    RequestFinished,
-    RequestPreempted,
-    RequestWaiting,
-    StepScheduled,
-    TokensSampled,
-)
 from pagedcli.kvcache.block_manager import BlockManager
 
 WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
@@ -76,7 +68,7 @@ class Scheduler:
         chunked_prefill_size: int | None = None,
         preemption_policy: PreemptionPolicy = "last",
         trace_tokens: bool = False,
-        emit: Emit | None = None,
+        emit: ev.Emit | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ConfigError(
@@ -130,7 +122,7 @@ class Scheduler:
             pairs = zip(work.seqs, work.num_new_tokens, strict=True)
             live = [(seq.seq_id, num_new) for seq, num_new in pairs if seq.finish_reason is None]
             seq_ids, num_new_tokens = tuple(seq_id for seq_id, _ in live), tuple(num_new for _, num_new in live)
-            self._emit(StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
+            self._emit(ev.StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
 
     def _schedule_running(self, work: ScheduledStep) -> int:
         """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget."""
@@ -264,7 +256,7 @@ class Scheduler:
         self.waiting.appendleft(victim)
         work.num_preempted += 1
         if self._emit is not None:
-            self._emit(RequestPreempted(victim.seq_id, for_seq.seq_id, num_needed, num_dropped, num_freed))
+            self._emit(ev.RequestPreempted(victim.seq_id, for_seq.seq_id, num_needed, num_dropped, num_freed))
 
     def _admit_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
         """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
@@ -339,7 +331,7 @@ class Scheduler:
         for seq in seqs:
             assert seq.finish_reason is not None, "only ended sequences are removed"
             if self._emit is not None:
-                self._emit(RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
+                self._emit(ev.RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
             self.block_manager.deallocate(seq)
             if seq.status is SequenceStatus.RUNNING:
                 self._free_row(seq)
@@ -373,7 +365,7 @@ class Scheduler:
         """Report which sequences got a token."""
         if self._emit is not None and seqs:
             token_ids = tuple(seq.token_ids[-1] for seq in seqs) if self._trace_tokens else None
-            self._emit(TokensSampled(tuple(seq.seq_id for seq in seqs), token_ids))
+            self._emit(ev.TokensSampled(tuple(seq.seq_id for seq in seqs), token_ids))
 
     def _free_row(self, seq: Sequence) -> None:
         assert seq.row is not None, "a running sequence has a row"
@@ -384,7 +376,7 @@ class Scheduler:
     def _report_added(self, seq: Sequence) -> None:
         if self._emit is not None:
             self._emit(
-                RequestAdded(
+                ev.RequestAdded(
                     seq_id=seq.seq_id,
                     request_id=seq.request_id,
                     row_id=seq.row_id,
@@ -402,4 +394,4 @@ class Scheduler:
         manager = self.block_manager
         hit = manager.lookup(seq)
         num_needed = manager.num_prefill_blocks(seq, hit, self.chunk_size)
-        self._emit(RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))
+        self._emit(ev.RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))
