@@ -3,11 +3,10 @@
 import msgspec
 import pytest
 from cli_harness import pagedcli
-from trace_harness import simulated, write
+from trace_harness import check_events, simulated, write
 
 from pagedcli.errors import TraceError
 from pagedcli.events import BlockEvicted
-from pagedcli.inspection.check import check_events
 
 CHECKED = ("fifo", "lfu", "prefix-lru")
 
