@@ -129,11 +129,9 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
         self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
-        # one per prompt token, None for the first; empty unless requested
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []  # per prompt token, None for the first; if requested
         self.output_counts: dict[int, int] = {}  # generated token id -> count, kept if a penalty needs it
-        # of a beam search:
-        self.beams: list[Sequence] | None = None  # all beams of the request, once its prompt is computed
+        self.beams: list[Sequence] | None = None  # of the request's beam search, once its prompt is computed
         self.candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
         self.total_logprob = 0.0  # of the output
 
