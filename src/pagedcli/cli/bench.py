@@ -35,6 +35,7 @@ bench = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_WINDOW_HELP = "Also decode 8 sequences of 16,384 tokens that see N of them (repeatable). Default: the model's windows."
 _workload = partial(option, panel="Workload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
@@ -142,14 +143,7 @@ def kernels(
     tokens: Annotated[
         list[int] | None, _workload(help="Tokens per step (repeatable). Default: 1, 8, 32, 512.", min=1)
     ] = None,
-    window: Annotated[
-        list[int] | None,
-        _workload(
-            help="Also decode 8 sequences of 16,384 tokens that see N of them (repeatable). Default: the model's"
-            " windows.",
-            min=1,
-        ),
-    ] = None,
+    window: Annotated[list[int] | None, _workload(help=_WINDOW_HELP, min=1)] = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -199,16 +193,7 @@ def kernels(
     notes = [limits_note(machine), *kernel_warnings(rows, watch.read())]
     if windows:
         notes.append("With a window, K and V may stay in the processor's cache between calls.")
-    columns = [
-        Column("kernel", "kernel"),
-        Column("size", "size"),
-        Column("implementation", "implementation"),
-        Column("ms", "ms", lambda x: f"{x:,.3f}"),
-        Column("gb_per_s", "GB/s", decimal),
-        Column("gflop_per_s", "GFLOP/s", count),
-        Column("share", "of the limit", percent),
-    ]
-    table = Table("kernels", f"Kernels, {dtype}", columns, rows, notes)
+    table = Table("kernels", f"Kernels, {dtype}", _KERNEL_COLUMNS, rows, notes)
     print_tables([table, kernel_spread(rows)], format_, facts={"machine": asdict(machine)})
 
 
@@ -277,6 +262,15 @@ _THROUGHPUT_COLUMNS = [
     Column("steps", "steps", count),
     Column("overhead_ms", "engine ms/step", decimal),
     Column("load_s", "load s", decimal),
+]
+_KERNEL_COLUMNS = [
+    Column("kernel", "kernel"),
+    Column("size", "size"),
+    Column("implementation", "implementation"),
+    Column("ms", "ms", lambda x: f"{x:,.3f}"),
+    Column("gb_per_s", "GB/s", decimal),
+    Column("gflop_per_s", "GFLOP/s", count),
+    Column("share", "of the limit", percent),
 ]
 _LATENCY_KEYS = {"wall_s", "ttft_ms", "tpot_ms", "output_tokens_per_s", "floor_s", "share_of_floor", "overhead_ms"}
 
