@@ -1,6 +1,7 @@
 """Memory arithmetic: checked by hand, against the decoder's own parameters, and against what a step really takes."""
 
 import ast
+import gc
 import subprocess
 import sys
 from dataclasses import fields
@@ -116,8 +117,13 @@ def test_predicted_weights_are_those_of_the_loaded_model(family, tmp_path):
 
 def tensor_peak(run):
     """Bytes of tensors alive at most, from the allocator itself."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+    gc.collect()  # engines of earlier tests, which would count as freed by this run
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+    finally:
+        gc.enable()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
