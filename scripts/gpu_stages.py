@@ -1,22 +1,20 @@
 """The stages of gpu_check.py: python scripts/gpu_stages.py STAGE RESULT.json [--dry-run-cpu]
 
-Each stage returns (ok, one line, rows). Checks use fresh random inputs and poison what must not be read.
+Each stage returns (ok, one line, rows). Those of single kernels and of whole engines are in files of their own.
 """
 
 import itertools
 import json
 import os
 import platform
-import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gpu_engines
+import gpu_kernels
 import torch
 from gpu_common import (
     GPU,
@@ -72,259 +70,6 @@ def ceilings(scale: Scale) -> Result:
         {"ceiling": f"GEMM {scale.gemm_size}", "value": round(gemm, 2), "unit": "TFLOP/s"},
     ]
     return True, f"copy {copy:,.0f} GB/s, GEMM {gemm:,.1f} TFLOP/s", rows
-
-
-def backends(scale: Scale) -> Result:
-    """Every attention backend against float64, inputs fresh, unowned slots NaN."""
-    return judgement(list(attention_errors(scale)))
-
-
-def kernels(scale: Scale) -> Result:
-    """Every fused kernel against float64, inputs fresh."""
-    return judgement([*layer_errors(scale), *product_errors(scale), *sampling_errors(scale)])
-
-
-def judgement(rows: list[Row]) -> Result:
-    checked = [row for row in rows if "error" in row]
-    failed = [row for row in checked if not row["error"] <= row["allowed"]]
-    summary = f"{len(checked)} comparisons, {len(failed)} out of tolerance"
-    return bool(checked) and not failed, summary, failed + [row for row in rows if "refused" in row]
-
-
-def attention_errors(scale: Scale) -> Iterator[Row]:
-    from attention_cases import TOLERANCE, Case, run, worst_error
-
-    from pagedcli.attention.layer import AttentionLayer
-    from pagedcli.attention.select import REGISTRY, select_backend
-    from pagedcli.errors import BackendError
-
-    shapes = [(16, 8, 128), (8, 8, 64), (14, 2, 64), (8, 1, 256), (6, 2, 96), (32, 2, 128)]
-    # every kernel is compiled anew: all shapes in the first dtype, the first two in the others and at larger blocks
-    cases: list[tuple[tuple[int, int, int], int, torch.dtype, Row]]
-    cases = [(shape, scale.block_sizes[0], scale.dtypes[0], {}) for shape in shapes]
-    cases += [(shape, scale.block_sizes[0], dtype, {}) for shape in shapes[:2] for dtype in scale.dtypes[1:]]
-    cases += [(shapes[0], block_size, scale.dtypes[0], {}) for block_size in scale.block_sizes[1:]]
-    cases += [(shape, scale.block_sizes[0], scale.dtypes[0], {"window": 100}) for shape in (shapes[0], shapes[3])]
-    cases += [(shapes[3], scale.block_sizes[0], scale.dtypes[0], {"window": 300, "soft_cap": 0.5})]
-    if not scale.on_gpu:
-        cases = [((4, 2, 16), 16, torch.float32, {}), ((4, 2, 16), 16, torch.float32, {"window": 5, "soft_cap": 0.5})]
-    lengths = [(1, 1), (17, 17), (300, 1), (256, 1), (257, 1), (700, 130), (512, 512), (33, 5)]
-    mixtures = [lengths, [(n, 1) for n, _ in lengths]] if scale.on_gpu else [[(1, 1), (20, 3)], [(18, 1)]]
-    names = [entry.name for entry in REGISTRY if scale.on_gpu or entry.name in ("triton", "reference")]
-    for name, (shape, block_size, dtype, extras) in itertools.product(names, cases):
-        num_heads, num_kv_heads, head_dim = shape
-        where = {"kernel": f"attention {name}", "shape": str(shape), "block": block_size, "dtype": str(dtype)[6:]}
-        where |= {"layer": str(extras)} if extras else {}
-        layer = AttentionLayer(scale=head_dim**-0.5, **extras)
-        try:
-            backend = select_backend(
-                name, device=torch.device(scale.device), dtype=dtype, block_size=block_size,
-                num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, layers=[layer],
-            ).backend  # fmt: skip
-        except BackendError as error:
-            yield {**where, "refused": error.message}
-            continue
-        for mixture in mixtures:
-            seed = random.SystemRandom().randrange(2**31)
-            case = Case(mixture, block_size, *shape, dtype, device=scale.device, seed=seed)
-            case.layer = layer
-            row = {**where, "seed": seed, "allowed": 4 * TOLERANCE[dtype]}
-            try:
-                yield {**row, "error": worst_error(run(backend, case), case.expected())}
-            except Exception as error:  # of one backend, whatever it is: the others are still to be checked
-                yield {**row, "error": float("inf"), "problem": str(error).partition("\n")[0]}
-
-
-def compared(kernel: str, dtype: torch.dtype, error: float, allowed: float) -> Row:
-    return {"kernel": kernel, "dtype": str(dtype).removeprefix("torch."), "error": error, "allowed": allowed}
-
-
-def layer_errors(scale: Scale) -> Iterator[Row]:
-    from pagedcli.layers import triton_layers
-
-    width, heads, kv_heads, dim, tokens = (1024, 16, 8, 128, 77) if scale.on_gpu else (48, 2, 1, 16, 3)
-    for dtype in scale.dtypes:
-        allowed = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
-
-        def noise(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(*shape, device=scale.device).to(dtype)
-
-        def row(kernel: str, result: torch.Tensor, expected: torch.Tensor, *, allowed: float = allowed) -> Row:
-            difference = (result.double() - expected).abs() / (1 + expected.abs())
-            return compared(kernel, result.dtype, float(difference.nan_to_num(1e9).max()), allowed)
-
-        x, residual, weight = noise(tokens, width), noise(tokens, width), noise(width)
-        total = (x.double() + residual.double()).to(dtype).double()
-        expected = total / (total.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-        yield row("add_rms_norm", triton_layers.add_rms_norm(x, residual, weight, 1e-6), expected)
-        gate_up = noise(tokens, 2 * width)
-        gate, up = gate_up.double().chunk(2, -1)
-        yield row("silu_and_mul", triton_layers.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up)
-
-        qkv, norm = noise(tokens, (heads + 2 * kv_heads) * dim), noise(heads + kv_heads, dim)
-        angles = torch.rand(500, dim // 2, device=scale.device) * 6
-        table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
-        positions = torch.randint(0, 500, (tokens,), device=scale.device)
-        num_blocks = tokens // 16 + 2
-        slots = torch.randperm(num_blocks * 16, device=scale.device)[:tokens].to(torch.int32)
-        slots[1] = -1
-        shape = (num_blocks, kv_heads, 16, dim)
-        caches = [torch.full(shape, float("nan"), dtype=dtype, device=scale.device) for _ in "kv"]
-        q = triton_layers.rotate_and_store(
-            qkv, heads, kv_heads, norm=(norm, 1e-6), table=table, positions=positions, slots=slots,
-            k_cache=caches[0], v_cache=caches[1],
-        )  # fmt: skip
-        split = qkv.double().view(tokens, -1, dim)
-        qk = split[:, : heads + kv_heads]
-        qk = qk / (qk.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
-        cos, sin = table.double()[positions][:, None].chunk(2, -1)
-        first, second = qk.chunk(2, -1)
-        qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        yield row("rotate q", q, qk[:, :heads])
-        written = slots >= 0
-        by_slot = [cache.transpose(1, 2).flatten(0, 1) for cache in caches]
-        places = slots[written].long()
-        yield row("store k", by_slot[0][places], qk[written][:, heads:])
-        yield row("store v", by_slot[1][places], split[written][:, heads + kv_heads :])
-        untouched = torch.ones(num_blocks * 16, dtype=torch.bool, device=scale.device).index_fill_(0, places, False)
-        clean = bool(by_slot[0][untouched].isnan().all() and by_slot[1][untouched].isnan().all())
-        yield compared("store writes nothing else", dtype, float(not clean), 0.0)
-
-
-def gated_experts(scale: Scale, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], int]:
-    """Grouped experts of Qwen3-30B-A3B's sizes, their weights, and how many a token takes."""
-    from pagedcli.layers.triton_experts import GroupedExperts
-
-    num_experts, num_picked, width, inner = (128, 8, 2048, 768) if scale.on_gpu else (4, 2, 32, 16)
-
-    def weights(rows: int, columns: int) -> list[torch.Tensor]:
-        return [(torch.randn(rows, columns, device=scale.device) / columns**0.5).to(dtype) for _ in range(num_experts)]
-
-    gate_up, down = weights(2 * inner, width), weights(width, inner)
-    return GroupedExperts(gate_up.copy(), down.copy()), gate_up, down, num_picked
-
-
-PACKED = (("4 bits", 128), ("4 bits", 32), ("8 bits", 256), ("FP8", 128), ("FP8", 4096))  # inputs of a group
-
-
-def packed_weight(scale: Scale, form: str, group_size: int, sizes: tuple[int, int], *, seed: int = 0) -> Any:
-    """Random weights of "4 bits", "8 bits" or "FP8"."""
-    from quantized_zoo import random_float8, random_weight
-
-    is_float8 = form == "FP8"
-    names = ("numbers", "scales") if is_float8 else ("codes", "scales", "zeros")
-    group_size = min(group_size, sizes[1])
-    weight: Any = (
-        random_float8(*sizes, group_size, seed=seed)
-        if is_float8
-        else random_weight(*sizes, bits=int(form[0]), group_size=group_size, seed=seed)
-    )
-    return replace(weight, **{name: getattr(weight, name).to(scale.device) for name in names})
-
-
-def packed_linear(scale: Scale, form: str, group_size: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """A linear layer of packed weights, and its dequantized weight in float32."""
-    from pagedcli.layers.triton_weights import TritonLinear
-
-    weight = packed_weight(scale, form, group_size, sizes)
-    return TritonLinear(weight), weight.dequantized(torch.float32)
-
-
-def product_errors(scale: Scale) -> Iterator[Row]:
-    """Experts and packed weights, for one token, few and many."""
-    from pagedcli.layers.experts import route
-
-    for dtype in scale.dtypes[:2]:
-        allowed = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
-        experts, gate_up, down, num_picked = gated_experts(scale, dtype)
-        for tokens in (1, 40, 700) if scale.on_gpu else (3,):
-            x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
-            weights, chosen = route(torch.randn(tokens, len(down), device=scale.device), num_picked, renormalize=True)
-            expected = torch.zeros_like(x, dtype=torch.float64)
-            for expert in range(len(down)):
-                rows, places = (chosen == expert).nonzero(as_tuple=True)
-                gate, up = (x[rows].double() @ gate_up[expert].double().T).chunk(2, -1)
-                result = (gate / (1 + (-gate).exp()) * up) @ down[expert].double().T
-                expected.index_add_(0, rows, result * weights[rows, places, None].double())
-            error = (experts(x, weights.to(dtype), chosen).double() - expected).abs().max()
-            yield compared(f"experts, {tokens} tokens", dtype, float(error), allowed)
-        for form, group_size in PACKED:
-            linear, plain = packed_linear(scale, form, group_size, (512, 1024) if scale.on_gpu else (40, 64))
-            for tokens in (1, 40, 700) if scale.on_gpu else (3,):
-                x = torch.randn(tokens, plain.shape[1], device=scale.device).to(dtype)
-                exact = x.double() @ plain.to(dtype).double().T
-                error = ((linear(x).double() - exact).abs() / (1 + exact.abs())).max()
-                yield compared(f"{form} by {group_size}, {tokens} tokens", dtype, float(error), allowed)
-        yield from packed_experts_errors(scale, dtype)
-
-
-def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
-    """Experts of packed weights against the same experts of the dequantized weights."""
-    from pagedcli.layers.experts import route
-    from pagedcli.layers.triton_experts import GroupedExperts
-
-    num_experts, width, inner = (16, 1024, 512) if scale.on_gpu else (3, 64, 32)
-    for form, group_size in PACKED:
-        weights = [
-            [packed_weight(scale, form, group_size, sizes, seed=seed) for seed in range(num_experts)]
-            for sizes in ((2 * inner, width), (width, inner))
-        ]
-        plain = GroupedExperts(*([weight.dequantized(dtype) for weight in each] for each in weights))
-        packed = GroupedExperts(*weights)
-        x = torch.randn(70 if scale.on_gpu else 3, width, device=scale.device).to(dtype)
-        shares, chosen = route(torch.randn(len(x), num_experts, device=scale.device), 2, renormalize=True)
-        expected, result = (each(x, shares.to(dtype), chosen).double() for each in (plain, packed))
-        error = float((result - expected).norm() / expected.norm())
-        yield compared(f"experts of {form} by {group_size}", dtype, error, 1e-5 if dtype == torch.float32 else 2e-2)
-
-
-def products(scale: Scale) -> Result:
-    """Time of packed weights and of experts next to a plain product, in the first dtype."""
-    from pagedcli.layers.experts import route
-
-    sizes = (4096, 4096) if scale.on_gpu else (40, 64)
-    dtype, rows = scale.dtypes[0], []
-    linear, plain = packed_linear(scale, "4 bits", 128 if scale.on_gpu else 32, sizes)
-    float8, _ = packed_linear(scale, "FP8", 128 if scale.on_gpu else 32, sizes)
-    plain = plain.to(dtype)
-    experts, gate_up, down, num_picked = gated_experts(scale, dtype)
-    for tokens in (1, 16, 64, 256, 2048) if scale.on_gpu else (3,):
-        x = torch.randn(tokens, plain.shape[1], device=scale.device).to(dtype)
-        layers = (linear, float8, lambda x: x @ plain.T)
-        packed_s, float8_s, plain_s = (best_seconds(lambda f=f, x=x: f(x), scale) for f in layers)
-        x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
-        logits = torch.randn(tokens, len(down), device=scale.device).to(dtype)
-        weights, chosen = route(logits, num_picked, renormalize=True)
-        experts_s = best_seconds(lambda x=x, w=weights, c=chosen: experts(x, w, c), scale)
-        used = min(len(down), tokens * num_picked) * (gate_up[0].nbytes + down[0].nbytes)
-        rows.append({
-            "tokens": tokens, "plain us": round(plain_s * 1e6, 1), "4 bits us": round(packed_s * 1e6, 1),
-            "FP8 us": round(float8_s * 1e6, 1),
-            "experts us": round(experts_s * 1e6, 1), "experts GB/s at least": round(used / experts_s / 1e9),
-        })  # fmt: skip
-    return True, f"4 bits take {rows[0]['4 bits us'] / rows[0]['plain us']:.2f} of a plain product for one token", rows
-
-
-def sampling_errors(scale: Scale) -> Iterator[Row]:
-    """The error of a choice is how far its uniform number lies outside the token's share of the cumulative mass."""
-    from pagedcli.layers import triton_sampling
-
-    rows, vocab = (64, 151936) if scale.on_gpu else (4, 5000)
-    for dtype in scale.dtypes:
-        logits = (torch.randn(rows, vocab, device=scale.device) * 3).to(dtype)
-        temperature = torch.rand(rows, device=scale.device) + 0.3
-        temperature[::2] = 0
-        uniform = torch.rand(rows, device=scale.device)
-        tokens = triton_sampling.choose_tokens(logits, temperature, uniform)
-        greedy = temperature == 0
-        right = bool((logits.gather(1, tokens[:, None])[:, 0] == logits.max(-1).values)[greedy].all())
-        yield compared("greedy", dtype, float(not right), 0.0)
-        drawn, chosen = ~greedy, tokens[~greedy][:, None]
-        probs = (logits[drawn].double() / temperature[drawn].double()[:, None]).softmax(-1)
-        end = probs.cumsum(-1).gather(1, chosen)[:, 0]
-        begin = end - probs.gather(1, chosen)[:, 0]
-        outside = torch.maximum(begin - uniform[drawn], uniform[drawn] - end).clamp(min=0)
-        yield compared("draw", dtype, float(outside.max()), 1e-5)
 
 
 def attention(scale: Scale) -> Result:
@@ -456,10 +201,12 @@ def workload(scale: Scale) -> Result:
 RUN: dict[str, Callable[[Scale], Result]] = {
     stage.__name__: stage
     for stage in (
-        environment, kernels, backends, gpu_engines.families, gpu_engines.graphs, gpu_engines.requests,
-        gpu_engines.windows, gpu_engines.quantized, gpu_engines.fp8, ceilings, attention, products, memory, workload,
+        *(environment, ceilings, attention, memory, workload),
+        *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
+        *(gpu_engines.graphs, gpu_engines.requests, gpu_engines.families, gpu_engines.windows),
+        *(gpu_engines.quantized, gpu_engines.fp8),
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:
