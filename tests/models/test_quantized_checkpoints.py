@@ -353,3 +353,13 @@ def test_experts_of_packed_weights_give_the_logits_of_the_dequantized_ones(famil
     exact = logits_of(plain, ReferenceAttention())
     torch.testing.assert_close(logits_of(packed, ReferenceAttention()), exact, atol=1e-4, rtol=1e-4)
     assert logits_of(packed, cpu_backend).shape == exact.shape
+
+
+def test_experts_of_different_bits_are_computed_together_on_a_cpu(tmp_path, cpu_backend):
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    source = tiny_model("qwen3-moe", tmp_path / "model", head_dim=32, **sizes)
+    wide = {f"experts.0.{name}_proj": gptq(8)[0] for name in ("gate", "up", "down")}
+    config = {**GPTQ, "dynamic": {r"+:.*experts\.0\..*": {"bits": 8}}}
+    packed, plain = quantized_twins(source, tmp_path, {**wide, "": gptq()[0]}, config)
+    exact, ours = logits_of(plain, ReferenceAttention()), logits_of(packed, cpu_backend)
+    assert (ours - exact).norm() < 0.05 * exact.norm()

@@ -207,7 +207,7 @@ class _Builder:
         layer_format = self._formats[key]
         modules = take_linear(self._tensors, key, layer_format)
         if any("bias" in module and bool(module["bias"].any()) for module in modules):
-            raise ModelError(f"{key} has a bias, which experts have not here", hint="download the checkpoint again")
+            raise ModelError(f"{key} has a bias, which is not supported for experts", hint="use --device cpu")
         return layer_format.weight(modules, self._request.dtype, self.kernels)
 
     def _expert(self, key: str) -> GatedMlp:
