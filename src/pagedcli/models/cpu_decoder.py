@@ -5,7 +5,6 @@ Linear layers are packed (layers.native_linear); a tied embedding is read from t
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,18 +66,20 @@ class CpuDecoder:
         backend, rows, embedding = self._backend, batch.logits_rows, self._embedding
         k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
         backend.check_cache(k_cache, v_cache)
-        prepared = [
-            replace(of_group, window=group.window, slots=of_group.slots.contiguous())
-            for group, of_group in zip(self._groups, (batch, *batch.others), strict=True)
-        ]
-        for of_group in prepared:
+        prepared = (batch, *batch.others)
+        slots = [of_group.slots.contiguous() for of_group in prepared]
+        for group, of_group in zip(self._groups, prepared, strict=True):
+            of_group.window = group.window
             backend.prepare(of_group)
         residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
         residual = scaled_embedding(residual, self.spec)
         out = residual if rows is None else torch.empty((rows.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
         groups = (GroupStepStruct * len(prepared))(
-            *(GroupStepStruct(each.slots.data_ptr(), each.work.address) for each in prepared)
+            *(
+                GroupStepStruct(each.data_ptr(), of_group.work.address)
+                for each, of_group in zip(slots, prepared, strict=True)
+            )
         )
         step = StepStruct(
             num_tokens=input_ids.shape[0],
