@@ -123,6 +123,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
             self._at_step(cast(StepScheduled, event).step)
         elif kind is EngineStarted:
             self._catch_up()
+            self._moment = self.live.copy()  # the empty pool: the first screen is laid out before the run begins
             self.has_started.set()
             self.screen_is_open.wait()  # what is printed from now on must not fall between two screens
 
