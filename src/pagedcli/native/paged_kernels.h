@@ -51,7 +51,7 @@ template <class T> struct Tiles {
     int64_t count = 0, last_pairs = 0;  // pairs of tokens in the last one
     const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
     bool joined = false;            // tiles 2 n and 2 n + 1 follow each other in memory, both or as far as they go
-    const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, beside zeros: [width][PAIR]
+    const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, next to zeros: [width][PAIR]
 };
 
 // gcc alone keeps one pointer per row, more than there are registers, unrolls whole tiles, and keeps sums in memory where
