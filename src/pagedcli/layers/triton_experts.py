@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedcli.layers import triton_products as kernels
 from pagedcli.layers.experts import by_expert, summed
 from pagedcli.layers.quantized import Weight
-from pagedcli.layers.triton_weights import KernelWeight, block_k, kernel_weight
+from pagedcli.layers.triton_weights import KernelWeight, kernel_weight
 
 
 class GroupedExperts:
@@ -49,8 +49,8 @@ def experts_constants(weight: KernelWeight, block_t: int, *, gated: bool) -> dic
     num_experts = weight.numbers.shape[0]
     flags = {"GATED": gated, "ORDERED": weight.order is not None}
     sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": 1 << num_experts.bit_length()}
-    inputs = 32 if gated else block_k(weight)  # two sums take the registers of larger blocks
-    return weight.constants | flags | sizes | {"BLOCK_T": block_t, "BLOCK_N": 64, "BLOCK_K": inputs}
+    # with 64 inputs per step some variants spill registers
+    return weight.constants | flags | sizes | {"BLOCK_T": block_t, "BLOCK_N": 64, "BLOCK_K": 32}
 
 
 def _product(

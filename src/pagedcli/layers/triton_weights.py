@@ -138,13 +138,8 @@ class TritonLinear:
 def linear_constants(weight: KernelWeight, num_tokens: int) -> dict[str, Any]:
     """Compile-time values of linear_kernel: few tokens in narrow blocks, so that all processors have work."""
     block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    blocks = {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t == 16 else 64, "BLOCK_K": block_k(weight)}
-    return weight.constants | blocks
-
-
-def block_k(weight: KernelWeight) -> int:
-    """Inputs per step of the kernels, all of one group where groups allow it."""
-    return 64 if weight.form != "floats" and weight.group_size % 64 == 0 else 32
+    block_k = 64 if weight.group_size % 64 == 0 else 32  # all of one group, where groups allow it
+    return weight.constants | {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t == 16 else 64, "BLOCK_K": block_k}
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
