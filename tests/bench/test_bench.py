@@ -129,7 +129,10 @@ def test_cache_gives_the_same_tokens_without_it():
 
 @pytest.mark.slow
 def test_kernels_state_their_share_of_the_limit():
-    document = json.loads(bench("kernels", *SMALL, "--tokens", "4", "--window", "512", "--format", "json"))
+    flags = ("--tokens", "4", "--window", "512", "--quantization", "int4")
+    document = json.loads(bench("kernels", *SMALL, *flags, "--format", "json"))
+    kinds = {row["kernel"]: row["implementation"] for row in document["kernels"]}
+    assert (kinds["linear qkv"], kinds["linear lm_head"]) == ("NativeLinear int4", "NativeLinear int8")
     names = {row["kernel"] for row in document["kernels"]}
     assert {"linear qkv", "linear lm_head", "rms_norm", "attention"} <= names
     assert all(row["share"] is None or 0 < row["share"] <= 1 for row in document["kernels"])

@@ -10,7 +10,9 @@ from pagedcli.bench.attention import STREAM_BYTES, AttentionRow, AttentionShape,
 from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.rates import timed_seconds
 from pagedcli.bench.spread import Spread
+from pagedcli.config import Quantization
 from pagedcli.errors import BackendError
+from pagedcli.kvcache.budget import INT4_BYTES
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.norm import rms_norm
@@ -51,7 +53,7 @@ def kernel_rows(
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
-    quantize: bool = False,
+    quantization: Quantization | None = None,
     windows: Sequence[int] = (),
 ) -> Iterator[tuple[float, KernelRow]]:
     """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU. Each
@@ -78,7 +80,7 @@ def kernel_rows(
     ]
     num_parts = len(linears) + len(tokens) + len(shapes)
     for place, (name, count) in enumerate(linears, 1):
-        yield place / num_parts, _linear_row(name, *sizes[name], count, limits, dtype, quantize)
+        yield place / num_parts, _linear_row(name, *sizes[name], count, limits, dtype, quantization)
     for place, count in enumerate(tokens, 1 + len(linears)):
         yield place / num_parts, _norm_row(width, count, limits, dtype)
     for place, shape in enumerate(shapes, 1 + len(linears) + len(tokens)):
@@ -102,10 +104,12 @@ def _linear_row(
     tokens: int,
     limits: MachineLimits,
     dtype: torch.dtype,
-    quantize: bool,
+    quantization: Quantization | None,
 ) -> KernelRow:
-    itemsize = 1 if quantize else dtype.itemsize
-    num_bytes = out_features * in_features * itemsize
+    if quantization == "int4" and name == "lm_head":
+        quantization = "int8"  # as models are quantized
+    itemsize = {None: dtype.itemsize, "int8": 1, "int4": INT4_BYTES}[quantization]
+    num_bytes = int(out_features * in_features * itemsize)
     copies = max(1, STREAM_BYTES // num_bytes)
     x = torch.randn(tokens, in_features).to(dtype)
     weight = torch.randn(out_features, in_features).to(dtype)
@@ -114,11 +118,11 @@ def _linear_row(
     except BackendError:
         layers: list[Linear | NativeLinear] = [Linear(weight.clone()) for _ in range(copies)]
     else:
-        layers = [NativeLinear(library, weight, quantization="int8" if quantize else None) for _ in range(copies)]
+        layers = [NativeLinear(library, weight, quantization=quantization) for _ in range(copies)]
     seconds = timed_seconds(lambda: [layer(x) for layer in layers]) * (1 / copies)
     flops = 2 * tokens * out_features * in_features
     size = f"{tokens} x {in_features} -> {out_features}"
-    implementation = type(layers[0]).__name__ + (" int8" if quantize else "")
+    implementation = type(layers[0]).__name__ + (f" {quantization}" if quantization else "")
     return _row(f"linear {name}", size, implementation, seconds, num_bytes, flops, limits)
 
 

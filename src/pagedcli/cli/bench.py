@@ -154,7 +154,7 @@ def kernels(
     Examples:
       pagedcli bench kernels
       pagedcli bench kernels --tokens 1 --tokens 64 --dtype float32
-      pagedcli bench kernels --kv-cache-dtype int8
+      pagedcli bench kernels --quantization int4 --kv-cache-dtype int8
       pagedcli bench kernels --window 512
       pagedcli bench kernels -m ./Qwen3-0.6B --format csv
 
@@ -171,20 +171,24 @@ def kernels(
     engine_config = load_config(config, flags).config.engine
     if engine_config.device not in ("auto", "cpu"):
         raise UsageError(f"bench kernels measures the CPU, not {engine_config.device}")
-    if engine_config.quantization not in (None, "int8"):
-        raise UsageError(f"bench kernels measures int8 weights, not {engine_config.quantization}")
     model = workload_config(engine_config, preset_workload("W1")).model
     engine_config = msgspec.structs.replace(engine_config, model=model, device="cpu")
     spec = read_spec(model_folder(engine_config))
     decided = decide(engine_config, spec, this_machine())
-    dtype, int8 = decided.dtype, engine_config.quantization == "int8"
-    machine = measure_rates(dtype, int8=int8)
+    dtype, quantization = decided.dtype, engine_config.quantization
+    machine = measure_rates(dtype, int8=quantization is not None)
     sizes = tokens or [1, 8, 32, 512]
     windows = window or sorted({layer.window for layer in spec.attention_layers if layer.window is not None})
     watch, progress, rows = BusyWatch(), BenchProgress("kernels"), []
     try:
         for share, row in kernel_rows(
-            spec, machine.limits, sizes, dtype=dtype, kv_dtype=decided.kv_dtype, quantize=int8, windows=windows
+            spec,
+            machine.limits,
+            sizes,
+            dtype=dtype,
+            kv_dtype=decided.kv_dtype,
+            quantization=quantization,
+            windows=windows,
         ):
             rows.append(asdict(row))
             progress(share)
