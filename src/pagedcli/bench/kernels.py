@@ -55,12 +55,14 @@ def kernel_rows(
     kv_dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
     windows: Sequence[int] = (),
+    attention_limits: MachineLimits | None = None,
 ) -> Iterator[tuple[float, KernelRow]]:
     """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU. Each
     with the share of the measurements that is done.
 
     `kv_dtype`: of the KV cache; if it differs from `dtype`, attention is measured with both. `windows`: in tokens;
-    decoding of long sequences is measured with each, and without one.
+    decoding of long sequences is measured with each, and without one. `attention_limits`: of the dtype that attention
+    computes in, if `limits` are those of quantized linear layers.
     """
     width, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_dim
@@ -85,7 +87,7 @@ def kernel_rows(
         yield place / num_parts, _norm_row(width, count, limits, dtype)
     for place, shape in enumerate(shapes, 1 + len(linears) + len(tokens)):
         for row in attention_rows([shape]):
-            yield place / num_parts, _attention_row(row, dtype, limits)
+            yield place / num_parts, _attention_row(row, dtype, attention_limits or limits)
 
 
 def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: MachineLimits) -> KernelRow:

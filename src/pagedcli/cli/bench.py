@@ -177,6 +177,7 @@ def kernels(
     decided = decide(engine_config, spec, this_machine())
     dtype, quantization = decided.dtype, engine_config.quantization
     machine = measure_rates(dtype, int8=quantization is not None)
+    attention = measure_rates(dtype) if quantization else None
     sizes = tokens or [1, 8, 32, 512]
     windows = window or sorted({layer.window for layer in spec.attention_layers if layer.window is not None})
     watch, progress, rows = BusyWatch(), BenchProgress("kernels"), []
@@ -189,12 +190,13 @@ def kernels(
             kv_dtype=decided.kv_dtype,
             quantization=quantization,
             windows=windows,
+            attention_limits=attention.limits if attention else None,
         ):
             rows.append(asdict(row))
             progress(share)
     finally:
         progress.close()
-    notes = [limits_note(machine), *kernel_warnings(rows, watch.read())]
+    notes = [limits_note(machine, attention), *kernel_warnings(rows, watch.read())]
     if windows:
         notes.append("With a window, K and V may stay in the processor's cache between calls.")
     table = Table("kernels", f"Kernels, {dtype}", _KERNEL_COLUMNS, rows, notes)

@@ -137,10 +137,12 @@ def _busy_warning(busy: Busy | None) -> list[str]:
     ]
 
 
-def limits_note(machine: "MachineRates") -> str:
+def limits_note(machine: "MachineRates", attention: "MachineRates | None" = None) -> str:
+    """`attention`: its own limits, if they are not the machine's because only the weights are quantized."""
     read, peak, gemm = (rate / 1e9 for rate in (machine.read_bytes_per_s, machine.flop_per_s, machine.gemm_flop_per_s))
     return (
         f"This machine on {machine.threads} threads: reads {read:.1f} GB/s, {peak:,.0f} GFLOP/s of"
         f" {machine.instructions} in registers; a large matrix product by {machine.path} reaches {gemm:,.0f}:"
         f" {gemm / peak:.0%}."
+        + (f" Attention's limit: {attention.flop_per_s / 1e9:,.0f} of {attention.instructions}." if attention else "")
     )
