@@ -121,7 +121,7 @@ class Scheduler:
         if self._emit is not None:
             pairs = zip(work.seqs, work.num_new_tokens, strict=True)
             live = [(seq.seq_id, num_new) for seq, num_new in pairs if seq.finish_reason is None]
-            seq_ids, num_new_tokens = tuple(seq_id for seq_id, _ in live), tuple(num_new for _, num_new in live)
+            seq_ids, num_new_tokens = zip(*live, strict=True) if live else ((), ())
             self._emit(ev.StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
 
     def _schedule_running(self, work: ScheduledStep) -> int:
@@ -364,8 +364,8 @@ class Scheduler:
     def report_sampled(self, seqs: list[Sequence]) -> None:
         """Report which sequences got a token."""
         if self._emit is not None and seqs:
-            token_ids = tuple(seq.token_ids[-1] for seq in seqs) if self._trace_tokens else None
-            self._emit(ev.TokensSampled(tuple(seq.seq_id for seq in seqs), token_ids))
+            token_ids = tuple([seq.token_ids[-1] for seq in seqs]) if self._trace_tokens else None
+            self._emit(ev.TokensSampled(tuple([seq.seq_id for seq in seqs]), token_ids))
 
     def _free_row(self, seq: Sequence) -> None:
         assert seq.row is not None, "a running sequence has a row"
