@@ -6,7 +6,7 @@ import weakref
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripted import Simulation, likeliest
 
@@ -116,8 +116,23 @@ def alone(number, asked):
     return results(outputs)
 
 
+plain = {"n": 1, "beams": None, "temperature": 0, "guide": None, "stop": None, "salt": None, "penalty": 1.0}
+roomy = {
+    "num_blocks": 8, "max_num_batched_tokens": 11, "max_num_seqs": 2, "chunked_prefill_size": None,
+    "enable_prefix_caching": False, "preemption_policy": "last", "eviction": "lru", "runs_ahead": False,
+}  # fmt: skip
+
+
 @settings(max_examples=250, deadline=None)
 @given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings)
+@example(  # one token of a beam is recomputed alone, which is not yet its last
+    requests=[
+        {**plain, "prompt": [0, 0, 0], "max_tokens": 5, "beams": 2},
+        {**plain, "prompt": [0], "max_tokens": 1},
+    ],
+    limits=roomy,
+    happenings=["add", "add", "add", "add", "launch"],
+)
 def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings):
     checker = TraceChecker()
     sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)

@@ -140,7 +140,7 @@ class Scheduler:
                     budget -= self._schedule_beams(seq.beams, index, budget, work)
                     continue
                 num_new -= 1  # the last token of all beams is computed in one step
-            if num_new == 1 and num_computed < seq.writable_until:  # most decodes
+            elif num_new == 1 and num_computed < seq.writable_until:  # most decodes
                 if num_computed + 1 == seq.writable_until:
                     if manager.has_windows:
                         manager.release_unseen(seq)
