@@ -19,6 +19,7 @@ from pagedcli.inspection.state import PoolState
 from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.inspection.whole_run import WholeRun
 from pagedcli.kvcache.groups import TableShape
+from pagedcli.sampling_params import SamplingParams
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 
@@ -205,3 +206,10 @@ def test_the_parts_of_a_requests_time_add_up():
         assert row.ttft_s is not None
         assert row.ttft_s <= row.total_s + 1e-12
         assert row.why()
+
+
+def test_an_unfilled_block_that_beams_share_counts_once():
+    sim = Simulation(20, 16)
+    sim.add([1, 2, 3, 4], params=SamplingParams(beam_width=2, max_tokens=8))
+    sim.step()
+    assert sim.stats.cache.peak_waste == pytest.approx((16 - 4) / 16)

@@ -78,8 +78,9 @@ class CacheCounters:
         manager, size = scheduler.block_manager, self.block_size
         slots = (manager.num_blocks - manager.num_free_blocks) * size
         if slots:
-            # of their last blocks, one in each group
-            unfilled = manager.num_groups * sum(-seq.num_computed_tokens % size for seq in scheduler.running)
+            # of their last blocks, one in each group; several sequences may share one
+            last = {seq.block_table[-1]: seq.num_computed_tokens for seq in scheduler.running if seq.block_table}
+            unfilled = manager.num_groups * sum(-num_tokens % size for num_tokens in last.values())
             self._num_slots += slots
             self._num_unfilled += unfilled
             self.mean_waste = self._num_unfilled / self._num_slots
