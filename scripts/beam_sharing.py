@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from pagedcli import LLM, SamplingParams
-from pagedcli.inspection.fold import Fold
-from pagedcli.inspection.state import PoolState
+from pagedcli.trace.fold import Fold
+from pagedcli.trace.state import PoolState
 
 PROMPTS = Path(__file__).resolve().parents[1] / "examples" / "prompts.jsonl"
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS, NUM_PROMPTS = 19, 58, 16

@@ -7,7 +7,7 @@ import argparse
 import time
 from types import SimpleNamespace
 
-from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.core.block_manager import BlockManager
 
 BLOCK_SIZE = 16
 

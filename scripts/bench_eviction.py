@@ -24,9 +24,9 @@ import numpy as np
 from pagedcli.batch.run import READ_AHEAD_POOLS
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import model_folder
+from pagedcli.core.block_manager import BlockManager
 from pagedcli.events import Eviction
-from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.planning.decide import model_folder
 from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
 from pagedcli.simulation.bounds import clairvoyant_hits, unconstrained_hits
 from pagedcli.simulation.formats import read_traces

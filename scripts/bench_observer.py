@@ -17,11 +17,11 @@ from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import LiveDeck
 from pagedcli.app.watch import watch
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.events import Emit
-from pagedcli.inspection.trace_writer import TraceWriter
-from pagedcli.inspection.whole_run import WholeRun
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.writer import TraceWriter
+from pagedcli.views.whole_run import WholeRun
 
 NUM_SEQS = 64
 EVENTS, APPLICATION = "events", "application"

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.sequence import Sequence
 from pagedcli.distributed.partition import PrefixKeys
-from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.sampling_params import SamplingParams
 
 BLOCK_SIZE, AT_ONCE, NUM_OUTPUT = 16, 32, 64

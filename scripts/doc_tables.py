@@ -9,8 +9,8 @@ from pathlib import Path
 
 from table_blocks import renew
 
-from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.sequence import Sequence
 from pagedcli.sampling_params import SamplingParams
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "kv-cache.md"

@@ -146,7 +146,7 @@ def make_model(folder: Path, config: Row) -> Path:
 
 def make_engine(scale: Scale, folder: Path, **options: Any) -> Any:
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
     path = make_model(folder, scale.model)
     config = {"model": str(path), "load_format": "dummy", "device": scale.device, **scale.engine}

@@ -34,7 +34,7 @@ LOOPS = {
 def engine_of(path: Path, device: str, **options: Any) -> Any:
     """An engine in float32; with device "cpu" without the native kernels, by which a CPU judges the GPU."""
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
     backend = {"attention_backend": "reference"} if device == "cpu" else {}
     config = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 200, **backend, **options}

@@ -122,7 +122,7 @@ def memory(scale: Scale) -> Result:
     """What profile-memory predicts against what the engine measured, and whether the pool was really there."""
     from dataclasses import fields
 
-    from pagedcli.kvcache.budget import ModelSizes, StepShape
+    from pagedcli.core.budget import ModelSizes, StepShape
     from pagedcli.models.reading import read_spec
 
     with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,10 @@ import torch
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.stats import BatchStats
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
-from pagedcli.engine.executor import StepTokens
-from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.sampling_input import SamplingInput
-from pagedcli.engine.step_input import StepInput
+from pagedcli.core.executor import StepTokens
+from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.step_input import StepInput
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
-from pagedcli.inspection.replay import Replay
-from pagedcli.inspection.report import render_report
-from pagedcli.inspection.trace_file import TraceReader
+from pagedcli.show.report import render_report
+from pagedcli.trace.file import TraceReader
+from pagedcli.views.replay import Replay
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = {  # name: size, keys

@@ -14,7 +14,7 @@ from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=8)

@@ -3,7 +3,7 @@
 import random
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.runner.llm_engine import LLMEngine
 
 
 def ragged_prompts(num_prompts=16, vocab_size=320, seed=0):

@@ -3,7 +3,7 @@
 import torch
 
 from pagedcli.attention.base import PagedBatch
-from pagedcli.kvcache.groups import cache_groups, group_size
+from pagedcli.core.groups import cache_groups, group_size
 
 
 class PagedHarness:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from pagedcli.kvcache.block_manager import BlockManager
-from pagedcli.kvcache.prefix_hash import hash_block
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefixes import hash_block
 
 SIZE = 2
 

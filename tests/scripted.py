@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Callable
 
-from pagedcli.engine.core import EngineCore
-from pagedcli.engine.engine_plan import Plan
-from pagedcli.engine.executor import StepTokens
+from pagedcli.core.engine_core import EngineCore
+from pagedcli.core.executor import StepTokens
+from pagedcli.core.plan import Plan
 from pagedcli.sampling_params import SamplingParams
 
 

@@ -12,62 +12,41 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src" / "pagedcli"
 
 # package or module -> pagedcli packages it may import (itself always)
-LOW = {"config_keys", "errors", "events", "files", "line_files", "sampling_params", "config"}
+LOW = {"config_keys", "errors", "events", "files", "line_files", "printable", "sampling_params", "config"}
+COMPUTE = {"attention", "layers", "models", "native"}
+BATCH = {*LOW, *COMPUTE, "core", "planning", "runner", "assets"}
 ALLOWED = {
     "errors": set(),
     "events": {"errors"},
+    "printable": set(),
+    "interrupt": set(),
     "files": {"errors", "interrupt"},
     "line_files": {"errors"},
     "config_keys": {"errors"},
     "sampling_params": {"config_keys", "errors"},
     "config": {"config_keys", "errors", "events", "sampling_params"},
-    "kvcache": LOW,
+    "llm_keywords": LOW,
+    "core": LOW,
     "native": {"errors"},
     "attention": {"errors", "native"},
     "layers": {"errors", "attention", "native"},
-    "models": {*LOW, "kvcache", "attention", "layers", "native"},
-    "engine": {*LOW, "kvcache", "attention", "layers", "models", "native", "assets"},
-    "batch": {*LOW, "kvcache", "engine", "models"},
-    "printable": set(),
-    "interrupt": set(),
-    "inspection": {"errors", "events", "files", "interrupt", "line_files", "kvcache", "printable"},
-    "kvevents": {"errors", "events", "line_files", "kvcache", "inspection"},
-    "simulation": {*LOW, "kvcache", "engine", "batch", "inspection", "kvevents"},
-    "app": {"errors", "events", "inspection", "kvevents", "printable"},
-    "llm_keywords": LOW,
-    "llm": {*LOW, "kvcache", "engine", "models", "batch", "llm_keywords"},
-    "distributed": {*LOW, "kvcache", "engine", "models", "batch", "llm_keywords"},
+    "models": {*LOW, "core", "attention", "layers", "native"},
+    "planning": {*LOW, *COMPUTE, "core"},
+    "runner": {*LOW, *COMPUTE, "core", "planning", "assets"},
+    "batch": BATCH,
+    "trace": {*LOW, "core"},
+    "views": {*LOW, "core", "planning", "trace"},
+    "show": {*LOW, "core", "planning", "trace", "views", "batch"},
+    "kvevents": {*LOW, "core", "trace", "views", "show"},
+    "simulation": {*LOW, "core", "planning", "models", "batch", "trace", "views", "show", "kvevents"},
+    "app": {*LOW, "trace", "views", "show", "kvevents"},
+    "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords"},
+    "distributed": {*BATCH, "batch", "llm_keywords"},
 }
-TORCH_FREE = (
-    "errors.py",
-    "events.py",
-    "files.py",
-    "line_files.py",
-    "config.py",
-    "config_keys.py",
-    "llm_keywords.py",
-    "sampling_params.py",
-    "kvcache",
-    "kvevents",
-    "inspection",
-    "simulation",
-    "app",
-    "cli",
-    "engine/admission.py",
-    "engine/core.py",
-    "engine/engine_plan.py",
-    "engine/executor.py",
-    "engine/in_flight.py",
-    "engine/outputs.py",
-    "engine/prompt_rows.py",
-    "engine/sampling_input.py",
-    "engine/scheduler.py",
-    "engine/sequence.py",
-    "engine/step_input.py",
-)
+TORCH_FREE = (*sorted(LOW | {"llm_keywords"}), "core", "trace", "views", "show", "kvevents", "simulation", "app", "cli")
 ONLY_IN = {
     "typer": {"cli"},
-    "rich": {"cli", "inspection", "app"},
+    "rich": {"cli", "show", "app"},
     "textual": {"app"},
     "flash_attn": {"attention"},
     "pyarrow": {"batch", "distributed"},
@@ -115,7 +94,7 @@ def test_imports_only_go_downwards(path):
             assert not any(name.split(".")[0] == module for name in imports(path)), f"{module} belongs to {packages}"
 
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 70
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 70
 # A third of it is its parameters, and Triton compiles a kernel from one function: parts would only pass them on.
 LONGER_FUNCTIONS = {f"attention/triton_kernels.py: {name}" for name in ("decode_kernel", "prefill_kernel")}
 
@@ -200,8 +179,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("part", TORCH_FREE)
 def test_light_parts_never_import_torch(part):
-    target = SRC / part
-    for path in [target] if target.is_file() else sorted(target.rglob("*.py")):
+    folder = SRC / part
+    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
         # a command may import torch inside its function, when it runs
         names = {name.split(".")[0] for name in imports(path, module_level_only=part == "cli")}
         heavy = names & {"torch", "transformers"}
@@ -234,7 +213,7 @@ def test_help_starts_fast_and_loads_no_torch():
 
 
 def test_the_engine_core_loads_no_torch():
-    program = "import sys, pagedcli.engine.core; assert 'torch' not in sys.modules"
+    program = "import sys, pagedcli.core.engine_core; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

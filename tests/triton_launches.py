@@ -9,11 +9,11 @@ from triton_compile import NAMES, Compiled
 
 from pagedcli.attention.base import PagedBatch
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import decide
-from pagedcli.engine.machine import described_gpu
 from pagedcli.models.layer_step import cache_groups
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import described_gpu
 
 TYPES = {**NAMES, torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 

@@ -13,14 +13,14 @@ from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.tokenizer import Tokenizer, read_template
 from pagedcli.config import BUILTIN_MODEL
-from pagedcli.engine import outputs as engine_outputs
-from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.sequence import TokenLogprobs
+from pagedcli.core import outputs as engine_outputs
+from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import ConfigError
 from pagedcli.events import Emit
 from pagedcli.llm_keywords import engine_config, refuse_unsupported
 from pagedcli.models.config_json import read_json
 from pagedcli.models.hub import resolve_model
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams, StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

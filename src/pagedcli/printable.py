@@ -35,3 +35,29 @@ def printable_json(document: bytes) -> bytes:
 def _json_escape(match: re.Match[bytes]) -> bytes:
     units = match[0].decode().encode("utf-16-be")
     return b"".join(b"\\u" + units[i : i + 2].hex().encode() for i in range(0, len(units), 2))
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`, `1,000 blocks`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def byte_text(num_bytes: float, digits: int = 1) -> str:
+    """Bytes in the largest binary unit that keeps a digit before the point: `28.0 MiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(0, int(abs(num_bytes)).bit_length() - 1) // 10, len(units) - 1)
+    return f"{num_bytes / 1024**power:,.{digits if power else 0}f} {units[power]}"
+
+
+def percent_text(share: float) -> str:
+    """0.213 -> `21.3 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def seconds_text(seconds: float) -> str:
+    """`1,234 s`, `1.23 s`, `12.3 ms` or `120 µs`."""
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.0f} µs"
+    if seconds < 1:
+        return f"{1000 * seconds:.1f} ms"
+    return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"

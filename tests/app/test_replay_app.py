@@ -11,11 +11,11 @@ from pagedcli.app.lines import Painted
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.events import RequestAdded, RequestPreempted
-from pagedcli.inspection.fold import fold
-from pagedcli.inspection.names import NamedRequest
-from pagedcli.inspection.replay import Replay
-from pagedcli.inspection.stories import block_story, sequence_story
-from pagedcli.inspection.timeline import Timelines
+from pagedcli.trace.fold import fold
+from pagedcli.views.names import NamedRequest
+from pagedcli.views.replay import Replay
+from pagedcli.views.stories import block_story, sequence_story
+from pagedcli.views.timeline import Timelines
 
 BUSY = {"num_blocks": 14, "num_requests": 24}
 

@@ -14,10 +14,10 @@ from interpreter import interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import resolve_kv_dtype
-from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.machine import Gpu
 from pagedcli.errors import ConfigError
+from pagedcli.planning.decide import resolve_kv_dtype
+from pagedcli.planning.machine import Gpu
+from pagedcli.runner.llm_engine import LLMEngine
 
 pytest.importorskip("triton")
 FP8 = torch.float8_e4m3fn
@@ -117,9 +117,9 @@ def test_values_past_the_scale_saturate_and_stay_numbers():
 
 @interpreted
 def test_an_engine_with_fp8_stays_close_to_one_without(tmp_path, monkeypatch):
-    from pagedcli.engine import decide
-    from pagedcli.engine.scheduler import ScheduledStep
-    from pagedcli.engine.sequence import Sequence
+    from pagedcli.core.scheduler import ScheduledStep
+    from pagedcli.core.sequence import Sequence
+    from pagedcli.planning import decide
     from pagedcli.sampling_params import SamplingParams
 
     path = tiny_model("qwen3", tmp_path / "model", max_position_embeddings=64)

@@ -31,16 +31,16 @@ from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import select_backend
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import decide, resolve_kv_dtype
-from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.machine import Gpu, this_machine
-from pagedcli.engine.scheduler import ScheduledStep
-from pagedcli.engine.self_test import look_up_texts
-from pagedcli.engine.sequence import Sequence
+from pagedcli.core.budget import SCALE_BYTES, head_bytes
+from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.sequence import Sequence
 from pagedcli.errors import BackendError, ConfigError
-from pagedcli.kvcache.budget import SCALE_BYTES, head_bytes
 from pagedcli.models.reading import read_spec
 from pagedcli.native import load_library
+from pagedcli.planning.decide import decide, resolve_kv_dtype
+from pagedcli.planning.machine import Gpu, this_machine
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.self_test import look_up_texts
 from pagedcli.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from pagedcli import LLM, SamplingParams
 from pagedcli.batch.grammar import Grammars
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import model_folder
 from pagedcli.errors import ParameterError, RequestError
+from pagedcli.planning.decide import model_folder
 
 PERSON = {
     "type": "object",

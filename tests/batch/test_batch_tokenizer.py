@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pagedcli.batch.detokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker
 from pagedcli.batch.tokenizer import Tokenizer, text_after
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import model_folder
 from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.planning.decide import model_folder
 from pagedcli.sampling_params import SamplingParams
 
 CHAT = [{"role": "user", "content": "Hello!"}]

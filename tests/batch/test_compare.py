@@ -12,7 +12,7 @@ from pagedcli.batch.compare import ComparedRow, compare, pairs, read_rows
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.rerun import RowSample, run_again
 from pagedcli.batch.rows import RowWriter
-from pagedcli.engine.core import EngineCore
+from pagedcli.core.engine_core import EngineCore
 
 FULL = (*FAST, "--output-token-ids", "--logprobs", "3", "--temperature", "1", "--dtype", "float32")
 LINES = [

@@ -12,12 +12,12 @@ import pytest
 from cli_harness import pagedcli
 from kv_event_harness import message, removed, stored
 
-from pagedcli.inspection.fold import Fold
-from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.fold import Fold
+from pagedcli.trace.state import PoolState
 
 LOOPBACK = "tcp://127.0.0.1:*"
 METRICS = """\

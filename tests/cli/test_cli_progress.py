@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli import progress
 from pagedcli.cli.session import parse_shard
 from pagedcli.cli.summary import resume_command
-from pagedcli.cli.terminal import TerminalJson, printable
 from pagedcli.errors import UsageError
-from pagedcli.inspection.words import byte_text
+from pagedcli.printable import byte_text
+from pagedcli.show import progress
+from pagedcli.show.terminal import TerminalJson, printable
 
 
 def some_stats():

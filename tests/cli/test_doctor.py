@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pagedcli.attention import select
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.cli.main import app
-from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.core.block_manager import BlockManager
 
 
 def doctor(*arguments, expect=0):
@@ -149,9 +149,9 @@ def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_
 
     from pagedcli.cli.engine_table import EngineFacts
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.decide import decide
-    from pagedcli.engine.llm_engine import LLMEngine
-    from pagedcli.engine.machine import this_machine
+    from pagedcli.planning.decide import decide
+    from pagedcli.planning.machine import this_machine
+    from pagedcli.runner.llm_engine import LLMEngine
 
     config = EngineConfig(
         model=str(tiny_model("qwen3", tmp_path / "model")), dtype="float16", device="cpu",

@@ -11,7 +11,7 @@ from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 from conftest import shared_data
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import model_folder
+from pagedcli.planning.decide import model_folder
 
 # ---------------------------------------------------------------------- good runs
 

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.core.block_manager import BlockManager
 from pagedcli.errors import BackendError
-from pagedcli.inspection.prompt_survey import PrefixIndex, PromptSurvey, percentile, prefix_digests
-from pagedcli.kvcache.block_manager import BlockManager
+from pagedcli.planning.prompt_survey import PrefixIndex, PromptSurvey, percentile, prefix_digests
+from pagedcli.runner.llm_engine import LLMEngine
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
@@ -122,7 +122,7 @@ def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
 
 
 def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
-    monkeypatch.setattr("pagedcli.inspection.prompt_survey._MIN_RECENT", 3)
+    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 3)
     index = PrefixIndex()
     prompts = [[token, *range(100)] for token in range(20)]
     for row, prompt in enumerate(prompts):

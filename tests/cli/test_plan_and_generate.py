@@ -8,7 +8,7 @@ from cli_harness import pagedcli, rows_of
 from scripted import Simulation
 
 from pagedcli.errors import RequestError
-from pagedcli.inspection.prompt_survey import PromptSurvey
+from pagedcli.planning.prompt_survey import PromptSurvey
 from pagedcli.sampling_params import SamplingParams
 
 POOL = ("--num-gpu-blocks-override", "8", "--max-model-len", "160", "--max-num-seqs", "4")

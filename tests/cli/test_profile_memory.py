@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.errors import ConfigError
+from pagedcli.runner.llm_engine import LLMEngine
 
 QWEN3_06B = {
     "model_type": "qwen3",

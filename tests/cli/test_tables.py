@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pagedcli.cli.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, percent, print_tables, size
+from pagedcli.show.tables import Column, Format, Table, as_csv, as_markdown, as_text, count, percent, print_tables, size
 
 COLUMNS = [Column("name", "name"), Column("num_blocks", "blocks", count), Column("why", "why")]
 ROWS = [{"name": "a", "num_blocks": 1234567, "why": "short"}, {"name": "日本", "num_blocks": None, "why": "x " * 40}]

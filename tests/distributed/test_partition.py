@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.sequence import Sequence
 from pagedcli.distributed.partition import PartQueue, PrefixKeys, SharePlan, balance, chain_hashes, facts
-from pagedcli.engine.sequence import Sequence
-from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.sampling_params import SamplingParams
 
 BLOCK = 4

@@ -22,8 +22,8 @@ from pagedcli.distributed.merge import merge_parts
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.distributed.planning import plan_input
 from pagedcli.distributed.worker import Worker
-from pagedcli.engine.decide import model_folder
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.planning.decide import model_folder
 
 FLAGS = {
     "sampling.max_tokens": 6,

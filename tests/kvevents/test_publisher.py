@@ -10,13 +10,13 @@ from kv_event_harness import message, stored
 from scripted import Simulation
 
 from pagedcli.errors import UsageError
-from pagedcli.inspection.fold import Fold
-from pagedcli.inspection.state import PoolState
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.publisher import KVEventPublisher
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
 from pagedcli.kvevents.summary import facts, limits
 from pagedcli.kvevents.tree import PrefixTree
+from pagedcli.trace.fold import Fold
+from pagedcli.trace.state import PoolState
 
 LOOPBACK = "tcp://127.0.0.1:*"
 

@@ -5,8 +5,8 @@ import torch
 from linear_harness import assert_rows_are_independent
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.errors import ConfigError
 from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 

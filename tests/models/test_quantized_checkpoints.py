@@ -22,10 +22,6 @@ from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.cpu import CpuAttention
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import decide
-from pagedcli.engine.forecast import predict_terms
-from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.machine import this_machine
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
@@ -35,6 +31,10 @@ from pagedcli.models.parameters import decoder_parameters, linear_formats, take_
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.weights import CheckpointWeights
+from pagedcli.planning.decide import decide
+from pagedcli.planning.forecast import predict_terms
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from huggingface_hub import errors as hub_errors
 from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, cached_model
 
 from pagedcli.config import EngineConfig
-from pagedcli.engine.decide import resolve_max_model_len
 from pagedcli.errors import ModelError
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.rope import RopeSpec
+from pagedcli.planning.decide import resolve_max_model_len
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_harness import make_seq, prefill
 
+from pagedcli.core.block_manager import BlockManager
 from pagedcli.events import Eviction
-from pagedcli.kvcache.block_manager import BlockManager
 from pagedcli.simulation.bounds import clairvoyant_hits, unconstrained_hits
 
 chains = st.lists(st.text("ab", max_size=4), min_size=1, max_size=7)

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation, scripted_plan
 
+from pagedcli.core.groups import TableShape
 from pagedcli.events import EngineStarted, StepFinished, StepStarted
-from pagedcli.inspection.trace_file import TraceReader
-from pagedcli.inspection.trace_writer import TraceWriter
-from pagedcli.kvcache.groups import TableShape
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.recorded import read_recorded_run
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import simulate
 from pagedcli.simulation.sweep import POLICIES
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.writer import TraceWriter
 
 
 def decisions(events):

@@ -16,9 +16,9 @@ from textual.geometry import Size
 from textual.message import Message
 
 from pagedcli.app.lines import Line, Painted, line_of
-from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import pool_line
-from pagedcli.inspection.state import PoolState
+from pagedcli.show.panels import pool_line
+from pagedcli.trace.state import PoolState
+from pagedcli.views.moment import Moment
 
 # block state: glyph, style, meaning
 _GLYPHS = {

@@ -2,11 +2,10 @@
 
 from rich.text import Text
 
-from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import block_ids_text
-from pagedcli.inspection.records import SeqState
-from pagedcli.inspection.words import plural
-from pagedcli.printable import one_line
+from pagedcli.printable import one_line, plural
+from pagedcli.show.panels import block_ids_text
+from pagedcli.trace.records import SeqState
+from pagedcli.views.moment import Moment
 
 
 def sequence_facts(moment: Moment, seq: SeqState) -> Text:

@@ -17,11 +17,11 @@ from pagedcli.app.lines import Lines
 from pagedcli.app.pool_decks import LiveDeck, PoolDeck
 from pagedcli.app.rows import Rows
 from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows
-from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import hit_lines, percent, work_lines
-from pagedcli.inspection.records import SeqState
-from pagedcli.inspection.stories import Story
-from pagedcli.inspection.words import waiting_reason
+from pagedcli.show.panels import hit_lines, percent, work_lines
+from pagedcli.trace.records import SeqState
+from pagedcli.views.moment import Moment
+from pagedcli.views.stories import Story
+from pagedcli.views.words import waiting_reason
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LEGEND = """\

@@ -10,13 +10,13 @@ from typing import cast
 from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
 from pagedcli.errors import TraceError
 from pagedcli.events import EngineStarted, Event, StepScheduled
-from pagedcli.inspection.dispatch import View
-from pagedcli.inspection.fold import pool_fold
-from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.names import NamedRequest
-from pagedcli.inspection.replay import Landmark, Replay, landmark
-from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.stories import Story, block_story, sequence_story, with_steps
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.moment import Moment
+from pagedcli.views.names import NamedRequest
+from pagedcli.views.replay import Landmark, Replay, landmark
+from pagedcli.views.stories import Story, block_story, sequence_story, with_steps
 
 _KEPT_EVENTS = 100_000  # of a running engine, for stories
 _MOST_UNFOLDED = 20_000  # events

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.panels import block_ids_text, why_waiting
-from pagedcli.inspection.records import SeqState
 from pagedcli.printable import one_line
+from pagedcli.show.panels import block_ids_text, why_waiting
+from pagedcli.trace.records import SeqState
+from pagedcli.views.moment import Moment
 
 _LAST_COLUMN = "blocks (×: ref count) / why it waits"
 _MIN_LAST = 24

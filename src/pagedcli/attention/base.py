@@ -36,7 +36,7 @@ class PagedBatch:
     max_new: int  # largest number of new tokens of a sequence, on the host
     max_total: int  # largest num_tokens, on the host
     window: int | None = None  # AttentionLayer.window of all layers that attend with this batch
-    others: "tuple[PagedBatch, ...]" = ()  # the same step in the model's other groups of layers (kvcache.groups)
+    others: "tuple[PagedBatch, ...]" = ()  # the same step in the model's other groups of layers (core.groups)
     cu_q_host: list[int] = field(default_factory=list)  # cu_q on the host
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     work: Any = None  # what the backend's prepare() computed for this step, shared by all layers

@@ -16,9 +16,9 @@ import msgspec
 
 from pagedcli.batch.outputs import open_rows
 from pagedcli.batch.rows import Answer
-from pagedcli.engine.sequence import TokenLogprobs
+from pagedcli.core.prefixes import num_equal
+from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import UsageError
-from pagedcli.kvcache.prefix_hash import num_equal
 
 Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs"]
 _AROUND = 24  # characters of text on either side of a difference

@@ -23,7 +23,7 @@ _JSON_STYLE: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separat
 
 
 class GrammarGuide:
-    """Follows one sample; see engine.sequence.Guide. `error` is the reason if the grammar could not be followed."""
+    """Follows one sample; see core.sequence.Guide. `error` is the reason if the grammar could not be followed."""
 
     __slots__ = ("_end_tokens", "_matcher", "allowed_tokens", "error")
 

@@ -15,7 +15,7 @@ from pagedcli.batch.lines import Line
 from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head, request_of
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.engine.admission import AdmissionLimits
+from pagedcli.core.admission import AdmissionLimits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 

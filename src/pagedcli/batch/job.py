@@ -30,7 +30,7 @@ from pagedcli.files import check_distinct, check_new, is_stream
 from pagedcli.models.reading import read_spec
 
 if TYPE_CHECKING:
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
 METRICS_BEGINNING, SUMMARY_BEGINNING = b"# HELP pagedcli_", b'{\n  "pagedcli":'
 
@@ -149,7 +149,7 @@ class OpenJob:
         )
 
     def load_tokenizer(self) -> None:
-        from pagedcli.engine.decide import model_folder
+        from pagedcli.planning.decide import model_folder
 
         config = self.job.loaded.config
         folder = model_folder(config.engine)

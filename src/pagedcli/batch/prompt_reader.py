@@ -10,10 +10,10 @@ from pagedcli.batch.intake import Intake, Prepared, PreparedPrompt, Refused
 from pagedcli.batch.job import batch_options, open_tokenizer
 from pagedcli.batch.sources import check_kept, open_source
 from pagedcli.config import EngineConfig, LoadedConfig
-from pagedcli.engine.admission import AdmissionLimits, admit
-from pagedcli.engine.decide import resolve_max_model_len
+from pagedcli.core.admission import AdmissionLimits, admit
 from pagedcli.errors import RequestError
 from pagedcli.models.spec import ModelSpec
+from pagedcli.planning.decide import resolve_max_model_len
 
 _NO_LIMIT = 2**62  # tokens, if the model is unknown
 

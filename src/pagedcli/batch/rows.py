@@ -15,8 +15,8 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
-    from pagedcli.engine.outputs import RequestOutput, SampleOutput
-    from pagedcli.engine.sequence import TokenLogprobs
+    from pagedcli.core.outputs import RequestOutput, SampleOutput
+    from pagedcli.core.sequence import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.engine.admission import AdmissionLimits
-from pagedcli.engine.engine_plan import Plan
+from pagedcli.core.admission import AdmissionLimits
+from pagedcli.core.plan import Plan
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedcli.engine.llm_engine import LLMEngine
-    from pagedcli.engine.outputs import RequestOutput
+    from pagedcli.core.outputs import RequestOutput
+    from pagedcli.runner.llm_engine import LLMEngine
 
 # prompt tokens in work with eviction next-use: so many times the pool, and at most. Each takes about 65 bytes
 READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22

@@ -11,8 +11,8 @@ from typing import Any
 import xxhash
 
 from pagedcli.batch.chat import Message
+from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import ModelError, RequestError, UsageError
-from pagedcli.kvcache.prefix_hash import num_equal
 
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _FILES = (

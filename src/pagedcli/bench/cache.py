@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from pagedcli.bench.throughput import generate
-from pagedcli.engine.llm_engine import LLMEngine
+from pagedcli.runner.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ a mixture of experts, those that the step's tokens go to are read, as many as a 
 from dataclasses import dataclass
 
 from pagedcli.bench.workloads import Workload
-from pagedcli.kvcache.prefix_hash import num_equal
+from pagedcli.core.prefixes import num_equal
 from pagedcli.models.spec import ModelSpec
 
 

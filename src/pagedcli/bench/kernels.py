@@ -11,8 +11,8 @@ from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.rates import timed_seconds
 from pagedcli.bench.spread import Spread
 from pagedcli.config import Quantization
+from pagedcli.core.budget import INT4_BYTES
 from pagedcli.errors import BackendError
-from pagedcli.kvcache.budget import INT4_BYTES
 from pagedcli.layers.linear import Linear
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.norm import rms_norm

@@ -17,14 +17,14 @@ from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Spread
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.engine.decide import DTYPES, decide
-from pagedcli.engine.llm_engine import LLMEngine
-from pagedcli.engine.machine import this_machine
-from pagedcli.engine.outputs import EngineStats, RequestOutput
-from pagedcli.kvcache.budget import INT4_BYTES, head_bytes
+from pagedcli.core.budget import INT4_BYTES, head_bytes
+from pagedcli.core.outputs import EngineStats, RequestOutput
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.packed_formats import Checkpoint
 from pagedcli.models.parameters import decoder_parameters
+from pagedcli.planning.decide import DTYPES, decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4

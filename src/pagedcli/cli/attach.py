@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli.cli.kv_recording import fold_capture, kv_decoder, open_capture
-from pagedcli.cli.kv_tables import metrics_table, print_summary, summary_tables
-from pagedcli.cli.options import option
-from pagedcli.cli.tables import Format, FormatOption
-from pagedcli.cli.terminal import is_interactive, say
+from pagedcli.cli.options import FormatOption, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 from pagedcli.interrupt import as_exceptions
 from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.tables import metrics_table, print_summary, summary_tables
+from pagedcli.show.tables import Format
+from pagedcli.show.terminal import is_interactive, say
 
 if TYPE_CHECKING:
     from pagedcli.app.kv_decks import AttachDeck

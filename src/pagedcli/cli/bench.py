@@ -19,11 +19,11 @@ from pagedcli.cli.bench_report import (
     read_earlier,
     result_tables,
 )
-from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags, option
-from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables
-from pagedcli.cli.terminal import say
+from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.config import EngineConfig, load_config
 from pagedcli.errors import UsageError
+from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables
+from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
     from pagedcli.bench.throughput import Throughput
@@ -164,9 +164,9 @@ def kernels(
     from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.rates import measure_rates
     from pagedcli.bench.throughput import workload_config
-    from pagedcli.engine.decide import decide, model_folder
-    from pagedcli.engine.machine import this_machine
     from pagedcli.models.reading import read_spec
+    from pagedcli.planning.decide import decide, model_folder
+    from pagedcli.planning.machine import this_machine
 
     engine_config = load_config(config, flags).config.engine
     if engine_config.device not in ("auto", "cpu"):
@@ -224,7 +224,7 @@ def cache(
     """
     from pagedcli.bench.cache import compare_cache
     from pagedcli.bench.throughput import generate, workload_config
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
     if output_len < 2:
         raise UsageError(f"--output-len is {output_len}, but TPOT needs at least 2")

@@ -8,9 +8,9 @@ import msgspec
 
 from pagedcli.bench.busy import Busy, worst
 from pagedcli.bench.spread import compared_rows, spread_rows
-from pagedcli.cli.tables import Column, Table, decimal
-from pagedcli.cli.terminal import ProgressLine
 from pagedcli.errors import UsageError
+from pagedcli.show.tables import Column, Table, decimal
+from pagedcli.show.terminal import ProgressLine
 
 if TYPE_CHECKING:
     from pagedcli.bench.rates import MachineRates

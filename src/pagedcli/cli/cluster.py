@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from pagedcli.batch.job import Job, check_summary_json, input_files
 from pagedcli.batch.run import BatchResult, Outcome
 from pagedcli.batch.stats import BatchStats, total
-from pagedcli.cli.progress import progress_view
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_FATAL, EXIT_INTERRUPTED, EXIT_OK, StopRequest
 from pagedcli.cli.summary import resume_command, say_model, say_summary, write_summary
-from pagedcli.cli.terminal import say
 from pagedcli.config import EngineConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import check_distinct
-from pagedcli.inspection.words import plural
+from pagedcli.printable import plural
+from pagedcli.show.progress import progress_view
+from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
     from pagedcli.distributed.coordinator import Snapshot
@@ -81,7 +81,7 @@ def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]
     from pagedcli.batch.parquet import ParquetRows, ParquetSource
     from pagedcli.batch.sources import check_kept, open_source
     from pagedcli.distributed.planning import plan_input
-    from pagedcli.engine.decide import model_folder
+    from pagedcli.planning.decide import model_folder
 
     config = job.loaded.config
     columns = Columns.of(config.run)

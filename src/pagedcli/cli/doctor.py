@@ -11,13 +11,14 @@ import typer
 
 from pagedcli import __version__
 from pagedcli.cli.engine_table import EngineFacts, engine_table
-from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, print_tables, size
-from pagedcli.cli.terminal import say
+from pagedcli.cli.options import FormatOption
 from pagedcli.errors import BackendError
+from pagedcli.show.tables import Column, Format, Table, count, decimal, print_tables, size
+from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
     from pagedcli.attention.base import AttentionSpec
-    from pagedcli.engine.self_test import CheckResult, LookUp
+    from pagedcli.runner.self_test import CheckResult, LookUp
 
 _PACKAGES = (
     "torch",
@@ -54,9 +55,9 @@ def doctor(
     Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage.
     """  # fmt: skip
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.decide import decide, model_folder
-    from pagedcli.engine.machine import this_machine
     from pagedcli.models.reading import read_spec
+    from pagedcli.planning.decide import decide, model_folder
+    from pagedcli.planning.machine import this_machine
 
     config = EngineConfig(device=device)
     machine = this_machine()
@@ -111,7 +112,7 @@ def _compiler() -> str:
 def _devices_table() -> Table:
     import torch
 
-    from pagedcli.engine.machine import host_memory
+    from pagedcli.planning.machine import host_memory
 
     total, available = host_memory()
     threads = f"{_num_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -225,7 +226,7 @@ def _backends_table(rows: list[dict[str, Any]], device: str) -> Table:
 def _engine_table(device: str) -> Table:
     """How the engine runs the built-in model."""
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
     try:
         engine = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8))
@@ -239,7 +240,7 @@ def _engine_table(device: str) -> Table:
 
 
 def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
-    from pagedcli.engine.self_test import run_self_test
+    from pagedcli.runner.self_test import run_self_test
 
     results = []
     for result in run_self_test(_lookups(), device=device, backends=backends):
@@ -251,8 +252,8 @@ def _self_test(device: str, backends: list[str]) -> "list[CheckResult]":
 def _lookups() -> "list[LookUp]":
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.config import EngineConfig
-    from pagedcli.engine.decide import model_folder
-    from pagedcli.engine.self_test import LookUp, look_up_texts
+    from pagedcli.planning.decide import model_folder
+    from pagedcli.runner.self_test import LookUp, look_up_texts
 
     tokenizer = Tokenizer(model_folder(EngineConfig()))
     lookups = []

@@ -6,11 +6,11 @@ Used by `doctor`, which runs one, and by `plan`, which does not.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagedcli.cli.tables import Column, Table
+from pagedcli.show.tables import Column, Table
 
 if TYPE_CHECKING:
-    from pagedcli.engine.decide import Decisions
-    from pagedcli.engine.engine_plan import Plan
+    from pagedcli.core.plan import Plan
+    from pagedcli.planning.decide import Decisions
 
 
 @dataclass(frozen=True, slots=True)

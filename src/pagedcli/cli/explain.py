@@ -9,18 +9,18 @@ import typer
 from pagedcli.cli.kv_recording import explain_capture
 from pagedcli.cli.options import option
 from pagedcli.cli.replay import TraceFile
-from pagedcli.cli.tables import Column, Format, Table, count, percent, print_tables
-from pagedcli.cli.terminal import say
 from pagedcli.errors import ModelError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded
-from pagedcli.inspection.explain import Explainer, explain_trace
-from pagedcli.inspection.lookups import REASON_WORDS, Lookup, Totals, divergence_text
-from pagedcli.inspection.names import find_request
-from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_file import TraceReader
-from pagedcli.inspection.words import plural
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.models.hub import resolve_model
+from pagedcli.printable import plural
+from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
+from pagedcli.show.terminal import say
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.state import PoolState
+from pagedcli.views.explain import Explainer, explain_trace
+from pagedcli.views.lookups import REASON_WORDS, Lookup, Totals, divergence_text
+from pagedcli.views.names import find_request
 
 Decode = Callable[[tuple[int, ...]], str]
 TokenizerOption = Annotated[

@@ -11,10 +11,10 @@ from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, co
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat
 from pagedcli.cli.session import parse_shard, run_job
 from pagedcli.cli.summary import config_document, config_rows
-from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event, only_wanted
+from pagedcli.show.terminal import say
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
@@ -86,14 +86,14 @@ def _observers(stack: ExitStack, options: GenerateOptions, *, rows_on_stdout: bo
     """Where the engine's events go; None: nowhere."""
     observers: list[Emit] = []
     if options.record is not None:
-        from pagedcli.inspection.trace_writer import TraceWriter
+        from pagedcli.trace.writer import TraceWriter
 
         writer = stack.enter_context(TraceWriter(options.record, overwrite=options.overwrite, resume=options.resume))
         observers.append(only_wanted(writer, tokens=options.record_tokens, row_ids=not options.no_ids))
     if options.dump_kv:
         from rich.console import Console
 
-        from pagedcli.inspection.printers import StepPrinter
+        from pagedcli.show.printers import StepPrinter
 
         observers.append(StepPrinter(Console(stderr=rows_on_stdout)).on_event)
     if options.kv_events is not None:
@@ -109,10 +109,10 @@ def _observers(stack: ExitStack, options: GenerateOptions, *, rows_on_stdout: bo
 
 
 def _publisher(stack: ExitStack, endpoint: str) -> Emit:
-    from pagedcli.inspection.fold import Fold
-    from pagedcli.inspection.state import PoolState
     from pagedcli.kvevents.publisher import KVEventPublisher
     from pagedcli.kvevents.sockets import PublisherSocket
+    from pagedcli.trace.fold import Fold
+    from pagedcli.trace.state import PoolState
 
     socket = stack.enter_context(PublisherSocket(endpoint))
     say(
@@ -124,7 +124,7 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
 
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
     from pagedcli.cli.plan import run_plan
-    from pagedcli.cli.tables import Format
+    from pagedcli.show.tables import Format
 
     if format_ is ShownFormat.YAML:
         raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
@@ -140,7 +140,7 @@ def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
 
         print(yaml.safe_dump(config_document(loaded), sort_keys=False, allow_unicode=True), end="")
     else:
-        from pagedcli.cli.tables import Column, Format, Table, print_tables
+        from pagedcli.show.tables import Column, Format, Table, print_tables
 
         columns = [Column("key", "key"), Column("value", "value"), Column("from", "from")]
         print_tables([Table("config", "Effective configuration", columns, config_rows(loaded))], Format(format_))

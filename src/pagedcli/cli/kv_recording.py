@@ -6,18 +6,18 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.cli.kv_tables import curve_table, print_summary, summary_tables
-from pagedcli.cli.tables import Format, print_tables
-from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.errors import UsageError
 from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import LargerCache, curve
 from pagedcli.kvevents.summary import facts
+from pagedcli.kvevents.tables import curve_table, print_summary, summary_tables
 from pagedcli.kvevents.tree import Watcher
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
+from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.terminal import is_interactive, say
 
 
 def open_capture(path: Path, model: str | None) -> CaptureReader:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pagedcli.cli.kv_recording import fold_with_curve, kv_decoder, open_capture
-from pagedcli.cli.kv_tables import curve_table, summary_tables
-from pagedcli.cli.tables import as_html, html_page
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import curve
+from pagedcli.kvevents.tables import curve_table, summary_tables
 from pagedcli.printable import one_line
+from pagedcli.show.tables import as_html, html_page
 
 _MOST_POINTS = 600
 _WIDTH, _HEIGHT = 1000, 160

@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pagedcli import __version__, interrupt
-from pagedcli.cli.terminal import say
 from pagedcli.errors import PagedcliError
+from pagedcli.show.terminal import say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
 

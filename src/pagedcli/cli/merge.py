@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK
-from pagedcli.cli.terminal import say
 from pagedcli.files import check_files
-from pagedcli.inspection.words import plural
+from pagedcli.printable import plural
+from pagedcli.show.terminal import say
 
 
 def merge(

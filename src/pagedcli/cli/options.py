@@ -17,7 +17,9 @@ import typer
 
 from pagedcli.config import Config
 from pagedcli.config_keys import Key, keys_of
+from pagedcli.show.tables import Format
 
+FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 _SHORT = {"engine.model": "-m"}
 _METAVARS = {int: "N", float: "X"}
 

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagedcli.cli.engine_table import EngineFacts, engine_table
-from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, config_flags, option
+from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt_model, scan_prompts
 from pagedcli.cli.share_table import share_table
-from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
-from pagedcli.cli.terminal import say
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
+from pagedcli.core.groups import TableShape
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError
-from pagedcli.inspection.memory_report import BLOCK_SIZES
-from pagedcli.inspection.prompt_survey import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptSurvey
-from pagedcli.inspection.words import plural
-from pagedcli.kvcache.groups import TableShape
+from pagedcli.planning.memory_report import BLOCK_SIZES
+from pagedcli.planning.prompt_survey import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptSurvey
+from pagedcli.printable import plural
+from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
+from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.engine.admission import AdmissionLimits
+    from pagedcli.core.admission import AdmissionLimits
     from pagedcli.models.spec import ModelSpec
 
 _MAX_SHOWN = 10
@@ -106,10 +106,10 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | Non
     reason takes their place: the rest of the plan is still useful."""
     if spec is None:
         return None, None
-    from pagedcli.engine.admission import AdmissionLimits
-    from pagedcli.engine.decide import decide
-    from pagedcli.engine.fitting import forecast
-    from pagedcli.engine.machine import this_machine
+    from pagedcli.core.admission import AdmissionLimits
+    from pagedcli.planning.decide import decide
+    from pagedcli.planning.fitting import forecast
+    from pagedcli.planning.machine import this_machine
 
     machine = this_machine(free_memory=True)
     try:

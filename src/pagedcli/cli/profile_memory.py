@@ -5,13 +5,14 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, config_flags, option
+from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
-from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, decimal, percent, print_tables, size
-from pagedcli.cli.terminal import say
 from pagedcli.config import LoadedConfig, load_config
+from pagedcli.core.budget import MemoryTerms
+from pagedcli.core.groups import group_size
 from pagedcli.errors import ConfigError, UsageError
-from pagedcli.inspection.memory_report import (
+from pagedcli.planning.cards import CARDS
+from pagedcli.planning.memory_report import (
     block_formula,
     concurrency_rows,
     group_rows,
@@ -20,14 +21,13 @@ from pagedcli.inspection.memory_report import (
     target_rows,
     waterfall_rows,
 )
-from pagedcli.inspection.prompt_survey import percentile
-from pagedcli.inspection.words import plural
-from pagedcli.kvcache.budget import MemoryTerms
-from pagedcli.kvcache.cards import CARDS
-from pagedcli.kvcache.groups import group_size
+from pagedcli.planning.prompt_survey import percentile
+from pagedcli.printable import plural
+from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
+from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.engine.memory_profile import Profile
+    from pagedcli.runner.memory_profile import Profile
 
 _requests = partial(option, panel="Requests")
 _described = partial(option, panel="Prediction for another machine (no GPU or weights needed)", metavar="BYTES")
@@ -68,7 +68,7 @@ def profile_memory(
 
     Exit codes: 0 success, 2 wrong usage or configuration, or no block fits.
     """  # fmt: skip
-    from pagedcli.engine.memory_profile import profile_described, profile_here, read_described
+    from pagedcli.runner.memory_profile import profile_described, profile_here, read_described
 
     loaded = load_config(config, flags)
     engine = loaded.config.engine
@@ -92,7 +92,7 @@ def profile_memory(
 
 def _no_blocks(profile: "Profile") -> ConfigError:
     """The error for a machine where no block fits, and what to change."""
-    from pagedcli.engine.fitting import fitting_hint
+    from pagedcli.planning.fitting import fitting_hint
 
     missing = missing_memory(profile.terms, profile.decided.block_bytes, profile.holders)
     message, hint = missing or (profile.reason, profile.hint)

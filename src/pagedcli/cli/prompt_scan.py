@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pagedcli.config import LoadedConfig
 from pagedcli.distributed.partition import SharePlan
-from pagedcli.inspection.prompt_survey import PromptSurvey
+from pagedcli.planning.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
     from pagedcli.batch.intake import Refused
-    from pagedcli.engine.admission import AdmissionLimits
+    from pagedcli.core.admission import AdmissionLimits
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = (
@@ -51,9 +51,9 @@ class PromptScan:
 
 def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
     """The tokenizer's folder and its model; None for a folder with only a tokenizer."""
-    from pagedcli.engine.decide import model_folder
     from pagedcli.models.hub import check_files
     from pagedcli.models.reading import read_spec
+    from pagedcli.planning.decide import model_folder
 
     engine = loaded.config.engine
     if tokenizer is not None and tokenizer.is_dir():

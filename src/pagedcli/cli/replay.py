@@ -12,22 +12,21 @@ from rich.console import Console
 
 from pagedcli.cli.kv_recording import replay_capture
 from pagedcli.cli.options import option
-from pagedcli.cli.terminal import TerminalJson, is_interactive, say
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file
-from pagedcli.inspection.check import check_trace
-from pagedcli.inspection.fold import pool_fold
-from pagedcli.inspection.moment import Moment
-from pagedcli.inspection.names import NamedRequest, find_request
-from pagedcli.inspection.perfetto import export_perfetto
-from pagedcli.inspection.printers import StepPrinter
-from pagedcli.inspection.replay import Replay
-from pagedcli.inspection.stats import pool_counts
-from pagedcli.inspection.trace_file import TraceReader
-from pagedcli.inspection.words import plural
 from pagedcli.kvevents.capture import is_capture
-from pagedcli.printable import one_line, printable_json
+from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.show.perfetto import export_perfetto
+from pagedcli.show.printers import StepPrinter
+from pagedcli.show.terminal import TerminalJson, is_interactive, say
+from pagedcli.trace.check import check_trace
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.fold import pool_fold
+from pagedcli.views.moment import Moment
+from pagedcli.views.names import NamedRequest, find_request
+from pagedcli.views.replay import Replay
+from pagedcli.views.stats import pool_counts
 
 
 class StepFormat(StrEnum):

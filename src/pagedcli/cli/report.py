@@ -9,14 +9,14 @@ from pagedcli.cli.explain import TokenizerOption, recorded_decoder
 from pagedcli.cli.kv_report import capture_page
 from pagedcli.cli.options import option
 from pagedcli.cli.replay import TraceFile
-from pagedcli.cli.tables import size
-from pagedcli.cli.terminal import say
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
-from pagedcli.inspection.names import find_request
-from pagedcli.inspection.report import render_report
-from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.kvevents.capture import is_capture
+from pagedcli.show.report import render_report
+from pagedcli.show.tables import size
+from pagedcli.show.terminal import say
+from pagedcli.trace.file import TraceReader
+from pagedcli.views.names import find_request
 
 _REQUEST_HELP = "Open the page at this request, by its id or its row's index, or at one sequence (seq:31)."
 

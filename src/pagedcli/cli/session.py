@@ -11,17 +11,17 @@ from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.metrics import MetricsFile
-from pagedcli.cli.progress import progress_view
 from pagedcli.cli.summary import engine_facts, resume_command, say_model, say_plan, say_summary, write_summary
-from pagedcli.cli.terminal import TerminalJson, say
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
-from pagedcli.inspection.findings import RunFacts, with_shared_prefixes
-from pagedcli.inspection.words import plural
+from pagedcli.printable import plural
+from pagedcli.show.metrics import MetricsFile
+from pagedcli.show.progress import progress_view
+from pagedcli.show.terminal import TerminalJson, say
+from pagedcli.views.findings import RunFacts, with_shared_prefixes
 
 if TYPE_CHECKING:
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
 EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
@@ -142,7 +142,7 @@ def _say_resumable(sink: Sink) -> None:
 
 
 def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool) -> "LLMEngine":
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.runner.llm_engine import LLMEngine
 
     config = job.loaded.config.engine
     engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens)

@@ -1,7 +1,7 @@
 """The distribution of a prompt file over workers, for `plan --workers`."""
 
-from pagedcli.cli.tables import Column, Table, count, decimal, percent
 from pagedcli.distributed.partition import SharePlan, facts
+from pagedcli.show.tables import Column, Table, count, decimal, percent
 
 
 def share_table(shares: SharePlan, num_workers: int) -> Table:

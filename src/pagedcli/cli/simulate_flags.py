@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pagedcli.cli.options import ConfigFile, option
-from pagedcli.cli.tables import Format, FormatOption
+from pagedcli.cli.options import ConfigFile, FormatOption, option
+from pagedcli.show.tables import Format
 
 _trace, _pools, _time, _output = (
     partial(option, panel=panel) for panel in ("Trace", "Pools", "Arrival and time", "Output")

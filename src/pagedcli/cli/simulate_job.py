@@ -9,30 +9,30 @@ from pathlib import Path
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.job import batch_options, open_tokenizer
 from pagedcli.batch.prompt_reader import limits_without_pool
-from pagedcli.cli import simulate_tables as tables
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
-from pagedcli.cli.simulate_page import render_page
-from pagedcli.cli.tables import Format, print_tables
-from pagedcli.cli.terminal import ProgressLine, say
 from pagedcli.config import LoadedConfig
-from pagedcli.engine.engine_plan import Plan
-from pagedcli.engine.forecast import model_sizes
+from pagedcli.core.budget import ModelSizes
+from pagedcli.core.groups import CacheGroup, cache_groups, group_size
+from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, EngineStarted, Eviction
 from pagedcli.files import whole_file
-from pagedcli.inspection.trace_writer import TraceWriter
-from pagedcli.kvcache.budget import ModelSizes
-from pagedcli.kvcache.cards import find_card
-from pagedcli.kvcache.groups import CacheGroup, cache_groups, group_size
+from pagedcli.planning.cards import find_card
+from pagedcli.planning.forecast import model_sizes
+from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.terminal import ProgressLine, say
+from pagedcli.simulation import tables as tables
 from pagedcli.simulation.accesses import Ints, accesses_of
 from pagedcli.simulation.answers import answers
 from pagedcli.simulation.floors import StepFloor
+from pagedcli.simulation.page import render_page
 from pagedcli.simulation.prompts import read_outputs, read_prompts, set_output_lengths
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule, known_ahead, plan_for
 from pagedcli.simulation.sources import read_workload
 from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, parse_policies, parse_pools, points
+from pagedcli.trace.writer import TraceWriter
 
 EXIT_BAD_ROWS = 3
 _STEP_TOKENS = 2048  # the engine's default on a GPU

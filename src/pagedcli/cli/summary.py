@@ -10,17 +10,16 @@ import msgspec
 from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram
-from pagedcli.cli.terminal import say
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
-from pagedcli.inspection.findings import RunFacts, advice, finding_lines
-from pagedcli.inspection.words import byte_text, plural
-from pagedcli.printable import printable
+from pagedcli.printable import byte_text, plural, printable
+from pagedcli.show.terminal import say
+from pagedcli.views.findings import RunFacts, advice, finding_lines
 
 if TYPE_CHECKING:
-    from pagedcli.engine.engine_plan import Plan
-    from pagedcli.engine.llm_engine import LLMEngine
+    from pagedcli.core.plan import Plan
+    from pagedcli.runner.llm_engine import LLMEngine
 
 
 def say_model(model: str) -> None:

@@ -18,16 +18,16 @@ from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFil
 from pagedcli.cli.replay import Follow, StepFormat, table_console
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
-from pagedcli.cli.terminal import is_interactive, say
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
-from pagedcli.inspection.findings import RunFacts
-from pagedcli.inspection.names import NamedRequest, unknown_request
-from pagedcli.inspection.printers import PlainView, StepPrinter, print_ending
-from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_writer import TraceWriter
-from pagedcli.inspection.whole_run import WholeRun
+from pagedcli.show.printers import PlainView, StepPrinter, print_ending
+from pagedcli.show.terminal import is_interactive, say
+from pagedcli.trace.state import PoolState
+from pagedcli.trace.writer import TraceWriter
+from pagedcli.views.findings import RunFacts
+from pagedcli.views.names import NamedRequest, unknown_request
+from pagedcli.views.whole_run import WholeRun
 
 _view = partial(option, panel="View")
 

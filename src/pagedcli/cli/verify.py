@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from pagedcli.batch.compare import ComparedRow, Difference, compare, pairs, read_rows
-from pagedcli.cli.tables import Column, Format, FormatOption, Table, count, print_tables
+from pagedcli.cli.options import FormatOption
 from pagedcli.errors import UsageError
+from pagedcli.show.tables import Column, Format, Table, count, print_tables
 
 EXIT_DIFFERENT = 1
 _MAX_SHOWN, _MAX_LISTED = 10, 1000

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedcli.kvcache.prefix_hash import TOKEN_BYTES, Prefix, hash_block, token_bytes
+from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, hash_block, token_bytes
 
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of the start of a prompt is in its sort key
 _CUT_TOLERANCE = 0.1  # share of a part's cost by which a cut may move to fall between two prefixes

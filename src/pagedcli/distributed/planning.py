@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pagedcli.batch.intake import BatchOptions, Intake, Refused
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.core.admission import AdmissionLimits
 from pagedcli.distributed.partition import Ints, PrefixKeys
-from pagedcli.engine.admission import AdmissionLimits
 
 _PARTS_PER_WORKER = 8  # a whole part is the smallest piece that can be taken from a slow worker
 _MAX_PART_BYTES = 32 * 2**20  # a worker keeps the lines of its parts in memory

@@ -15,8 +15,8 @@ from pagedcli.batch.run import BatchRun
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import EngineConfig
-from pagedcli.engine.llm_engine import LLMEngine
 from pagedcli.errors import PagedcliError
+from pagedcli.runner.llm_engine import LLMEngine
 
 _IDLE_WAIT_S = 0.05  # how soon an idle engine sees a new row or the end
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pagedcli.kvcache.prefix_hash import num_equal
+from pagedcli.core.prefixes import num_equal
 from pagedcli.kvevents.tree import Node, PrefixTree
 from pagedcli.kvevents.wire import BlockHash
 

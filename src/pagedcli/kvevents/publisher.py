@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 import pagedcli.events as ev
-from pagedcli.inspection.dispatch import View
-from pagedcli.inspection.state import PoolState
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.state import PoolState
 
 Send = Callable[[bytes], None]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import PagedBatch
+from pagedcli.core.groups import cache_groups
 from pagedcli.errors import BackendError
-from pagedcli.kvcache.groups import cache_groups
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import has_cpu_kernels, scaled_embedding, scaled_logits

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.reference import ReferenceAttention
-from pagedcli.kvcache.groups import cache_groups, group_size
+from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.models.base import CausalLM
 from pagedcli.models.fallback_refusals import refusal
 

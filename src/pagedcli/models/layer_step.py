@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
-from pagedcli.kvcache.groups import cache_groups
+from pagedcli.core.groups import cache_groups
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pagedcli.events import Eviction
-from pagedcli.inspection.words import percent_text, plural
+from pagedcli.printable import percent_text, plural
 from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
 from pagedcli.simulation.stack_distance import LruCurve, lru_curve, stack_distances
 from pagedcli.simulation.sweep import Sweep, SweepPoint

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from pagedcli.engine.core import EngineCore
-from pagedcli.engine.engine_plan import Plan
-from pagedcli.engine.executor import StepTokens
-from pagedcli.engine.sampling_input import SamplingInput
-from pagedcli.engine.scheduler import ScheduledStep, Scheduler
-from pagedcli.engine.sequence import Sequence
-from pagedcli.engine.step_input import StepBuilder, StepInput
+from pagedcli.core.engine_core import EngineCore
+from pagedcli.core.executor import StepTokens
+from pagedcli.core.plan import Plan
+from pagedcli.core.prefixes import Prefix
+from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.core.sequence import Sequence
+from pagedcli.core.step_input import StepBuilder, StepInput
 from pagedcli.events import Emit
-from pagedcli.kvcache.prefix_hash import Prefix
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.requests import TraceRequest, early_ends, largest_output, synthetic_prefixes
 

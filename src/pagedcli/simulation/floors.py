@@ -7,9 +7,9 @@ read. Layers with a sliding window count as if they had no attention.
 
 from dataclasses import dataclass
 
-from pagedcli.engine.scheduler import ScheduledStep, Scheduler
-from pagedcli.kvcache.budget import ITEMSIZE, ModelSizes, head_bytes
-from pagedcli.kvcache.cards import Card
+from pagedcli.core.budget import ITEMSIZE, ModelSizes, head_bytes
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.planning.cards import Card
 
 
 @dataclass(frozen=True, slots=True)

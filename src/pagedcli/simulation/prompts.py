@@ -10,7 +10,7 @@ import msgspec
 from pagedcli.batch.intake import BatchOptions, Intake, PreparedPrompt, Refused
 from pagedcli.batch.sources import open_source
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.engine.admission import AdmissionLimits, admit
+from pagedcli.core.admission import AdmissionLimits, admit
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.simulation.reading import TraceLines
 from pagedcli.simulation.requests import MAX_TOKENS, TraceRequest, Workload

@@ -15,12 +15,12 @@ from pagedcli.events import (
     StepStarted,
     TokensSampled,
 )
-from pagedcli.inspection.dispatch import View
-from pagedcli.inspection.fold import fold
-from pagedcli.inspection.state import PoolState
-from pagedcli.inspection.trace_file import TraceReader
 from pagedcli.kvevents.capture import CaptureReader, stored_runs
 from pagedcli.simulation.requests import Chains, TraceRequest, Workload
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.fold import fold
+from pagedcli.trace.state import PoolState
 
 
 def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pagedcli.kvcache.prefix_hash import Prefix, compute_hash
+from pagedcli.core.prefixes import Prefix, compute_hash
 
 MAX_TOKENS = 2**24  # of one request: more is a broken line
 MAX_LISTED = 20  # bad lines kept with their reason; all are counted

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pagedcli.batch.run import LEAST_TOKENS, read_ahead
-from pagedcli.engine.engine_plan import Plan, PreemptionPolicy
-from pagedcli.engine.outputs import RequestOutput
+from pagedcli.core.outputs import RequestOutput
+from pagedcli.core.plan import Plan, PreemptionPolicy
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.simulation.accesses import Bools, Ints, num_warmup

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 
 from pagedcli.config import parse_bytes
-from pagedcli.engine.engine_plan import Plan
+from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
 from pagedcli.simulation.accesses import Accesses, Ints, num_warmup

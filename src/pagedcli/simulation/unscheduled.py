@@ -11,9 +11,9 @@ from typing import cast
 
 import numpy as np
 
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.groups import TableShape
 from pagedcli.events import Eviction
-from pagedcli.kvcache.block_manager import BlockManager
-from pagedcli.kvcache.groups import TableShape
 from pagedcli.simulation.accesses import Accesses, Ints
 from pagedcli.simulation.requests import MAX_TOKENS, chain_of
 

@@ -1,0 +1,138 @@
+"""Groups of layers that share blocks, and how many blocks a sequence holds in each: arithmetic only.
+
+Layers with the same window form groups of equal size, so that a block of any group takes the same memory and all groups
+share one pool. A *span* is block_size consecutive tokens of a sequence; it has one block per group. A block table lists
+them span by span: entry `span * num_groups + group`. With one group that is an ordinary block table. A block that no
+later token sees is released, and its entry becomes None.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedcli.core.budget import blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose K and V of the same tokens are in one block."""
+
+    window: int | None  # tokens that a query sees, itself included; None: all before it
+    layers: tuple[int, ...]  # at most group_size; where there are fewer, part of a block stays unused
+
+
+def cache_groups(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
+    """The groups of a model whose layers have these windows, those that see everything last.
+
+    The group size is the smallest number of layers with the same window, or the largest if they are about equal: few
+    groups keep tables short, small ones leave little of a block unused.
+    """
+    counts = Counter(windows)
+    least, most = min(counts.values()), max(counts.values())
+    size = most if most < 1.25 * least else least
+    groups = []
+    for window in sorted(counts, key=lambda window: float("inf") if window is None else window):
+        layers = [i for i, each in enumerate(windows) if each == window]
+        num_groups = blocks_for(len(layers), size)
+        groups += [CacheGroup(window, tuple(layers[i::num_groups])) for i in range(num_groups)]
+    return tuple(groups)
+
+
+def group_size(groups: Sequence[CacheGroup]) -> int:
+    """Layers that a block has room for."""
+    return max(len(group.layers) for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """The block tables of a model: what they hold of a sequence, and how much."""
+
+    block_size: int  # tokens
+    windows: tuple[int | None, ...] = (None,)  # of each group
+
+    @classmethod
+    def of(cls, block_size: int, groups: Sequence[CacheGroup]) -> "TableShape":
+        return cls(block_size, tuple(group.window for group in groups))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Length of the table of so many tokens, released entries included."""
+        return blocks_for(num_tokens, self.block_size) * self.num_groups
+
+    def first_kept(self, group: int, num_computed: int) -> int:
+        """The first span whose block the tokens from number num_computed on need. The span before the current one is
+        always kept: its hash is part of the next."""
+        window = self.windows[group]
+        if window is None:
+            return 0
+        return max(0, num_computed + 1 - self._reach(window)) // self.block_size
+
+    def most_in_group(self, group: int, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a sequence holds in a group at once while it grows to so many tokens, at most `chunk` per
+        step."""
+        whole, window = blocks_for(num_tokens, self.block_size), self.windows[group]
+        if window is None:
+            return whole
+        return min(whole, (self._reach(window) + chunk - 3) // self.block_size + 2)
+
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """most_in_group of all groups together."""
+        return sum(self.most_in_group(group, num_tokens, chunk) for group in range(self.num_groups))
+
+    def most_in_windows(self, chunk: int) -> int:
+        """Most blocks that a sequence of any length holds at once in the groups with a window."""
+        groups = (group for group, window in enumerate(self.windows) if window is not None)
+        return sum(self.most_in_group(group, 2**62, chunk) for group in groups)
+
+    def blocks_of_request(
+        self, num_prompt: int, num_tokens: int, num_seqs: int, *, chunk: int, shares_prompt: bool = True
+    ) -> int:
+        """Most blocks that the sequences of a request hold at once while each grows to num_tokens. Several sequences
+        share the full blocks of their prompt, to their end in layers without a window, if prefixes are cached."""
+        most = self.most_blocks(num_tokens, chunk)
+        if num_seqs == 1:
+            return most
+        return num_seqs * most - (num_seqs - 1) * self.prompt_blocks(num_prompt) * shares_prompt
+
+    def prompt_blocks(self, num_prompt: int) -> int:
+        """Full blocks of a prompt in layers without a window."""
+        return num_prompt // self.block_size * self.windows.count(None)
+
+    def concurrency(self, num_blocks: int, num_tokens: int, *, shared_tokens: int = 0) -> float:
+        """Requests that generate up to num_tokens tokens each and fit into a pool at once, if all share their first
+        shared_tokens tokens.
+
+        Only whole blocks are shared, so shared_tokens counts rounded down to blocks; what windows show is counted as if
+        nothing of it were shared. Not rounded: 4.61 is four requests and 61 % of the blocks of a fifth. Without sharing
+        it is vLLM's "maximum concurrency".
+        """
+        shared = self._num_shared(num_tokens, shared_tokens)
+        return max(0.0, (num_blocks - shared) / (self.most_blocks(num_tokens, 1) - shared))
+
+    def blocks_for_requests(self, num_requests: int, num_tokens: int, *, shared_tokens: int = 0) -> int:
+        """The inverse of concurrency: blocks that num_requests such requests need at once."""
+        shared = self._num_shared(num_tokens, shared_tokens)
+        return shared + num_requests * (self.most_blocks(num_tokens, 1) - shared)
+
+    def _num_shared(self, num_tokens: int, shared_tokens: int) -> int:
+        return self.prompt_blocks(min(shared_tokens, num_tokens - 1))
+
+    def longest(self, num_blocks: int, chunk: int, limit: int) -> int:
+        """Most tokens, up to `limit`, of a sequence that never holds more than so many blocks."""
+        low, high = 0, blocks_for(limit, self.block_size)  # spans
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.most_blocks(middle * self.block_size, chunk) <= num_blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return min(limit, low * self.block_size)
+
+    def _reach(self, window: int) -> int:
+        """Tokens before and including the current one whose blocks are kept."""
+        return max(window, self.block_size + 1)

@@ -1,0 +1,397 @@
+"""Decides what each step computes: {sequence: number of tokens}, within the token budget, the sequence limit and the
+free blocks. There are no separate prefill and decode phases. Used by EngineCore; needs no torch.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal
+
+import pagedcli.events as ev
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.plan import PreemptionPolicy
+from pagedcli.core.sequence import Sequence, SequenceStatus
+from pagedcli.errors import ConfigError
+
+WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """The work of one step."""
+
+    seqs: list[Sequence] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)  # per sequence, at least 1
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (source, copy), to be copied in this order
+    num_preempted: int = 0
+    blocked: WaitingReason | None = None  # why the first in the queue was not started
+    waits_for_tokens: bool = False  # incomplete: the step in flight must be read before anything can be preempted
+    groups: list[list[Sequence]] = field(default_factory=list)  # beams whose next step has been decided
+    changed: list[Sequence] = field(default_factory=list)  # of `seqs`, those that may have other blocks than before
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the step computes the last token of each sequence, and no other."""
+        return len(self.seqs) == sum(self.num_new_tokens) and all(
+            seq.num_tokens - 1 == seq.num_computed_tokens >= seq.num_cached_tokens for seq in self.changed
+        )
+
+    def add(self, seq: Sequence, num_new: int) -> None:
+        """Schedule tokens of a sequence that may have other blocks than before."""
+        self.seqs.append(seq)
+        self.num_new_tokens.append(num_new)
+        self.changed.append(seq)
+
+    def drop_ended(self) -> None:
+        """Drop sequences that have ended since they were scheduled. Their copies stay: the targets are free blocks by
+        now, which nothing else writes in this step."""
+        kept = [seq.finish_reason is None for seq in self.seqs]
+        if not all(kept):
+            self.num_new_tokens = [count for count, keep in zip(self.num_new_tokens, kept, strict=True) if keep]
+            self.seqs = [seq for seq, keep in zip(self.seqs, kept, strict=True) if keep]
+            self.changed = [seq for seq in self.changed if seq.finish_reason is None]
+
+
+class Scheduler:
+    """Running sequences first, oldest first, then waiting ones in order of arrival."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill_size: int | None = None,
+        preemption_policy: PreemptionPolicy = "last",
+        trace_tokens: bool = False,
+        emit: ev.Emit | None = None,
+    ) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise ConfigError(
+                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens {max_num_batched_tokens}: "
+                "both must be at least 1"
+            )
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_size = chunked_prefill_size or max_num_batched_tokens
+        self.preemption_policy = preemption_policy
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._trace_tokens = trace_tokens
+        self._emit = emit
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_beams = 0  # running
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(seq.num_rows for seq in self.running) if self._num_beams else len(self.running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Append a new sequence to the waiting queue."""
+        self.waiting.append(seq)
+        self.block_manager.expect(seq)
+        self._report_added(seq)
+
+    def schedule(self, step: int, *, report: bool = True) -> ScheduledStep:
+        """Choose the work of this step, allocate its blocks, and preempt where there are too few.
+
+        The previous step's tokens may still be on the device (num_pending_tokens): only preemption needs their values,
+        and waits for them. With `report` False the caller reports the work, once it knows which sequences have ended.
+        """
+        work = ScheduledStep()
+        budget = self._schedule_running(work)
+        work.blocked = self._admit_waiting(work, budget)
+        if self._emit is not None and work.blocked is not None:
+            self._report_waiting(self._next_waiting(), work.blocked)
+        if report:
+            self.report_scheduled(step, work)
+        return work
+
+    def report_scheduled(self, step: int, work: ScheduledStep) -> None:
+        """Report what the step computes, without sequences that ended while it was being launched."""
+        if self._emit is not None:
+            pairs = zip(work.seqs, work.num_new_tokens, strict=True)
+            live = [(seq.seq_id, num_new) for seq, num_new in pairs if seq.finish_reason is None]
+            seq_ids, num_new_tokens = zip(*live, strict=True) if live else ((), ())
+            self._emit(ev.StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
+
+    def _schedule_running(self, work: ScheduledStep) -> int:
+        """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget."""
+        budget = self.max_num_batched_tokens
+        manager = self.block_manager
+        for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
+            if budget <= 0:
+                break
+            num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
+            if num_pending and seq.ends_when_read:
+                continue
+            num_new = len(seq.token_ids) + num_pending - num_computed
+            if seq.beams is not None:
+                if num_new == 1:
+                    budget -= self._schedule_beams(seq.beams, index, budget, work)
+                    continue
+                num_new -= 1  # the last token of all beams is computed in one step
+            elif num_new == 1 and num_computed < seq.writable_until:  # most decodes
+                if num_computed + 1 == seq.writable_until:
+                    if manager.has_windows:
+                        manager.release_unseen(seq)
+                    manager.fill_last(seq)
+                work.seqs.append(seq)
+                work.num_new_tokens.append(1)
+                budget -= 1
+                continue
+            if num_new > 1:
+                num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
+            if manager.has_windows:
+                manager.release_unseen(seq)
+            while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
+                num_fitting = self._num_fitting_tokens(seq)
+                if num_fitting > 0:
+                    num_new = num_fitting
+                elif (victim := self._victim(seq, index, work)) is not None:
+                    if victim.num_pending_tokens:
+                        work.waits_for_tokens = True
+                        return 0  # this one and the younger ones skip a step: none has a pending token then
+                    self._preempt(victim, seq, work)
+                else:
+                    num_new = 0  # it keeps its blocks and waits: all older ones were scheduled
+                    break
+            if num_new == 0:
+                continue
+            self._append(seq, num_new, work)
+            budget -= num_new
+        return budget
+
+    def _append(self, seq: Sequence, num_new: int, work: ScheduledStep) -> None:
+        """Schedule the next tokens of a running sequence; their blocks are free."""
+        copies = self.block_manager.may_append(seq, num_new)
+        if copies:
+            seq.synced_blocks = min(seq.synced_blocks, seq.block_table.index(copies[0][1]))
+            work.copies += copies
+        work.add(seq, num_new)
+
+    def _schedule_beams(self, beams: list[Sequence], index: int, budget: int, work: ScheduledStep) -> int:
+        """Schedule the next token of all beams of a search, or of none. Called for each of them; the first call of a
+        step decides. Returns how much of the budget is used."""
+        manager = self.block_manager
+        if any(group is beams for group in work.groups):
+            return 0
+        work.groups.append(beams)
+        ready = all(
+            beam.status is SequenceStatus.RUNNING and beam.num_computed_tokens == beam.num_tokens - 1 for beam in beams
+        )
+        if not ready or len(beams) > budget:
+            return 0
+        if manager.has_windows:
+            for beam in beams:
+                manager.release_unseen(beam)
+        while manager.num_fork_blocks(beams) > manager.num_free_blocks:
+            victim = self._victim(beams[0], index, work)
+            if victim is None:
+                return 0
+            if victim.num_pending_tokens:
+                work.waits_for_tokens = True
+                return budget
+            self._preempt(victim, next(beam for beam in beams if manager.num_append_blocks(beam, 1)), work)
+        for beam in beams:
+            self._append(beam, 1, work)
+        return len(beams)
+
+    def _reuse_more(self, seq: Sequence) -> int:
+        """Tokens of an unfinished prompt that other sequences have computed since its last chunk."""
+        manager = self.block_manager
+        num_synced = seq.num_computed_tokens // manager.block_size * manager.num_groups
+        num_reused = manager.reuse_more(seq)
+        if num_reused:
+            seq.synced_blocks = min(seq.synced_blocks, num_synced)
+            if not seq.num_preemptions:
+                seq.num_cached_prompt_tokens += num_reused
+        return num_reused
+
+    def _num_fitting_tokens(self, seq: Sequence) -> int:
+        """Tokens that fit into the sequence's own blocks and the free ones."""
+        manager = self.block_manager
+        if manager.num_append_blocks(seq, 0) > manager.num_free_blocks:  # needs a copy first
+            return 0
+        num_blocks = len(seq.block_table) + manager.num_free_blocks - manager.num_append_blocks(seq, 0)
+        room = num_blocks // manager.num_groups * manager.block_size
+        return min(room, seq.num_tokens) - seq.num_computed_tokens
+
+    def _victim(self, for_seq: Sequence, first: int, work: ScheduledStep) -> Sequence | None:
+        """The sequence to preempt, of those not yet scheduled in this step: the others need their blocks for it. Not a
+        beam of the same search."""
+        kept = [*work.groups, for_seq.beams]
+        candidates = [
+            seq for seq in self.running[first:] if seq.beams is None or all(seq.beams is not group for group in kept)
+        ]
+        if self.preemption_policy == "last" or not candidates:
+            return candidates[-1] if candidates else None
+        return max(reversed(candidates), key=lambda seq: len(seq.block_table) - seq.block_table.count(None))
+
+    def _preempt(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
+        """Preempt a running sequence, a beam with all others of its search: it returns to the front of the queue, and
+        its tokens are recomputed later."""
+        for seq in reversed(victim.beams or [victim]):
+            if seq.status is SequenceStatus.RUNNING:
+                self._preempt_one(seq, for_seq, work)
+
+    def _preempt_one(self, victim: Sequence, for_seq: Sequence, work: ScheduledStep) -> None:
+        manager = self.block_manager
+        num_needed = manager.num_append_blocks(for_seq, 1)
+        num_dropped = victim.num_computed_tokens
+        self.running.remove(victim)
+        victim.drop_computed()
+        manager.expect(victim, first=True)
+        num_freed = manager.deallocate(victim)
+        self._free_row(victim)
+        self.waiting.appendleft(victim)
+        work.num_preempted += 1
+        if self._emit is not None:
+            self._emit(ev.RequestPreempted(victim.seq_id, for_seq.seq_id, num_needed, num_dropped, num_freed))
+
+    def _admit_waiting(self, work: ScheduledStep, budget: int) -> WaitingReason | None:
+        """Start waiting sequences in order while everything fits. Returns why the first one left was not started."""
+        manager = self.block_manager
+        num_rows = self._num_rows if self.waiting else 0
+        while self.waiting:
+            if work.num_preempted or work.waits_for_tokens:
+                return "preemption"  # it would take the blocks that were just freed
+            seq = self._next_waiting()
+            if num_rows + seq.num_rows > self.max_num_seqs:
+                return "max_num_seqs"
+            if budget == 0:
+                return "token_budget"
+            hit = manager.lookup(seq)
+            num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
+            # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
+            if manager.num_prefill_blocks(seq, hit, self.chunk_size) > manager.num_free_blocks:
+                return "free_blocks"
+            if seq.beams is not None:
+                num_left -= 1  # the last token of all beams is computed in one step
+            num_new = min(num_left, budget, self.chunk_size)
+            self.waiting.remove(seq)
+            manager.allocate(seq, hit, num_new)
+            if not seq.num_preemptions:
+                seq.num_cached_prompt_tokens = seq.num_computed_tokens
+            self._start(seq)
+            num_rows += seq.num_rows
+            if num_new:
+                work.add(seq, num_new)
+                budget -= num_new
+        return None
+
+    def _next_waiting(self) -> Sequence:
+        """The first in the queue, but beams before all others where some of their search run and wait for them. So only
+        one search runs in part, at the end of `running`, and all others can preempt it: none waits for ever."""
+        if self._num_beams:
+            for seq in self.waiting:
+                if seq.beams is not None and any(beam.status is SequenceStatus.RUNNING for beam in seq.beams):
+                    return seq
+        return self.waiting[0]
+
+    def _start(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        seq.row = self._free_rows.pop()
+        seq.synced_blocks = 0
+        self.running.append(seq)
+        self._num_beams += seq.is_beam
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
+        waits in the queue and hits the prompt in the prefix cache."""
+        self._report_added(child)
+        if not child.is_beam and self._num_rows >= self.max_num_seqs:  # a search has room for all its beams
+            self.waiting.appendleft(child)
+            self.block_manager.expect(child, first=True)
+            return False
+        self.block_manager.fork(parent, child)
+        child.num_cached_prompt_tokens = parent.num_prompt_tokens
+        self._start(child)
+        return True
+
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        """Drop the blocks of a running beam, which then shares all blocks of another beam."""
+        before, num_synced = seq.block_table, seq.synced_blocks
+        self.block_manager.deallocate(seq)
+        self.block_manager.fork(parent, seq)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, seq.block_table, strict=False))
+        seq.synced_blocks = min(num_synced, sum(1 for _ in same))
+
+    def finish(self, seqs: list[Sequence]) -> None:
+        """Remove ended sequences, running or waiting, and release their blocks."""
+        for seq in seqs:
+            assert seq.finish_reason is not None, "only ended sequences are removed"
+            if self._emit is not None:
+                self._emit(ev.RequestFinished(seq.seq_id, seq.finish_reason, seq.num_output_tokens))
+            self.block_manager.deallocate(seq)
+            if seq.status is SequenceStatus.RUNNING:
+                self._free_row(seq)
+            else:
+                self.waiting.remove(seq)
+                self.block_manager.forget(seq)
+            seq.status = SequenceStatus.FINISHED
+        if seqs:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+
+    def requeue(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Make every sequence wait, after a step that raised, perhaps in the middle of a change. `seqs` are all
+        unfinished sequences; those that were running come first, oldest first, and are returned. Their blocks were
+        released by BlockManager.recover."""
+        waiting = {seq.seq_id for seq in self.waiting}
+        requeued = sorted(
+            (seq for seq in seqs if seq.seq_id not in waiting), key=lambda seq: (seq.arrived_s, seq.seq_id)
+        )
+        for seq in requeued:
+            seq.drop_computed()
+            seq.block_table, seq.row = [], None
+        self.running = []
+        self._num_beams = 0
+        self.waiting.extendleft(reversed(requeued))
+        for seq in self.waiting:
+            self.block_manager.expect(seq)
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        return requeued
+
+    def report_sampled(self, seqs: list[Sequence]) -> None:
+        """Report which sequences got a token."""
+        if self._emit is not None and seqs:
+            token_ids = tuple([seq.token_ids[-1] for seq in seqs]) if self._trace_tokens else None
+            self._emit(ev.TokensSampled(tuple([seq.seq_id for seq in seqs]), token_ids))
+
+    def _free_row(self, seq: Sequence) -> None:
+        assert seq.row is not None, "a running sequence has a row"
+        self._free_rows.append(seq.row)
+        seq.row = None
+        self._num_beams -= seq.is_beam
+
+    def _report_added(self, seq: Sequence) -> None:
+        if self._emit is not None:
+            self._emit(
+                ev.RequestAdded(
+                    seq_id=seq.seq_id,
+                    request_id=seq.request_id,
+                    row_id=seq.row_id,
+                    sample_index=seq.sample_index,
+                    num_prompt_tokens=seq.num_prompt_tokens,
+                    max_new_tokens=seq.max_new_tokens,
+                    salted=seq.cache_salt is not None,
+                    token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]) if self._trace_tokens else None,
+                    beam_width=seq.params.beam_width,
+                )
+            )
+
+    def _report_waiting(self, seq: Sequence, reason: WaitingReason) -> None:
+        assert self._emit is not None
+        manager = self.block_manager
+        hit = manager.lookup(seq)
+        num_needed = manager.num_prefill_blocks(seq, hit, self.chunk_size)
+        self._emit(ev.RequestWaiting(seq.seq_id, reason, num_needed, manager.num_free_blocks))

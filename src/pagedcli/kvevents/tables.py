@@ -1,0 +1,193 @@
+"""Tables of a KV event state: the summary of `attach`, and those of `explain` for a recording."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pagedcli.kvevents.branches import Decode, Shape, branch_label, largest_branches, near_twins, token_ids
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.reuse import CurvePoint
+from pagedcli.kvevents.summary import cache_rows, churn_rows, facts, limits, lora_rows
+from pagedcli.kvevents.tree import Node, PrefixTree
+from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, text
+
+if TYPE_CHECKING:
+    from pagedcli.kvevents.scrape import Scraper
+
+_MOST_BRANCHES = 12
+_MOST_TWINS = 8
+_MOST_TREES = 8
+_MOST_CACHES = 50
+
+_FIGURES = {
+    "duration_s": "seconds watched",
+    "num_batches": "batches",
+    "num_events": "events",
+    "num_resident_blocks": "blocks resident now",
+    "num_resident_tokens": "tokens resident now",
+    "peak_resident_blocks": "blocks resident at most",
+    "num_unique_blocks": "different blocks",
+    "num_stored_blocks": "blocks stored",
+    "num_removed_blocks": "blocks removed",
+    "num_blocks_stored_again": "blocks stored again after removal (churn)",
+    "num_tokens_computed_twice": "tokens computed twice for that",
+    "median_pause_s": "seconds they were gone, median",
+    "median_lifetime_s": "seconds a block stays, median of the last evicted",
+    "num_gaps": "gaps in the stream",
+    "num_restarts": "restarts of a publisher",
+    "num_malformed": "malformed messages or events",
+    "num_unknown_removals": "removals of blocks never seen",
+}
+_ALWAYS = ("num_batches", "num_resident_blocks", "peak_resident_blocks", "num_stored_blocks", "num_removed_blocks",
+           "num_blocks_stored_again", "num_gaps")  # fmt: skip
+
+
+def summary_tables(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> list[Table]:
+    """All tables of a summary; empty ones are left out. with_gone: near twins among all blocks ever seen."""
+    tables = [
+        _figures_table(state),
+        _caches_table(cache_rows(state)),
+        _lora_table(lora_rows(state)),
+        branches_table(state, decode),
+        churn_table(state),
+        twins_table(state, decode, with_gone=with_gone),
+        _unknown_table(state),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def print_summary(tables: list[Table], state: KVState, format_: Format) -> None:
+    """Print the tables; JSON has the figures as plain keys instead of a table."""
+    if format_ is Format.JSON:
+        tables = [table for table in tables if table.key != "figures"]
+    print_tables(tables, format_, facts={**facts(state), "limits": limits(state)})
+
+
+def _figures_table(state: KVState) -> Table:
+    values = facts(state)
+    rows = [
+        {"figure": label, "value": values[key]} for key, label in _FIGURES.items() if values[key] or (key in _ALWAYS)
+    ]
+    columns = [Column("figure", "figure"), Column("value", "value", _number)]
+    return Table("figures", "KV events", columns, rows, [*limits(state), *_oddities(state)])
+
+
+def _number(value: float) -> str:
+    return decimal(value) if isinstance(value, float) else count(value)
+
+
+def _oddities(state: KVState) -> list[str]:
+    """The last notes, without those that limits() covers."""
+    return [f"note: {note}" for note in list(state.notes)[-5:] if "is not known" not in note]
+
+
+def _caches_table(rows: list[dict[str, Any]]) -> Table:
+    columns = [
+        Column("publisher", "publisher"), Column("group", "group"), Column("kind", "kind"), Column("medium", "medium"),
+        Column("num_blocks", "blocks", count), Column("num_copies", "copies", count),
+        Column("num_tokens", "tokens", count), Column("capacity_blocks", "of blocks", count),
+        Column("num_prompts", "roots", count), Column("max_depth_blocks", "depth", count),
+    ]  # fmt: skip
+    return Table("caches", "Resident, by cache group and medium", columns, rows, max_shown=_MOST_CACHES)
+
+
+def _lora_table(rows: list[dict[str, Any]]) -> Table:
+    columns = [
+        Column("lora", "LoRA adapter"), Column("num_blocks", "blocks", count), Column("num_tokens", "tokens", count)
+    ]  # fmt: skip
+    return Table("loras", "Resident, by LoRA adapter", columns, rows)
+
+
+def churn_table(state: KVState) -> Table:
+    rows = churn_rows(state) if facts(state)["num_blocks_stored_again"] else []
+    columns = [Column("cause", "removed"), Column("num_blocks", "blocks", count), Column("meaning", "meaning")]
+    return Table("churn", "Churn: blocks removed and stored again", columns, rows)
+
+
+def branches_table(state: KVState, decode: Decode | None) -> Table:
+    rows = [row for tree in _largest_trees(state) for row in _branch_rows(Shape(tree), decode)]
+    columns = [
+        Column("branch", "prefix"), Column("depth", "at block", count), Column("num_run_blocks", "run", count),
+        Column("num_children", "forks", count), Column("num_blocks", "blocks below", count),
+        Column("num_tokens", "tokens below", count), Column("share", "share", percent),
+    ]  # fmt: skip
+    title = "Largest subtrees: runs of blocks without a fork, each below the one it continues"
+    return Table("branches", title, columns, rows)
+
+
+def _largest_trees(state: KVState) -> list[PrefixTree]:
+    return sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
+
+
+def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[dict[str, Any]]:
+    total = sum(shape.num_tokens[node.hash] for node in shape.roots)
+    for branch in largest_branches(shape, _MOST_BRANCHES):
+        yield {
+            "branch": "  " * min(branch.level, 8) + branch_label(branch, decode), "level": branch.level,
+            "depth": branch.depth, "num_run_blocks": len(branch.nodes), "num_children": branch.num_children,
+            "num_blocks": branch.num_blocks, "num_tokens": branch.num_tokens, "lora": branch.nodes[0].lora,
+            "share": branch.num_tokens / total if total else None,
+        }  # fmt: skip
+
+
+def twins_table(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> Table:
+    """Where near twins part, with a tokenizer as text. Empty unless tokens, or digests of them, were kept."""
+    rows = []
+    for tree in _largest_trees(state):
+        for twins in near_twins(Shape(tree, with_gone=with_gone), _MOST_TWINS):
+            row: dict[str, Any] = {
+                "place": twins.num_prefix_tokens + twins.num_equal, "num_equal": twins.num_equal,
+                "num_tokens": twins.num_tokens,
+            }  # fmt: skip
+            if decode is not None:
+                row["first"] = _text_around(twins.first, twins.num_equal, decode)
+                row["second"] = _text_around(twins.second, twins.num_equal, decode)
+            rows.append(row)
+    columns = [
+        Column("place", "part at token", count), Column("num_equal", "equal in the block", count),
+        Column("num_tokens", "tokens after it", count),
+    ]  # fmt: skip
+    if decode is not None:
+        columns += [Column("first", "one"), Column("second", "other")]
+    return Table("twins", "Near twins: prompts that part inside a block", columns, rows)
+
+
+def _text_around(node: Node, place: int, decode: Decode) -> str:
+    """A few tokens on each side of a place in a block."""
+    return f"...{decode(tuple(token_ids([node])[max(0, place - 8) : place + 5]))!r}"
+
+
+def _unknown_table(state: KVState) -> Table:
+    rows = [{"name": name, "kind": "event type", "count": number} for name, number in state.unknown_types.items()]
+    rows += [{"name": name, "kind": "field", "count": number} for name, number in state.unknown_fields.items()]
+    columns = [Column("name", "not known"), Column("kind", "kind", text), Column("count", "times", count)]
+    return Table("unknown", "Event types and fields that this pagedcli does not know", columns, rows)
+
+
+def curve_table(points: list[CurvePoint], state: KVState) -> Table:
+    rows = [
+        {
+            "num_more_blocks": point.num_more_blocks, "num_blocks_kept": point.num_blocks_kept,
+            "num_tokens_kept": point.num_tokens_kept,
+            "share": point.num_blocks_kept / points[-1].num_blocks_kept,
+        }
+        for point in points
+    ]  # fmt: skip
+    columns = [
+        Column("num_more_blocks", "more blocks", count), Column("num_blocks_kept", "blocks kept", count),
+        Column("num_tokens_kept", "tokens not computed again", count), Column("share", "of all evicted", percent),
+    ]  # fmt: skip
+    notes = [
+        f"at least so many, if it evicts in the same order; this cache held {state.peak_resident:,} blocks at most"
+    ]
+    return Table("larger_cache", "What a larger cache would have kept", columns, rows, notes)
+
+
+def metrics_table(scraper: "Scraper") -> Table:
+    """The server's own figures, each with its window."""
+    rows = [
+        {"key": figure.key, "meaning": figure.meaning, "window": figure.window, "value": figure.value}
+        for figure in scraper.metrics.figures()
+    ]
+    columns = [Column("meaning", "the server says"), Column("window", "window"), Column("value", "value", decimal)]
+    notes = [scraper.problem] if scraper.problem is not None else []
+    return Table("metrics", "The server's own figures", columns, rows, notes)

@@ -1,0 +1,333 @@
+"""Decides how an engine will run, from a configuration, a model and a machine, before anything is loaded or allocated.
+
+The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Decisions;
+engine_plan.Plan adds what is measured after loading.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagedcli.attention.base import AttentionSpec, dtype_name
+from pagedcli.attention.select import choose_backend
+from pagedcli.config import EngineConfig
+from pagedcli.core.budget import MemoryBudget, StepShape, block_bytes, blocks_for
+from pagedcli.core.groups import CacheGroup, TableShape, cache_groups, group_size
+from pagedcli.errors import ConfigError
+from pagedcli.layers.linear import unpacked_note
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.base import DecoderNeeds
+from pagedcli.models.decoder import linear_kernels
+from pagedcli.models.formats import AS_STORED, Kernels
+from pagedcli.models.hub import resolve_model
+from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
+from pagedcli.models.rope import rope_notes
+from pagedcli.models.sharding import shard_spec
+from pagedcli.models.spec import ModelSpec
+from pagedcli.planning.graph_sizes import bucket_sizes, why_no_graphs
+from pagedcli.planning.machine import Gpu, Machine
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a larger budget does not help a CPU
+LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
+CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """How an engine, or one rank of it, runs on a machine."""
+
+    device: torch.device
+    dtype: torch.dtype  # of weights and activations
+    kv_dtype: torch.dtype
+    attention: AttentionSpec  # requirements on the backend
+    backend: str
+    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
+    decoder: str  # see models.loading
+    weights: str | None  # how those of linear layers are quantized
+    kernels: Kernels  # whose linear layers run
+    block_size: int  # tokens
+    groups: tuple[CacheGroup, ...]  # of layers that share blocks
+    block_bytes: int  # over all layers of a group, K and V
+    max_model_len: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_size: int  # most tokens of one sequence in a step
+    runs_ahead: bool  # each step is launched before the tokens of the last one are read
+    graph_sizes: tuple[int, ...]  # batch sizes with a CUDA graph
+    no_graphs: str | None  # why there are none
+    notes: tuple[str, ...]  # further notes for the user
+
+    @property
+    def in_one_call(self) -> bool:
+        """Whether the native library runs a whole step."""
+        return self.decoder == IN_ONE_CALL
+
+    @property
+    def table_shape(self) -> TableShape:
+        """The block tables of a sequence."""
+        return TableShape.of(self.block_size, self.groups)
+
+    @property
+    def largest_step(self) -> StepShape:
+        """The step that sets the activation peak."""
+        return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
+
+
+def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decisions:
+    """How a rank of the engine will run. `spec` is that of the whole model.
+
+    Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
+    """
+    max_model_len = resolve_max_model_len(config, spec)
+    check_length(spec, max_model_len)
+    spec = spec.within(max_model_len)
+    own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
+    device = rank_device(config, machine, rank)
+    gpu = machine.gpus[device.index] if device.type == "cuda" else None
+    dtype = resolve_dtype(config.dtype, spec)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
+    _check_cache(config, spec, kv_dtype)
+    attention = AttentionSpec(
+        device=device,
+        dtype=dtype,
+        block_size=config.block_size,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        kv_dtype=kv_dtype,
+        layers=frozenset(own.attention_layers),
+        capability=gpu.capability if gpu is not None else None,
+    )
+    groups = cache_groups([layer.window for layer in own.attention_layers])
+    choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
+    stored = weight_format(config.quantization, spec)
+    needs = DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size)
+    decoder = choose_decoder(needs)
+    available = machine.available_bytes if gpu is None else gpu.free_bytes
+    _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
+    kernels = linear_kernels(spec, choice.kind)
+    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
+    if (note := stored.note(dtype, kernels)) is not None:
+        notes += (note,)
+    notes += rope_notes(spec.rope, max_model_len)
+    no_graphs = why_no_graphs(config, spec, device, choice.kind)
+    return Decisions(
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        attention=attention,
+        backend=choice.name,
+        refused=choice.refused,
+        decoder=decoder,
+        weights=None if stored is AS_STORED else stored.name,
+        kernels=kernels,
+        block_size=config.block_size,
+        groups=groups,
+        block_bytes=block_bytes(
+            num_layers=group_size(groups),
+            block_size=config.block_size,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            kv_dtype=dtype_name(kv_dtype),
+        ),
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
+        chunk_size=config.chunked_prefill_size or resolve_max_num_batched_tokens(config, device.type),
+        # no gain where host and device are the same processor
+        runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
+        graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
+        no_graphs=no_graphs,
+        notes=notes,
+    )
+
+
+def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
+    """The model's folder. A hub model is downloaded first, its weights only if they are wanted."""
+    return resolve_model(config.model, revision=config.revision, weights=weights)
+
+
+# ---------------------------------------------------------------------- one value each
+
+
+def resolve_device(name: str, machine: Machine) -> torch.device:
+    """The device of a --device value, a GPU with its index. Raises: ConfigError if it does not exist."""
+    if name == "auto":
+        name = "cuda" if machine.gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        message = f"device is {name!r}, which torch does not know"
+        raise ConfigError(message, hint="use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}, but pagedcli runs on cpu and cuda only", hint="use --device cpu")
+    if device.type == "cpu" and device.index:
+        raise ConfigError(f"device is {name!r}, but a CPU has no number", hint="use --device cpu")
+    if device.type == "cuda" and not machine.gpus:
+        message = f"device is {name!r}, but torch {torch.__version__} sees no CUDA GPU"
+        raise ConfigError(message, hint="use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= len(machine.gpus):
+        raise ConfigError(f"device is {name!r}, but there are {len(machine.gpus)} GPUs")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", machine.current_gpu)  # torch.cuda.set_device takes no other
+    return device
+
+
+def rank_device(config: EngineConfig, machine: Machine, rank: int = 0) -> torch.device:
+    """The device of a rank: consecutive GPUs from the one that --device names.
+
+    Raises:  ConfigError if there are fewer GPUs than ranks.
+    """
+    device, size = resolve_device(config.device, machine), config.tensor_parallel_size
+    if size == 1 or device.type != "cuda":
+        return device
+    first, num_gpus = device.index or 0, len(machine.gpus)
+    if first + size > num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which needs GPU {first + size - 1}, but there are {num_gpus}",
+            hint=f"use --tensor-parallel-size {num_gpus} or fewer",
+        )
+    return torch.device("cuda", first + rank)
+
+
+def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    """The dtype of a --dtype value; auto is the checkpoint's, or float32 if it names none."""
+    chosen = (spec.dtype or "float32") if name == "auto" else name
+    if chosen not in DTYPES:
+        raise ConfigError(f"dtype {chosen!r} of the model is not supported", hint=f"use --dtype {'|'.join(DTYPES)}")
+    return DTYPES[chosen]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, gpu: Gpu | None) -> torch.dtype:
+    """The dtype of a --kv-cache-dtype value for a model that computes in `dtype` on a GPU, or on the CPU if None.
+
+    Raises: ConfigError with the reason why it is not available there.
+    """
+    if name == "auto" or DTYPES.get(name) == dtype:
+        return dtype
+    if name == "int8":
+        if gpu is not None:
+            raise ConfigError(
+                "kv_cache_dtype int8 needs a CPU, not a CUDA GPU",
+                hint="use --kv-cache-dtype fp8 if the GPU supports it, or auto",
+            )
+        return torch.int8
+    if name != "fp8":
+        raise ConfigError(
+            f"kv_cache_dtype is {name}, but the model computes in {dtype_name(dtype)}",
+            hint=f"use --kv-cache-dtype auto, or --dtype {name}" if name in DTYPES else "use --kv-cache-dtype auto",
+        )
+    if gpu is None:
+        raise ConfigError("kv_cache_dtype fp8 needs a CUDA GPU, not cpu", hint="use --kv-cache-dtype int8 or auto")
+    if gpu.capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs compute capability 8.9; {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}",
+            hint="use --kv-cache-dtype auto",
+        )
+    return torch.float8_e4m3fn
+
+
+def resolve_max_num_batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Tokens computed per step."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return max(config.max_num_seqs, CPU_STEP_TOKENS if device_type == "cpu" else STEP_TOKENS)
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """Most tokens of prompt and output together. Raises: ConfigError if the model has fewer positions."""
+    limit = spec.max_position_embeddings
+    if config.max_model_len is None:
+        exact = spec.rope.exact_length if spec.rope is not None else None
+        return min(limit, exact or LONGEST_DEFAULT)
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}",
+            hint=f"use --max-model-len {limit} or less",
+        )
+    return config.max_model_len
+
+
+def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -> None:
+    """Raises: ConfigError for settings of the cache that exclude each other or the model."""
+    if kv_dtype == torch.int8 and spec.is_fallback:
+        raise ConfigError(
+            f"kv_cache_dtype int8 is not for {spec.architecture}, which runs through transformers",
+            hint="use --kv-cache-dtype auto",
+        )
+    if config.eviction != "lru" and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"eviction is {config.eviction}, but without prefix caching nothing is cached that could be evicted",
+            hint="leave out --eviction, or --no-enable-prefix-caching",
+        )
+
+
+def _check_tables(config: EngineConfig, spec: ModelSpec, max_model_len: int, *, itemsize: int, available: int) -> None:
+    """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
+    the rotary embedding of every position, and a block table per sequence."""
+    num_ropes = len(set(spec.layer_ropes)) or 1
+    rope_bytes = max_model_len * spec.head_dim * itemsize * num_ropes
+    num_groups = len(cache_groups([layer.window for layer in spec.attention_layers]))
+    block_table_bytes = config.max_num_seqs * blocks_for(max_model_len, config.block_size) * num_groups * 4
+    if rope_bytes + block_table_bytes > available:
+        needed = (rope_bytes + block_table_bytes) / 2**30
+        raise ConfigError(
+            f"max_model_len is {max_model_len}: its tables of positions and blocks take {needed:,.2f} GiB, but only"
+            f" {available / 2**30:,.2f} GiB are available",
+            hint="lower --max-model-len or --max-num-seqs",
+        )
+
+
+# ---------------------------------------------------------------------- the pool
+
+
+def choose_num_blocks(
+    config: EngineConfig, decided: Decisions, *, available: int, budget: MemoryBudget | None
+) -> tuple[int, str]:
+    """Number of blocks in the pool, and the reason for it.
+
+    `budget` is a GPU's memory; on a CPU it is None, and `available` is the free host memory in bytes.
+    Raises: ConfigError if no block fits, or if the requested pool exceeds the memory.
+    """
+    block_bytes = decided.block_bytes
+    if budget is not None:
+        available = budget.available
+    if config.num_gpu_blocks_override is not None:
+        num_blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif config.kv_cache_memory is not None:
+        num_blocks, reason = config.kv_cache_memory // block_bytes, f"kv_cache_memory {config.kv_cache_memory} bytes"
+    elif budget is not None:
+        num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
+    else:
+        num_bytes = min(CPU_KV_BYTES, available // 2)
+        most = decided.table_shape.most_blocks(decided.max_model_len, decided.chunk_size) * config.max_num_seqs
+        num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
+        if most < num_blocks:
+            num_blocks, reason = most, "max_num_seqs x max_model_len"
+    if num_blocks < 1:
+        raise ConfigError(
+            _no_blocks(block_bytes, reason, budget),
+            hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
+        )
+    if num_blocks * block_bytes > available:
+        raise ConfigError(
+            f"{reason} asks for a KV cache of {num_blocks * block_bytes / 2**30:,.2f} GiB, but only "
+            f"{max(0, available) / 2**30:,.2f} GiB of memory are available",
+            hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
+        )
+    return num_blocks, reason
+
+
+def _no_blocks(block_bytes: int, reason: str, budget: MemoryBudget | None) -> str:
+    message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
+    if budget is None:
+        return message
+    gib = 2**30
+    return message + (
+        f"; total {budget.total / gib:.2f} GiB x {budget.utilization} - used {budget.used / gib:.2f}"
+        f" - activations {budget.activations / gib:.2f} - graphs {budget.graphs / gib:.2f}"
+        f" = {budget.kv_cache / gib:.2f} GiB"
+    )

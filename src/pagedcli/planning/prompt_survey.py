@@ -1,0 +1,342 @@
+"""Predicts how a prompt file uses a KV cache: lengths, shared prefixes, ideal hit rates, waste.
+
+Used by `pagedcli plan` and `profile-memory --prompts`; handles neither text nor files. It receives each prompt's token
+ids once and keeps only hashes of prefixes: 12 to 20 bytes per 8 tokens that no earlier prompt began with.
+"""
+
+import heapq
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pagedcli.core.budget import blocks_for
+from pagedcli.core.groups import TableShape
+from pagedcli.planning.memory_report import BLOCK_SIZES
+
+SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
+MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
+UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
+_MIN_RECENT = 65536
+_MOST_SHOWN = 5  # shared prefixes
+Row = dict[str, Any]
+
+
+class PrefixIndex:
+    """Known prefixes of whole units and the row each first appeared in: sorted arrays and a small recent dict."""
+
+    def __init__(self) -> None:
+        self._digests = np.empty(0, dtype=np.uint64)
+        self._rows = np.empty(0, dtype=np.uint32)
+        self._recent: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._digests) + len(self._recent)
+
+    def first_row(self, digest: int) -> int | None:
+        """The first row with the prefix of this digest; None if there is none."""
+        row = self._recent.get(digest)
+        if row is not None or not len(self._digests):
+            return row
+        place = int(np.searchsorted(self._digests, np.uint64(digest)))
+        if place < len(self._digests) and int(self._digests[place]) == digest:
+            return int(self._rows[place])
+        return None
+
+    def num_known(self, digests: Sequence[int]) -> int:
+        """How many leading digests of a prompt are known, by bisection."""
+        return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
+
+    def add(self, digests: Sequence[int], row: int) -> None:
+        self._recent.update(dict.fromkeys(digests, row))
+        # merge an eighth of the whole at a time: amortized linear copying
+        if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
+            self._merge()
+
+    def _merge(self) -> None:
+        digests = np.concatenate([self._digests, np.fromiter(self._recent.keys(), np.uint64, len(self._recent))])
+        rows = np.concatenate([self._rows, np.fromiter(self._recent.values(), np.uint32, len(self._recent))])
+        order = np.argsort(digests, kind="stable")
+        self._digests, self._rows, self._recent = digests[order], rows[order], {}
+
+
+def prefix_digests(token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:
+    """xxh64 of every prefix of whole units, shortest first, then of the whole prompt. A salt changes them all."""
+    data = memoryview(array("q", token_ids).tobytes())
+    digest = xxhash.xxh64() if cache_salt is None else xxhash.xxh64(b"salt" + cache_salt.encode())
+    digests = []
+    for start in range(0, len(token_ids) // UNIT * UNIT * 8, UNIT * 8):
+        digest.update(data[start : start + UNIT * 8])
+        digests.append(digest.intdigest())
+    digest.update(bytes(data[len(digests) * UNIT * 8 :]) + b"end")  # unlike any prefix of whole units
+    return [*digests, digest.intdigest()]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A prefix that at least two prompts begin with."""
+
+    num_units: int
+    first_row: int
+    last_row: int
+    parent: int | None  # digest of the prefix one unit shorter
+    num_rows: int = 2
+    has_equal_child: bool = False  # set by longest_shared: a longer prefix is shared by just as many
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Totals at one block size over all prompts, in tokens and in spans: blocks of each group of layers."""
+
+    hit_tokens: int = 0
+    num_spans: int = 0  # of prompt and output; the sequences of a request share the full blocks of its prompt
+    num_tokens: int = 0  # in those spans
+    hit_spans: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a request's blocks depend on. Lengths in tokens."""
+
+    num_cached: int  # of one sequence, prompt and output; the last generated token is never cached
+    num_seqs: int = 1
+    num_prompt: int = 0  # 0 for a single sequence, which shares no blocks
+    at_once: bool = False  # whether all sequences must fit at once: beams
+
+    def num_spans(self, block_size: int) -> int:
+        """Blocks of each group of layers at full length; the sequences share the full blocks of their prompt."""
+        shared = self.num_prompt // block_size
+        return shared + self.num_seqs * (blocks_for(self.num_cached, block_size) - shared)
+
+    def num_tokens(self, block_size: int) -> int:
+        shared = self.num_prompt // block_size * block_size
+        return shared + self.num_seqs * (self.num_cached - shared)
+
+
+@dataclass(slots=True)
+class PromptSurvey:
+    """The fold over a file's prompts. Rows are numbered as the caller likes (line numbers)."""
+
+    # of the engine that is planned for:
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
+    chunk_size: int = 1  # most tokens of one sequence in a step
+    shares_prompts: bool = True  # whether the sequences of a request share the blocks of their prompt
+    num_prompts: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0  # maximum that the rows may generate, over all samples and beams
+    num_repeated: int = 0  # prompts equal to an earlier one
+    prompt_lengths: Counter[int] = field(default_factory=Counter)
+    total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sequence
+    _shapes: Counter[_Shape] = field(default_factory=Counter)
+    _index: PrefixIndex = field(default_factory=PrefixIndex)
+    _whole: PrefixIndex = field(default_factory=PrefixIndex)  # whole prompts
+    _shared: dict[int, _Shared] = field(default_factory=dict)
+    _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
+
+    def add(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        num_seqs: int = 1,
+        is_beam_search: bool = False,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Count a prompt with num_seqs samples, or beams, of at most max_tokens tokens each. Token ids fit into 64
+        bits.
+
+        Hits are those of an unlimited cache of the earlier prompts, without generated tokens; the last token is never a
+        hit, because its logits give the next token.
+        """
+        num_prompt = len(token_ids)
+        num_cached = num_prompt + max(0, max_tokens - 1)
+        *digests, whole = prefix_digests(token_ids, cache_salt)
+        num_known = self._index.num_known(digests)
+        self._note_shared(row, digests[:num_known])
+        self._index.add(digests[num_known:], row)
+        self.num_prompts += 1
+        self.prompt_tokens += num_prompt
+        self.output_tokens += num_seqs * max_tokens
+        self.num_repeated += self._whole.first_row(whole) is not None
+        self._whole.add([whole], row)
+        self.prompt_lengths[num_prompt] += 1
+        self.total_lengths[num_prompt + max_tokens] += 1
+        shape = _Shape(num_cached) if num_seqs == 1 else _Shape(num_cached, num_seqs, num_prompt, is_beam_search)
+        self._shapes[shape] += 1
+        for size, tally in self._tallies.items():
+            hit_spans = num_known * UNIT // size
+            tally.hit_tokens += min(hit_spans * size, num_prompt - 1)
+            tally.hit_spans += hit_spans
+            tally.num_spans += shape.num_spans(size)
+            tally.num_tokens += shape.num_tokens(size)
+
+    def _note_shared(self, row: int, digests: Sequence[int]) -> None:
+        parent: int | None = None
+        for depth, digest in enumerate(digests, 1):
+            shared = self._shared.get(digest)
+            if shared is None:
+                first_row = self._index.first_row(digest)
+                assert first_row is not None, "a known prefix has a row"
+                self._shared[digest] = _Shared(depth, first_row, row, parent)
+            else:
+                shared.num_rows += 1
+                shared.last_row = row
+            parent = digest
+
+    # ------------------------------------------------------------------ answers
+
+    def block_size_rows(self) -> list[Row]:
+        """Each block size with its hit rate and waste.
+
+        waste: share of unfilled slots of all requests at full length; slots: what the whole file would take without
+        eviction, shared blocks counted once.
+        """
+        rows = []
+        for size, tally in self._tallies.items():
+            slots = tally.num_spans * size
+            rows.append(
+                {
+                    "block_size": size,
+                    "hit_rate": tally.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+                    "hit_tokens": tally.hit_tokens,
+                    "waste": 1 - tally.num_tokens / slots if slots else 0.0,
+                    "num_blocks": self._all_blocks(size),
+                    "num_slots": slots - tally.hit_spans * size,
+                    "longest_table": self._tables(size).num_entries(self.most_cached_tokens()),
+                }
+            )
+        return rows
+
+    def recommended_block_size(self) -> int:
+        """The largest block size, at least SMALLEST_RECOMMENDED, at which the whole file takes at most MORE_SLOTS more
+        slots than at the best one: larger blocks mean shorter tables, smaller ones more sharing."""
+        rows = [row for row in self.block_size_rows() if row["block_size"] >= SMALLEST_RECOMMENDED]
+        most = min(row["num_slots"] for row in rows) * (1 + MORE_SLOTS)
+        return max(int(row["block_size"]) for row in rows if row["num_slots"] <= most)
+
+    def longest_shared(self) -> list[Row]:
+        """Shared prefixes, those that save most tokens first. A prefix is omitted if a longer one is shared by as many
+        prompts. num_tokens is rounded down to a whole unit."""
+        for shared in self._shared.values():
+            parent = self._shared.get(shared.parent) if shared.parent is not None else None
+            if parent is not None and parent.num_rows == shared.num_rows:
+                parent.has_equal_child = True
+        candidates = (shared for shared in self._shared.values() if not shared.has_equal_child)
+        best = heapq.nlargest(_MOST_SHOWN, candidates, key=lambda s: ((s.num_rows - 1) * s.num_units, s.num_units))
+        return [
+            {
+                "num_tokens": shared.num_units * UNIT,
+                "num_prompts": shared.num_rows,
+                "first_line": shared.first_row,
+                "last_line": shared.last_row,
+                "saved_tokens": (shared.num_rows - 1) * shared.num_units * UNIT,
+                **{f"blocks_at_{size}": shared.num_units * UNIT // size for size in BLOCK_SIZES},
+            }
+            for shared in best
+        ]
+
+    def longest_shared_tokens(self) -> int:
+        """The longest prefix that any two prompts share, in whole units of tokens."""
+        return max((shared.num_units for shared in self._shared.values()), default=0) * UNIT
+
+    def common_prefix_tokens(self, share: float = 0.5) -> int:
+        """The longest prefix that at least this share of the prompts begins with, in whole units of tokens."""
+        enough = [s.num_units for s in self._shared.values() if s.num_rows >= share * self.num_prompts]
+        return max(enough, default=0) * UNIT
+
+    def length_rows(self) -> list[Row]:
+        """Mean and percentiles of prompt lengths and of prompt and output together."""
+        rows = []
+        for name, lengths in (("prompt", self.prompt_lengths), ("prompt and output", self.total_lengths)):
+            row: Row = {"what": name, "total": sum(n * count for n, count in lengths.items())}
+            row["mean"] = row["total"] / self.num_prompts if self.num_prompts else None
+            for key, share in (("min", 0.0), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
+                row[key] = percentile(lengths, share) if lengths else None
+            rows.append(row)
+        return rows
+
+    def histogram_rows(self) -> list[Row]:
+        """Prompts by length, in buckets of powers of two."""
+        buckets: Counter[int] = Counter()
+        for length, count in self.prompt_lengths.items():
+            buckets[max(length, 1).bit_length() - 1] += count
+        if not buckets:
+            return []
+        return [
+            {"from_tokens": 1 << b, "to_tokens": (2 << b) - 1, "num_prompts": buckets[b]}
+            for b in range(min(buckets), max(buckets) + 1)
+        ]
+
+    def most_cached_tokens(self) -> int:
+        """Tokens of the longest sequence that are in the cache at its end."""
+        return max((shape.num_cached for shape in self._shapes), default=0)
+
+    def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
+        """Pool sizes, in blocks, and what each is enough for. The last row exists only for block sizes in BLOCK_SIZES,
+        whose hits are counted."""
+        num_seqs = min(max_num_seqs, sum(shape.num_seqs * count for shape, count in self._shapes.items()))
+        rows = [
+            {"enough_for": "every row alone: none is refused", "num_blocks": self._blocks_alone(block_size)},
+            {
+                "enough_for": f"the {num_seqs:,} longest sequences at once: no preemption",
+                "num_blocks": self._blocks_at_once(max_num_seqs, block_size),
+            },
+        ]
+        if block_size in self._tallies:
+            kept = {
+                "enough_for": "all rows kept: no eviction, ideal hit rate",
+                "num_blocks": self._all_blocks(block_size),
+            }
+            rows.append(kept)
+        return rows
+
+    def recommended_num_blocks(self, block_size: int, max_num_seqs: int) -> int:
+        """The smallest pool that guarantees no preemption, at a block size of BLOCK_SIZES."""
+        return min(self._blocks_at_once(max_num_seqs, block_size), self._all_blocks(block_size))
+
+    def _tables(self, block_size: int) -> TableShape:
+        return TableShape(block_size, self.windows)
+
+    def _blocks_of(self, shape: _Shape, block_size: int, num_seqs: int) -> int:
+        return self._tables(block_size).blocks_of_request(
+            shape.num_prompt, shape.num_cached, num_seqs, chunk=self.chunk_size, shares_prompt=self.shares_prompts
+        )
+
+    def _blocks_alone(self, block_size: int) -> int:
+        """Blocks that the request of each row needs at least: those of one sample, or of all beams."""
+        blocks = (self._blocks_of(shape, block_size, shape.num_seqs if shape.at_once else 1) for shape in self._shapes)
+        return max(blocks, default=0)
+
+    def _blocks_at_once(self, num_seqs: int, block_size: int) -> int:
+        """An upper bound on the blocks of requests with num_seqs sequences in total, without sharing between requests.
+        Rows are not split: the last one may exceed num_seqs."""
+        blocks = {shape: self._blocks_of(shape, block_size, shape.num_seqs) for shape in self._shapes}
+        num_blocks = 0
+        for shape in sorted(self._shapes, key=lambda shape: blocks[shape] / shape.num_seqs, reverse=True):
+            num_rows = min(self._shapes[shape], blocks_for(num_seqs, shape.num_seqs))
+            num_blocks += num_rows * blocks[shape]
+            num_seqs -= num_rows * shape.num_seqs
+            if num_seqs <= 0:
+                break
+        return num_blocks
+
+    def _all_blocks(self, block_size: int) -> int:
+        """Blocks of all rows together, shared ones once, none released before the end."""
+        tally = self._tallies[block_size]
+        return (tally.num_spans - tally.hit_spans) * len(self.windows)
+
+
+def percentile(lengths: Counter[int], share: float) -> int:
+    """The smallest length that at least this share of all lengths do not exceed. `lengths` is not empty."""
+    wanted, num_seen = share * lengths.total(), 0
+    for length in sorted(lengths):
+        num_seen += lengths[length]
+        if num_seen >= wanted:
+            break
+    return length

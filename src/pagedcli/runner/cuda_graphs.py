@@ -1,0 +1,186 @@
+"""CUDA graphs for pure decode: model, logits and sampler of one step as a single launch, at a few batch sizes.
+
+Used by ModelRunner. A graph replays the same kernels on the same memory, so a step's inputs are copied to fixed places
+and its batch is padded to the next captured size (bucket). Only capture needs a GPU; CPU tests run the graph body
+eagerly on padded buckets.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.step_input import StepInput
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.layers.sampling import choose_tokens
+from pagedcli.models.base import CausalLM
+from pagedcli.planning.graph_sizes import bucket_sizes
+from pagedcli.runner.device_state import DeviceState
+from pagedcli.runner.transfer import packed_size, unpack
+
+GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds attention's memory for partial results
+_WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate workspaces
+
+
+class Inputs(NamedTuple):
+    """What a graph reads, one entry per row: arrays on the host or tensors in a bucket's buffer."""
+
+    input_ids: Any  # int64
+    source_rows: Any  # int64
+    positions: Any  # int64
+    slots: Any  # int32, per group of layers
+    table_rows: Any  # int64
+    num_tokens: Any  # int32
+    temperature: Any  # float32
+    uniform: Any  # float32
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One batch size: the fixed buffers of its inputs and outputs."""
+
+    num_seqs: int
+    max_total: int  # tokens of its longest sequence
+    buffer: Tensor  # uint8: all inputs, packed
+    inputs: Inputs  # views of it
+    cu_q: Tensor  # [b+1] int32, one new token each
+    graph: "torch.cuda.CUDAGraph | None" = None
+    hidden: Tensor | None = None  # [b, E], output of the captured graph: logits would take far more memory
+
+
+class DecodeGraphs:
+    """Runs steps of one new token per sequence.
+
+    With `capture` False the same body runs eagerly, for devices without graphs and for tests.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        state: DeviceState,
+        parallel: ParallelContext,
+        *,
+        max_model_len: int,
+        capture: bool,
+        sizes: Iterable[int] | None = None,
+    ) -> None:
+        self._model, self._state, self._parallel = model, state, parallel
+        self._max_model_len = max_model_len
+        sizes = sorted(sizes if sizes is not None else bucket_sizes(state.tables.shape[0]))
+        self._buckets = [self._bucket(size) for size in sizes]
+        if capture:
+            self._capture_all()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [bucket.num_seqs for bucket in self._buckets]
+
+    def serves(self, step: StepInput) -> bool:
+        """Whether every sequence of the step has one new token and a bucket is large enough."""
+        if not step.pure_decode or step.num_seqs > self._buckets[-1].num_seqs:
+            return False
+        return step.max_total <= self.bucket_for(step.num_seqs).max_total
+
+    def bucket_for(self, num_seqs: int) -> Bucket:
+        """The smallest bucket with room for that many sequences."""
+        return next(bucket for bucket in self._buckets if bucket.num_seqs >= num_seqs)
+
+    def run(self, step: StepInput, sampling: SamplingInput | None) -> Tensor:
+        """Hidden states [B, E] of a step, in a buffer that the next run overwrites.
+
+        Changes: the KV cache, the block tables, and last_tokens, which are valid only if sampling needs no more
+        than temperature and a random number (sampling.is_plain).
+        """
+        bucket, num_seqs = self.bucket_for(step.num_seqs), step.num_seqs
+        self._state.update_tables(step)
+        inputs = _pad(step, sampling, bucket.num_seqs)
+        self._state.upload(inputs, into=bucket.buffer)
+        if bucket.graph is None:
+            num_drawn = int(np.count_nonzero(inputs.temperature))
+            return self._body(bucket, inputs.num_tokens.tolist(), num_drawn)[:num_seqs]
+        bucket.graph.replay()
+        assert bucket.hidden is not None, "captured with the graph"
+        return bucket.hidden[:num_seqs]
+
+    def _bucket(self, num_seqs: int) -> Bucket:
+        device = self._state.device
+        shapes = _padding(num_seqs, self._state.num_groups)
+        buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
+        cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        max_total = min(self._max_model_len, max(1, GRAPH_TOKENS // num_seqs))
+        bucket = Bucket(num_seqs, max_total, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
+        self._state.upload(shapes, into=buffer)
+        return bucket
+
+    def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
+        """The body of a graph. Returns hidden states [b, E]; the tokens go to last_tokens."""
+        state, inputs = self._state, bucket.inputs
+        max_total = max(num_tokens_host)
+        batch = state.batch(
+            inputs.table_rows,
+            inputs.slots,
+            max_total,
+            cu_q=bucket.cu_q,
+            num_tokens=inputs.num_tokens,
+            max_new=1,
+            cu_q_host=list(range(bucket.num_seqs + 1)),
+            num_tokens_host=num_tokens_host,
+        )
+        ids = state.resolve_ids(inputs.input_ids, inputs.source_rows)
+        hidden = self._model.forward(ids, inputs.positions, batch, state.kv_cache)
+        logits = self._model.compute_logits(hidden)
+        tokens = choose_tokens(logits, inputs.temperature, inputs.uniform, num_drawn=num_drawn)
+        self._parallel.broadcast(state.last_tokens[: bucket.num_seqs].copy_(tokens))
+        return hidden
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        """Capture every bucket, largest first: the smaller ones reuse its memory."""
+        pool = None
+        for bucket in reversed(self._buckets):
+            longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
+            for _ in range(_WARM_UPS):
+                self._body(bucket, longest, bucket.num_seqs)
+            torch.cuda.synchronize(self._state.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                bucket.hidden = self._body(bucket, longest, bucket.num_seqs)
+            bucket.graph, pool = graph, pool or graph.pool()
+        torch.cuda.synchronize(self._state.device)
+
+
+def _padding(num_seqs: int, num_groups: int) -> Inputs:
+    """Padding rows: one token at position 0, not written to the cache, its result never read."""
+    return Inputs(
+        input_ids=np.zeros(num_seqs, dtype=np.int64),
+        source_rows=np.full(num_seqs, -1, dtype=np.int64),
+        positions=np.zeros(num_seqs, dtype=np.int64),
+        slots=np.full((num_groups, num_seqs), -1, dtype=np.int32),
+        table_rows=np.zeros(num_seqs, dtype=np.int64),  # any row: all of them have valid block ids
+        num_tokens=np.ones(num_seqs, dtype=np.int32),
+        temperature=np.zeros(num_seqs, dtype=np.float32),  # greedy
+        uniform=np.zeros(num_seqs, dtype=np.float32),
+    )
+
+
+def _pad(step: StepInput, sampling: SamplingInput | None, num_seqs: int) -> Inputs:
+    """The inputs of a step, padded to the bucket."""
+    given = Inputs(
+        input_ids=step.input_ids,
+        source_rows=step.source_rows,
+        positions=step.positions,
+        slots=step.slots,
+        table_rows=step.table_rows,
+        num_tokens=step.num_tokens,
+        temperature=None if sampling is None else sampling.temperature,
+        uniform=None if sampling is None else sampling.uniform,
+    )
+    padded = _padding(num_seqs, step.slots.shape[0])
+    for array, values in zip(padded, given, strict=True):
+        if values is not None:
+            array[..., : step.num_seqs] = values
+    return padded

@@ -1,0 +1,258 @@
+"""Profiles of memory: of a machine described by numbers, and of this one with the model loaded and measured.
+
+Used by `pagedcli profile-memory`, which shows them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import msgspec
+import torch
+
+from pagedcli.config import EngineConfig, parse_bytes
+from pagedcli.core.budget import MemoryTerms, ModelSizes
+from pagedcli.errors import ConfigError, UsageError
+from pagedcli.models.reading import read_spec
+from pagedcli.models.spec import ModelSpec
+from pagedcli.planning.cards import find_card
+from pagedcli.planning.decide import Decisions, choose_num_blocks, decide, model_folder
+from pagedcli.planning.fitting import Fit, fits, weights_refusal
+from pagedcli.planning.forecast import Forecast, forecast_pool, loading_peak, mapped_weights, model_sizes, predict_terms
+from pagedcli.planning.machine import Machine, available_memory, described_gpu, described_host, this_machine
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.memory import host_peak, measure_terms, other_holders, reset_host_peak, step_blocks
+
+_PREDICTED = dict.fromkeys(("weights", "activations", "graphs", "runtime"), "predicted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A machine with a model on it, measured, predicted or both."""
+
+    config: EngineConfig
+    decided: Decisions
+    sizes: ModelSizes
+    device: str
+    measured: MemoryTerms | None
+    predicted: MemoryTerms | None  # None: a model that runs through transformers
+    num_blocks: int
+    reason: str  # why num_blocks is what it is
+    hint: str | None = None  # what to do if no block fits
+    notes: Mapping[str, str]  # term -> a note for the user
+    fits: tuple[Fit, ...] = ()  # what else could be chosen; empty: a model that runs through transformers
+    holders: str = ""  # the other processes that use most memory
+    measured_loading: int | None = None  # peak bytes of this process while loading; None: not on a CPU
+    predicted_loading: int | None = None
+
+    @property
+    def terms(self) -> MemoryTerms:
+        """The measured terms, else the predicted ones."""
+        terms = self.measured or self.predicted
+        assert terms is not None, "a profile is measured or predicted"
+        return terms
+
+
+# ---------------------------------------------------------------------- a machine described by numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Parsed bytes; None where not given."""
+
+    name: str
+    total: int
+    capability: tuple[int, int] | None  # of its GPU; None: it has none
+    used: int | None = None
+    peak: int | None = None
+    current: int | None = None
+
+    def machine(self, num_gpus: int) -> Machine:
+        if self.capability is None:
+            return described_host(self.total)
+        return described_gpu(self.total, name=self.name, capability=self.capability, num_gpus=num_gpus)
+
+
+def read_described(
+    gpu: str | None, gpu_memory: str | None, memory: str | None, **parts: str | None
+) -> Described | None:
+    """The machine that flags describe; None if they describe none. Raises: UsageError."""
+    given = [f"--{name}" for name, value in parts.items() if value is not None]
+    if sum(value is not None for value in (gpu, gpu_memory, memory)) > 1:
+        raise UsageError("--gpu, --gpu-memory and --memory exclude each other")
+    if gpu is None and gpu_memory is None and memory is None:
+        if given:
+            raise UsageError(f"{given[0]} describes another machine and needs --gpu, --gpu-memory or --memory as well")
+        return None
+    if (parts["peak"] is None) != (parts["current"] is None):
+        raise UsageError("--peak and --current belong together: the activations are their difference")
+    numbers = {name: None if value is None else parse_bytes(value) for name, value in parts.items()}
+    if gpu is not None:
+        card = find_card(gpu)
+        described = Described(gpu, card.total_bytes, card.capability, **numbers)
+    elif gpu_memory is not None:  # only its memory is known: assume a recent GPU
+        described = Described("the described GPU", parse_bytes(gpu_memory), (9, 0), **numbers)
+    else:
+        described = Described("a machine without a GPU", parse_bytes(memory or ""), None, **numbers)
+    if described.peak is not None and described.current is not None and described.peak < described.current:
+        raise UsageError("--peak is below --current")
+    return described
+
+
+def profile_described(config: EngineConfig, given: Described) -> Profile:
+    """What the model would get on a described machine. Raises: PagedcliError."""
+    spec = read_spec(model_folder(config, weights=False), trust_remote_code=config.trust_remote_code)
+    machine = given.machine(config.tensor_parallel_size)
+    config = msgspec.structs.replace(config, device="cpu" if given.capability is None else "cuda")
+    decided = decide(config, spec, machine)
+    if spec.is_fallback and given.current is None:
+        raise UsageError(
+            f"the memory of {spec.architecture} is not predicted", hint="give --used, --peak and --current as well"
+        )
+    predicted = predict_terms(config, spec, decided, machine)
+    notes = dict(_PREDICTED)
+    weights, activations = predicted.weights, predicted.activations
+    if given.peak is not None and given.current is not None:
+        weights, activations = given.current, given.peak - given.current
+        notes |= {"activations": "--peak minus --current", "weights": "--current: all memory of this process"}
+    notes["others"] = "none given (--used)" if given.used is None else "--used minus the model"
+    process = "Python and torch" if given.capability is None else "CUDA context"
+    notes["runtime"] = f"{process}, assumed" if given.used is None else "counted in --used"
+    terms = MemoryTerms(
+        total=given.total,
+        reserve=predicted.reserve,
+        others=0 if given.used is None else max(0, given.used - weights),
+        runtime=predicted.runtime if given.used is None else 0,
+        weights=weights,
+        activations=activations,
+        graphs=predicted.graphs if given.peak is None else 0,  # the given numbers describe the whole machine
+    )
+    found = () if given.current is not None else tuple(fits(config, spec, machine))
+    return _predicted(config, spec, decided, terms, device=f"{given.name}, described by flags", notes=notes, fits=found)
+
+
+def _predicted(
+    config: EngineConfig,
+    spec: ModelSpec,
+    decided: Decisions,
+    terms: MemoryTerms,
+    *,
+    device: str,
+    notes: Mapping[str, str],
+    fits: tuple[Fit, ...],
+) -> Profile:
+    """A profile without measurements."""
+    pool = forecast_pool(config, decided, terms)
+    return Profile(
+        config=config,
+        decided=decided,
+        sizes=model_sizes(config, spec),
+        device=device,
+        measured=None,
+        predicted=terms,
+        num_blocks=pool.num_blocks,
+        reason=pool.reason,
+        hint=pool.hint,
+        notes=notes,
+        fits=fits,
+    )
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
+    """Load the model, run the largest step and measure; only predict if there are no weights or they do not fit.
+    `say` receives what is being done. Raises: PagedcliError."""
+    folder = model_folder(config)
+    spec = read_spec(folder, trust_remote_code=config.trust_remote_code)
+    machine = this_machine(free_memory=True)
+    decided = decide(config, spec, machine)
+    on_cpu = decided.device.type == "cpu"
+    predicted = predict_terms(config, spec, decided, machine) if not spec.is_fallback else None
+    found = () if predicted is None else tuple(fits(config, spec, machine))
+    if predicted is not None and (why := _why_not_measured(config, spec, predicted, machine, folder)):
+        say(f"{why}: predicting")
+        notes = {**_PREDICTED, "others": ", ".join(map(str, other_holders(decided.device)))}
+        return _predicted(config, spec, decided, predicted, device=str(decided.device), notes=notes, fits=found)
+    say(f"loading {config.model} and running the largest step")
+    if on_cpu:
+        reset_host_peak()
+    loaded = _load(config, decided)
+    measured_loading = host_peak() if on_cpu else None
+    measured = measure_terms(
+        loaded.runner,
+        loaded.plan,
+        decided.largest_step,
+        mapped_weights=mapped_weights(config, spec, decided),
+        expected_activations=predicted.activations if predicted is not None else 0,
+    )
+    loaded.close()
+    if predicted is not None:  # the other terms cannot be predicted independently
+        own = {name: getattr(predicted, name) for name in ("weights", "activations", "graphs")}
+        predicted = MemoryTerms(**{item.name: getattr(measured, item.name) for item in fields(MemoryTerms)} | own)
+    pool = _pool(config, decided, measured, loaded)
+    holders = ", ".join(map(str, other_holders(decided.device)))
+    return Profile(
+        config=config,
+        decided=decided,
+        sizes=model_sizes(config, spec),
+        device=loaded.plan.device,
+        measured=measured,
+        predicted=predicted,
+        num_blocks=pool.num_blocks,
+        reason=pool.reason,
+        hint=pool.hint,
+        notes=_notes_here(on_cpu, holders),
+        fits=found,
+        holders=holders,
+        measured_loading=measured_loading,
+        predicted_loading=loading_peak(config, spec, decided, folder) if on_cpu and predicted is not None else None,
+    )
+
+
+def _why_not_measured(
+    config: EngineConfig, spec: ModelSpec, predicted: MemoryTerms, machine: Machine, folder: Path
+) -> str | None:
+    if (refusal := weights_refusal(config, spec, predicted, machine)) is not None:
+        return refusal.message
+    if config.load_format != "dummy" and not any(folder.glob("*.safetensors")):
+        return f"{folder} has no weights"
+    return None
+
+
+def _pool(config: EngineConfig, decided: Decisions, measured: MemoryTerms, loaded: LLMEngine) -> Forecast:
+    """The pool that the engine would get: on a CPU from free memory, on a GPU from its budget."""
+    try:
+        num_blocks, reason = choose_num_blocks(config, decided, available=available_memory(), budget=loaded.plan.budget)
+    except ConfigError as error:
+        return Forecast(measured, 0, error.message, error.hint)
+    return Forecast(measured, num_blocks, reason, None)
+
+
+def _load(config: EngineConfig, decided: Decisions) -> LLMEngine:
+    """The engine with a pool just large enough for the largest step."""
+    if config.tensor_parallel_size > 1 and decided.device.type == "cpu":
+        raise UsageError(
+            f"memory is measured for one CPU process, not for {config.tensor_parallel_size}",
+            hint="use --tensor-parallel-size 1",
+        )
+    num_blocks = step_blocks(decided.largest_step, decided.table_shape)
+    try:
+        return LLMEngine(msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the device has no room for the model and its largest step: {str(error).partition('. ')[0]}",
+            hint="end other processes on it, or lower --max-num-batched-tokens",
+        ) from error
+
+
+def _notes_here(on_cpu: bool, holders: str) -> dict[str, str]:
+    if on_cpu:
+        return {
+            "others": f"largest: {holders}" if holders else "",
+            "runtime": "Python, torch and this program",
+            "activations": "growth of the process",
+        }
+    unnamed = "none that the driver names; they would count as runtime"
+    return {"others": holders or unnamed, "runtime": "CUDA context and buffers"}

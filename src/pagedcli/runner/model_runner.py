@@ -1,0 +1,163 @@
+"""Runs steps on one device: copies inputs, runs model and sampler, copies tokens back. Never waits for the device.
+
+Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
+"""
+
+import torch
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend
+from pagedcli.core.groups import TableShape, cache_groups
+from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.sequence import Sequence
+from pagedcli.core.step_input import StepBuilder, StepInput
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.base import CausalLM
+from pagedcli.runner.cuda_graphs import DecodeGraphs
+from pagedcli.runner.device_state import DeviceState
+from pagedcli.runner.prompt_scores import PromptScores, score_prompts
+from pagedcli.runner.sampler import SampledTokens, sample_tokens
+
+
+class ModelRunner:
+    """Runs steps on one device."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        *,
+        device: torch.device,
+        kv_dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        parallel: ParallelContext,
+    ) -> None:
+        self.model = model
+        self.parallel = parallel
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        groups = cache_groups([layer.window for layer in model.attention_layers])
+        self.tables = TableShape.of(block_size, groups)
+        self.state = DeviceState.allocate(
+            model.spec,
+            groups,
+            backend,
+            device=device,
+            kv_dtype=kv_dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        self.graphs: DecodeGraphs | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """[2, layers of a group, N, ...]"""
+        return self.state.kv_cache
+
+    def make_graphs(self, *, capture: bool) -> None:
+        """Serve decode steps with CUDA graphs from now on; see DecodeGraphs."""
+        self.graphs = DecodeGraphs(
+            self.model, self.state, self.parallel, max_model_len=self.max_model_len, capture=capture
+        )
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput, sampling: SamplingInput) -> SampledTokens:
+        """Start one step without waiting. Returns its tokens, which are still on their way to the host.
+
+        Changes: the KV cache; last_tokens, from which the next step takes ids that the host has not read.
+        """
+        self._use_device()
+        logits, scores = self._logits(step, sampling, plain=sampling.is_plain)
+        if logits is None:
+            # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
+            return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
+        sampled = sample_tokens(logits, sampling, self.state.upload)
+        sampled.prompt_scores = scores
+        self.parallel.broadcast(self.state.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
+        return sampled
+
+    @torch.inference_mode()
+    def follow(self, step: StepInput, *, num_sampled: int, plain: bool) -> None:
+        """The same step on another rank: runs its part of the model and receives the tokens from rank 0."""
+        self._use_device()
+        logits, _ = self._logits(step, None, plain=plain)
+        if logits is not None:
+            self.parallel.broadcast(self.state.last_tokens[:num_sampled])
+
+    def _use_device(self) -> None:
+        """Make the GPU this thread's current one: Triton launches there, and steps may run in another thread than the
+        one that loaded the model."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _logits(
+        self, step: StepInput, sampling: SamplingInput | None, *, plain: bool
+    ) -> tuple[Tensor | None, PromptScores | None]:
+        """Logits [R, V], or None if a graph has already sampled the tokens; and the scores of prompts, if wanted."""
+        if step.prompt_rows is not None:  # on every rank: logits of a group are gathered
+            hidden, rows = self._hidden(step), step.prompt_rows
+            scores = score_prompts(hidden, self.model.compute_logits, rows, self.state.upload)
+            [sampled] = self.state.upload([rows.sampled])
+            return self.model.compute_logits(hidden.index_select(0, sampled)), scores
+        if self.graphs is None or not self.graphs.serves(step):
+            return self.forward(step), None
+        # anything else, such as several samples from one row, is sampled outside the graph
+        hidden = self.graphs.run(step, sampling if plain else None)
+        return (None if plain else self.model.compute_logits(hidden)), None
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> Tensor:
+        """Logits [R, V] of one step."""
+        return self.model.compute_logits(self._hidden(step))
+
+    def _hidden(self, step: StepInput) -> Tensor:
+        """Hidden states [R, E] of the rows that get logits."""
+        arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
+        optional = [array for array in (step.source_rows, step.logits_rows) if array is not None]
+        self.state.update_tables(step)
+        for source, copy in step.copies:
+            self.kv_cache[:, :, copy].copy_(self.kv_cache[:, :, source])
+        input_ids, positions, slots, cu_q, num_tokens, table_rows, *rest = self.state.upload([*arrays, *optional])
+        if step.source_rows is not None:
+            input_ids = self.state.resolve_ids(input_ids, rest.pop(0))
+        batch = self.state.batch(
+            table_rows,
+            slots,
+            step.max_total,
+            cu_q=cu_q,
+            num_tokens=num_tokens,
+            max_new=step.max_new,
+            cu_q_host=step.cu_q.tolist(),
+            num_tokens_host=step.num_tokens.tolist(),
+            logits_rows=rest.pop(0) if step.logits_rows is not None else None,
+        )
+        hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
+        if batch.logits_rows is not None and hidden.shape[0] != batch.logits_rows.shape[0]:
+            hidden = hidden.index_select(0, batch.logits_rows)
+        return hidden
+
+    def execute(self, work: ScheduledStep) -> tuple[Tensor, list[Sequence]]:
+        """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
+        measurements on an idle runner: block tables are sent whole."""
+        work.changed = work.seqs
+        for seq in work.seqs:
+            seq.synced_blocks = 0
+        builder = StepBuilder(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_groups=self.state.num_groups,
+        )
+        step, sampled = builder.build(work)
+        return self.forward(step), sampled

@@ -1,0 +1,165 @@
+"""From logits to tokens. Each token is picked from the cumulative distribution by one uniform number, drawn from (seed,
+sample index, position): neither the rest of the batch nor a resume changes a request's tokens.
+
+Used by ModelRunner. Host and device never wait for each other here: tokens are read when they are needed.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedcli.core.beams import Candidates
+from pagedcli.core.executor import StepTokens
+from pagedcli.core.sampling_input import LogitChange, SamplingInput
+from pagedcli.core.sequence import TokenLogprobs
+from pagedcli.core.step_input import Bools
+from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept
+from pagedcli.runner.prompt_scores import PromptScores
+from pagedcli.runner.transfer import Download, Upload
+
+
+class SampledTokens:
+    """Tokens of a launched step, on the device and being copied to the host. A LaunchedStep."""
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        sampling: SamplingInput,
+        logprobs: tuple[Tensor, ...] = (),
+        candidates: tuple[Tensor, ...] = (),
+    ) -> None:
+        """`logprobs`, `candidates`: of the rows that request them, as _logprobs and _candidates return them."""
+        self.token_ids = token_ids  # [R] int64, on the device; INVALID where logits are NaN
+        self._sampling = sampling
+        self._num_logprobs = len(logprobs)
+        self._download = Download([token_ids, *logprobs, *candidates])
+        self.prompt_scores: PromptScores | None = None  # of prompts in the same step
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether read returns at once."""
+        return self._download.is_ready
+
+    def read(self) -> StepTokens:
+        """Wait for the tokens."""
+        token_ids, *more = self._download.wait()
+        logprobs, candidates = more[: self._num_logprobs], more[self._num_logprobs :]
+        tokens: list[int | None] = token_ids.tolist()
+        found: dict[int, TokenLogprobs] = {}
+        if logprobs:
+            chosen, values, ids = (tensor.tolist() for tensor in logprobs)
+            sampling = self._sampling
+            for place, (row, count) in enumerate(zip(sampling.with_logprobs, sampling.num_logprobs, strict=True)):
+                top = list(zip(ids[place][:count], values[place][:count], strict=True))
+                found[row] = TokenLogprobs(int(token_ids[row]), chosen[place], top)
+                if chosen[place] != chosen[place]:  # NaN among logits that a grammar masks
+                    tokens[row] = None
+        if INVALID in tokens:
+            tokens = [None if token_id == INVALID else token_id for token_id in tokens]
+        prompt_logprobs = () if self.prompt_scores is None else self.prompt_scores.read()
+        return StepTokens(tokens, found, prompt_logprobs, self._read_candidates(candidates))
+
+    def _read_candidates(self, tensors: list[Tensor]) -> dict[int, Candidates]:
+        if not tensors:
+            return {}
+        values, ids = (tensor.tolist() for tensor in tensors)
+        rows = zip(self._sampling.beams, self._sampling.num_candidates, values, ids, strict=True)
+        return {row: list(zip(ids[:count], values[:count], strict=True)) for row, count, values, ids in rows}
+
+
+def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> SampledTokens:
+    """The next tokens, on the device.
+
+    Shapes:  logits [R, V], or any rows that sampling.logits_rows selects from; not modified.
+    """
+    if sampling.logits_rows is not None:
+        logits = logits.index_select(0, upload([sampling.logits_rows])[0])
+    temperature, draws = upload([sampling.temperature, sampling.uniform])
+    original = logits
+    beams = set(sampling.beams)
+    changes = [change for change in sampling.changes if change.row not in beams]
+    if changes:
+        logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        for change in changes:
+            change_logits(logits[change.row], change, upload)
+    num_drawn = int(np.count_nonzero(sampling.temperature))
+    floor = _floors(logits, sampling, upload) if sampling.limited else None
+    tokens = choose_tokens(logits, temperature, draws, floor, num_drawn=num_drawn)
+    logprobs = _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else ()
+    candidates = _candidates(original, sampling, upload) if sampling.beams else ()
+    return SampledTokens(tokens, sampling, logprobs, candidates)
+
+
+def _floors(logits: Tensor, sampling: SamplingInput, upload: Upload) -> Tensor:
+    """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
+    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    limited = np.array(sampling.limited, dtype=np.int64)
+    rows, k, p, m, temperature = upload([limited, top_k, top_p, min_p, sampling.temperature[sampling.limited]])
+    most_k = int(top_k.max()) if top_k.all() else None
+    only_min_p = not top_k.any() and bool((top_p == 1).all())
+    kept = smallest_kept(logits.index_select(0, rows), temperature, k, p, m, most_k=most_k, only_min_p=only_min_p)
+    floor = torch.full((sampling.num_rows,), float("-inf"), device=logits.device)
+    return floor.index_copy_(0, rows, kept)
+
+
+def change_logits(scores: Tensor, change: LogitChange, upload: Upload) -> None:
+    """Penalties, bias, minimum length and grammar, in place on one row [V]."""
+    vocab_size = scores.shape[0]
+
+    def integers(values: list[int]) -> Tensor:
+        return upload([np.array(values, dtype=np.int64)])[0]
+
+    if change.seen_token_ids:
+        seen = integers(change.seen_token_ids)
+        values = scores[seen]
+        penalty = change.repetition_penalty
+        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if change.output_counts:
+        counts = integers(list(change.output_counts.values())).to(scores.dtype)
+        scores[integers(list(change.output_counts))] -= counts * change.frequency_penalty + change.presence_penalty
+    if change.bias:
+        [bias] = upload([np.array(list(change.bias.values()), dtype=np.float32)])
+        scores[integers(list(change.bias))] += bias.to(scores.dtype)
+    # users may name stop tokens outside the vocabulary
+    ends = [token_id for token_id in change.end_token_ids if 0 <= token_id < vocab_size]
+    if change.allowed is not None:
+        [allowed] = upload([_allowed_tokens(change.allowed, ends, vocab_size)])
+        scores.masked_fill_(~allowed, float("-inf"))
+    elif ends:
+        scores.index_fill_(0, integers(ends), float("-inf"))
+
+
+def _allowed_tokens(bits: bytes, end_token_ids: list[int], vocab_size: int) -> Bools:
+    """[V] whether the grammar allows a token. Where it allows only end tokens, it overrides the minimum length."""
+    allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab_size, bitorder="little").astype(np.bool_)
+    if end_token_ids:
+        longer = allowed.copy()
+        longer[end_token_ids] = False
+        return longer if longer.any() else allowed
+    return allowed
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
+    """Log-probabilities for rows that request them: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
+    [rows] = upload([np.array(sampling.with_logprobs, dtype=np.int64)])
+    logprobs = logits.index_select(0, rows).float().log_softmax(-1)
+    top = logprobs.topk(min(max(sampling.num_logprobs), logprobs.shape[1]))
+    places = tokens.index_select(0, rows).clamp(min=0)[:, None]  # INVALID has none
+    return logprobs.gather(1, places)[:, 0], top.values, top.indices
+
+
+def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
+    """The next tokens of beams: log-probabilities [P, K], likeliest first, and ids [P, K]. Penalties, bias and minimum
+    length change log-probabilities, not logits, as in transformers' beam search."""
+    [rows] = upload([np.array(sampling.beams, dtype=np.int64)])
+    logprobs = logits.index_select(0, rows).float().log_softmax(-1)
+    places = {row: place for place, row in enumerate(sampling.beams)}
+    for change in sampling.changes:
+        if change.row in places:
+            change_logits(logprobs[places[change.row]], change, upload)
+    top = logprobs.topk(min(max(sampling.num_candidates), logprobs.shape[1]))
+    return top.values, top.indices

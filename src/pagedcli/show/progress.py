@@ -1,0 +1,142 @@
+"""Progress of a batch run on stderr: a live display on a terminal, otherwise an occasional plain line."""
+
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self
+
+from pagedcli.batch.stats import BatchStats
+from pagedcli.show.terminal import say
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_WINDOW_S = 10.0  # rates are averaged over this time
+_REDRAW_EVERY_S = 0.1
+_LINE_EVERY_S = 5.0
+
+
+class ProgressView:
+    """A context manager that shows progress. This one shows nothing: rows on the same terminal are the progress."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, stats: BatchStats) -> None: ...
+
+
+def progress_view(*, quiet_terminal: bool) -> ProgressView:
+    """The right view for stderr. `quiet_terminal`: other output goes to the same terminal."""
+    if sys.stderr.isatty():
+        return ProgressView() if quiet_terminal else _LiveProgress()
+    return _PlainProgress()
+
+
+class _Rates:
+    """Tokens per second over the last seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+
+    def add(self, stats: BatchStats) -> None:
+        now = time.monotonic()
+        self._points.append((now, stats.num_prompt_tokens, stats.num_generated_tokens))
+        while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+            self._points.popleft()
+
+    def per_s(self) -> tuple[float, float]:
+        """Prompt tokens, generated tokens."""
+        first, last = self._points[0], self._points[-1]
+        elapsed_s = max(last[0] - first[0], 1e-9)
+        return (last[1] - first[1]) / elapsed_s, (last[2] - first[2]) / elapsed_s
+
+
+def rows_text(stats: BatchStats) -> str:
+    """`412/1,000 rows, 3 failed`"""
+    total = f"/{stats.num_rows:,}" if stats.num_rows is not None else ""
+    num_failed = stats.num_failed + stats.num_resumed_failed
+    return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
+
+
+def eta_text(stats: BatchStats) -> str | None:
+    """Time left at the average pace; None if unknown."""
+    if stats.num_rows is None or not stats.num_done:
+        return None
+    seconds = round((stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done)
+    return (
+        f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        if seconds >= 3600
+        else (f"{seconds // 60}:{seconds % 60:02}")
+    )
+
+
+def details(stats: BatchStats, rates: _Rates) -> list[str]:
+    """Speeds, cache use and scheduling, briefly."""
+    prompt_per_s, generated_per_s = rates.per_s()
+    parts = [f"prompt {prompt_per_s:,.0f} tok/s", f"generated {generated_per_s:,.0f} tok/s"]
+    parts.append(f"KV {100 * stats.num_used_blocks / max(stats.num_blocks, 1):.0f} %")
+    parts.append(f"hits {100 * stats.hit_rate:.0f} %")
+    if stats.num_preemptions:
+        parts.append(f"preempted {stats.num_preemptions:,}")
+    return parts
+
+
+class _PlainProgress(ProgressView):
+    """Occasional whole lines, for logs."""
+
+    def __init__(self) -> None:
+        self._rates = _Rates()
+        self._next_s = time.monotonic() + _LINE_EVERY_S
+
+    def update(self, stats: BatchStats) -> None:
+        self._rates.add(stats)
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _LINE_EVERY_S
+        eta = eta_text(stats)
+        parts = [rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]
+        say(", ".join(parts))
+
+
+class _LiveProgress(ProgressView):
+    """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._rates = _Rates()
+        self._next_s = 0.0
+        self._live: Any = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, stats: BatchStats) -> None:
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + _REDRAW_EVERY_S
+        self._rates.add(stats)
+        self._live.update(self._render(stats), refresh=True)
+
+    def _render(self, stats: BatchStats) -> "RenderableType":
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        eta = eta_text(stats)
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=stats.num_rows or None, completed=stats.num_finished, pulse=stats.num_rows is None)
+        line.add_row(rows_text(stats), bar, f"ETA {eta}" if eta else "")
+        return Group(line, Text(" · ".join(details(stats, self._rates)), no_wrap=True, overflow="ellipsis"))

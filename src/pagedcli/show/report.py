@@ -1,0 +1,159 @@
+"""One self-contained HTML page of a recorded run: the files of report_page/ with the folded trace inside. No
+network, no libraries.
+
+Used by `pagedcli report`. The page only draws; all counting is done here, by the same folds as elsewhere.
+"""
+
+import dataclasses
+import html
+import re
+from collections.abc import Callable, Collection
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from pagedcli.show.report_frames import BlockFrames, TableFrames
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.fold import fold
+from pagedcli.views.explain import Explainer
+from pagedcli.views.findings import story
+from pagedcli.views.lookups import REASON_WORDS, Lookup, Totals, divergence_text
+from pagedcli.views.moment import Moment
+from pagedcli.views.stats import StepSeries
+from pagedcli.views.timeline import SeqTimeline
+from pagedcli.views.whole_run import RequestRow, WholeRun
+
+MAX_FRAMES = 20_000  # steps drawn individually; longer runs are summarised in groups, as the page notes
+MAX_LOOKUPS = 20_000  # rows of the table of lookups
+_GAUGES = ("used", "shared", "cached", "running", "waiting", "unfilled_slots", "saved")
+_NUM_SLOWEST = 10
+_SCRIPTS = ("basics.js", "map.js", "charts.js", "requests.js", "main.js")  # in this order
+_STATUSES = ("waiting", "prefill", "decode", "preempted")
+_REQUEST_COLUMNS = (
+    "seq", "label", "first_step", "last_step", "prompt", "cached", "output", "preemptions", "recomputed",
+    "total", *_STATUSES, "ttft", "tpot", "reason", "phases",
+)  # fmt: skip
+Decode = Callable[[tuple[int, ...]], str]
+
+
+def render_report(
+    reader: TraceReader, make_decoder: Callable[[], Decode | None] = lambda: None, *, selected: Collection[int] = ()
+) -> bytes:
+    """The page, in UTF-8. `make_decoder`, called once the trace is known to be valid, returns what turns recorded
+    token ids into text; without it they stay numbers. The page opens at the `selected` sequences, if there are any.
+
+    Raises: TraceError if the trace is damaged or inconsistent.
+    """
+    moment, run, frames, tables = Moment(), WholeRun(), BlockFrames(), TableFrames()
+    state = fold(reader, moment, run, frames, tables)
+    run.finish(state)
+    frames.add(state)
+    tables.add(state)
+    group = max(1, -(-len(run.series) // MAX_FRAMES))
+    document = {
+        "file": reader.path.name,
+        "notes": reader.notes,
+        "engine": msgspec.to_builtins(state.engine),
+        "story": story(run.facts(state)),
+        "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
+        "numUnfinished": len(state.seqs),
+        "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],
+        "firstStep": frames.first_step,
+        "numSteps": len(run.series),
+        "group": group,
+        "columns": _grouped_columns(run.series, group),
+        "frames": frames.grouped(group),
+        "tables": tables.grouped(group),
+        "statuses": _STATUSES,
+        "requestColumns": _REQUEST_COLUMNS,
+        "requests": [_request_row(row, run.timelines.seqs[row.seq_id]) for row in run.requests],
+        "slowest": _slowest(run.requests),
+        "selected": sorted(selected),
+        "explain": _explain_document(run.explainer, make_decoder()),
+    }
+    return _page(f"pagedcli report: {reader.path.name}", document)
+
+
+def _page(title: str, document: dict[str, Any]) -> bytes:
+    """The template with its style, scripts and data inside."""
+    folder = files("pagedcli.show").joinpath("report_page")
+
+    def part(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    parts = {
+        "{{title}}": html.escape(title),
+        "{{style}}": part("page.css"),
+        "{{data}}": embedded_json(document),
+        "{{script}}": "".join(part(name) for name in _SCRIPTS),
+    }
+    return re.sub("|".join(parts), lambda place: parts[place[0]], part("page.html")).encode()
+
+
+def embedded_json(document: Any) -> str:
+    """JSON that is safe inside a script element, whatever text it contains."""
+    text = msgspec.json.encode(document).decode()
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _grouped_columns(series: StepSeries, group: int) -> dict[str, list[int]]:
+    """Per group of steps: gauges at its end, counts summed over it."""
+    columns = {}
+    for name, column in series.columns.items():
+        if group == 1:
+            columns[name] = column.tolist()
+            continue
+        groups = [column[start : start + group] for start in range(0, len(column), group)]
+        if name == "start_ns":
+            columns[name] = [part[0] for part in groups]
+        else:
+            columns[name] = [part[-1] if name in _GAUGES else sum(part) for part in groups]
+    start_ns = columns["start_ns"]
+    columns["start_ns"] = [time_ns - start_ns[0] for time_ns in start_ns]  # exact in the browser's numbers
+    return columns
+
+
+def _request_row(row: RequestRow, timeline: SeqTimeline) -> list[Any]:
+    """The values of _REQUEST_COLUMNS; times are in seconds, rounded to microseconds."""
+    times = [row.total_s, *(row.seconds[status] for status in _STATUSES), row.ttft_s, row.tpot_s]
+    return [
+        row.seq_id, row.label, row.first_step, row.last_step, row.num_prompt, row.num_cached, row.num_output,
+        row.num_preemptions, row.num_recomputed, *(None if time is None else round(time, 6) for time in times),
+        row.finish_reason or "unfinished",
+        [[_STATUSES.index(phase.status), phase.first_step, phase.last_step] for phase in timeline.phases],
+    ]  # fmt: skip
+
+
+def _slowest(rows: list[RequestRow]) -> list[list[Any]]:
+    slowest = sorted(rows, key=lambda row: -row.total_s)[:_NUM_SLOWEST]
+    return [[row.seq_id, row.label, row.why()] for row in slowest]
+
+
+def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, Any]:
+    lookups = explainer.lookups
+    if len(lookups) > MAX_LOOKUPS:
+        lookups = sorted(lookups, key=Lookup.num_lost_tokens, reverse=True)[:MAX_LOOKUPS]
+    return {
+        "numLookups": len(explainer.lookups),
+        "longestSharedPrefix": explainer.longest_shared_prefix(),
+        "reasonWords": REASON_WORDS,
+        "totals": {
+            "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
+        },
+        "lookups": [
+            [
+                lookup.step, lookup.seq_id, lookup.label, lookup.kind, lookup.event.num_tokens,
+                lookup.event.blocks_asked, lookup.event.blocks_hit, lookup.tokens_hit, lookup.ideal_tokens_hit,
+                lookup.reason, lookup.why(),
+                None if lookup.divergence is None else divergence_text(lookup.divergence, decode),
+            ]
+            for lookup in lookups
+        ],
+    }  # fmt: skip
+
+
+def _totals_document(totals: Totals) -> dict[str, Any]:
+    return {**dataclasses.asdict(totals), "reasons": dict(totals.reasons)}

@@ -1,0 +1,206 @@
+"""Rows as a readable table, JSON, CSV or Markdown, for every command with --format.
+
+JSON and CSV carry plain keys and raw numbers; tables and Markdown carry headers with units and rounded numbers.
+"""
+
+import csv
+import io
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from html import escape
+from shutil import get_terminal_size
+from typing import Any
+
+import msgspec
+from rich.cells import cell_len
+
+from pagedcli.printable import byte_text, one_line, percent_text, printable, printable_json
+
+Row = Mapping[str, Any]
+
+
+class Format(StrEnum):
+    """The values of --format."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+    MD = "md"
+
+
+def text(value: object) -> str:
+    """The value as text; yes or no for booleans."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def count(value: float) -> str:
+    """1,234"""
+    return f"{value:,.0f}"
+
+
+def decimal(value: float) -> str:
+    """1,234.56"""
+    return f"{value:,.2f}"
+
+
+percent = percent_text  # 21.3 %
+
+
+def size(num_bytes: float) -> str:
+    """28.00 MiB"""
+    return byte_text(num_bytes, digits=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. Values that are None or absent show as '-', and are empty in CSV."""
+
+    key: str  # plain key in JSON and CSV, e.g. "block_bytes"
+    header: str  # readable, with the unit
+    show: Callable[[Any], str] = text
+    words: bool = False  # left-aligned although it has its own `show`
+
+    @property
+    def is_number(self) -> bool:
+        return self.show is not text and not self.words
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a title. `key` names the table in JSON. Only in tables and Markdown: `notes`, lines below the table,
+    and `max_shown`, the largest number of rows.
+    """
+
+    key: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    max_shown: int | None = None
+
+
+def print_tables(tables: Sequence[Table], format: Format, *, facts: Mapping[str, Any] | None = None) -> None:
+    """Write tables to stdout. `facts` are added to the JSON object: {facts..., table key: [rows]}.
+
+    In CSV, several tables follow each other, each after a line '# title', with an empty line between them.
+    """
+    if format is Format.JSON:
+        document = {**(facts or {}), **{table.key: list(table.rows) for table in tables}}
+        document_text = printable_json(msgspec.json.format(msgspec.json.encode(document), indent=2))
+        sys.stdout.write(document_text.decode() + "\n")
+        return
+    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    csv_text = str if width is None else printable  # raw for programs; control characters are escaped on a terminal
+    render = {
+        Format.TABLE: lambda table: as_text(table, width),
+        Format.CSV: lambda table: csv_text(as_csv(table, with_title=len(tables) > 1)),
+        Format.MD: as_markdown,
+    }[format]
+    sys.stdout.write("\n".join(render(table) for table in tables))
+
+
+def as_text(table: Table, width: int | None = None) -> str:
+    """Aligned columns, numbers right, text left. Text beyond `width` cells wraps in the last column."""
+    if not table.rows:
+        return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
+    cells = [[column.header for column in table.columns], *_shown(table)]
+    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
+    indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = None if width is None or table.columns[-1].is_number or width - indent < 16 else width - indent
+    lines = [one_line(table.title)]
+    for row in cells:
+        padded = [
+            _pad(cell, widths[i], to_right=table.columns[i].is_number) for i, cell in enumerate(row) if i < len(row) - 1
+        ]
+        last = [_pad(row[-1], widths[-1], to_right=True)] if table.columns[-1].is_number else _wrapped(row[-1], room)
+        lines.append("  ".join([*padded, last[0]]).rstrip())
+        lines += [" " * indent + line for line in last[1:]]
+    rule = "  ".join("-" * w for w in [*widths[:-1], min(widths[-1], room or widths[-1])])
+    lines.insert(2, rule)
+    return "\n".join([*lines, *_notes(table.notes, width)]) + "\n"
+
+
+def as_csv(table: Table, *, with_title: bool = False) -> str:
+    """RFC 4180 with plain keys and raw values."""
+    out = io.StringIO()
+    if with_title:
+        out.write(f"# {table.title}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.key for column in table.columns])
+    writer.writerows([row.get(column.key) for column in table.columns] for row in table.rows)
+    return out.getvalue()
+
+
+def as_markdown(table: Table) -> str:
+    """A GitHub table below a heading."""
+    rules = ["---:" if column.is_number else "---" for column in table.columns]
+    rows = [[column.header for column in table.columns], rules, *_shown(table)]
+    lines = ["| " + " | ".join(_markdown(cell) for cell in row) + " |" for row in rows]
+    notes = [f"\n{_markdown(one_line(note))}" for note in table.notes]
+    return "\n".join([f"### {_markdown(one_line(table.title))}", "", *lines, *notes]) + "\n"
+
+
+def html_page(title: str, style: str, body: str) -> bytes:
+    """A self-contained page, in UTF-8, that runs no scripts. The title is text, `body` is HTML."""
+    return f"""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{body}
+</body>
+</html>
+""".encode()
+
+
+def as_html(table: Table) -> str:
+    """A heading, a table and its notes, for a page."""
+
+    def cell(tag: str, text: str, is_number: bool) -> str:
+        return f"<{tag}{' class=n' if is_number else ''}>{escape(text)}</{tag}>"
+
+    head = "".join(cell("th", column.header, column.is_number) for column in table.columns)
+    rows = [
+        "".join(cell("td", text, column.is_number) for text, column in zip(row, table.columns, strict=True))
+        for row in _shown(table)
+    ]
+    lines = "".join(f"<tr>{row}</tr>" for row in rows)
+    notes = "".join(f"<p>{escape(one_line(note))}</p>" for note in table.notes)
+    return f"<h2>{escape(table.title)}</h2><div><table><tr>{head}</tr>{lines}</table></div>{notes}"
+
+
+def _markdown(text: str) -> str:
+    """Text escaped for a Markdown cell: no HTML, links or cell separators."""
+    return re.sub(r"([\\|<\[`])", r"\\\1", text)
+
+
+def _shown(table: Table) -> list[list[str]]:
+    return [
+        ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
+        for row in table.rows[: table.max_shown]
+    ]
+
+
+def _pad(cell: str, width: int, *, to_right: bool) -> str:
+    space = " " * (width - cell_len(cell))
+    return space + cell if to_right else cell + space
+
+
+def _notes(notes: Sequence[str], width: int | None) -> list[str]:
+    return [line for note in notes for line in _wrapped(one_line(note), width)]
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    return [line] if width is None else textwrap.wrap(line, width, break_on_hyphens=False) or [""]

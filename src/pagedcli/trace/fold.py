@@ -1,0 +1,90 @@
+"""The fold: each event of a source is checked by the laws, applied to the state, then passed to the views.
+
+Used by every command that reads events. To add a view, write a View (dispatch.py) and pass it to `fold`; to add a
+source, write an EventSource, with its own state if its events carry less than our engine's.
+"""
+
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+from pagedcli.errors import TraceError
+from pagedcli.events import Event
+from pagedcli.trace.dispatch import Handler, View
+from pagedcli.trace.laws import PoolLaws
+from pagedcli.trace.state import PoolState
+
+
+class EventSource(Protocol):
+    """Events in order: from a trace file, or published by another engine."""
+
+    notes: list[str]  # harmless anomalies, complete after the last event
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    @property
+    def place(self) -> str:
+        """Location of the last event, for messages: `run.jsonl:12`."""
+        ...
+
+
+class State(Protocol):
+    """A cache's state according to the events. It trusts them: impossible events are caught by laws."""
+
+    def apply(self, event: Event) -> None: ...
+
+
+S = TypeVar("S", bound=State)
+S_contra = TypeVar("S_contra", contravariant=True)
+
+
+class Laws(Protocol[S_contra]):
+    """Refuses events that are impossible in the current state."""
+
+    def check(self, event: Event, state: S_contra) -> None:
+        """Raises TraceError. Called before the event is applied."""
+        ...
+
+
+class Fold(Generic[S]):
+    """An incremental fold. Call it with each event; a running engine takes it as `emit`."""
+
+    def __init__(self, state: S, *views: View[S], laws: Laws[S] | None = None) -> None:
+        self.state = state
+        self._views = views
+        self._laws = laws
+        self._handlers: dict[type[Event], tuple[Handler, ...]] = {}  # of all views, filled as events come
+
+    def __call__(self, event: Event) -> None:
+        """Apply the next event. Raises TraceError if it breaks a law; the state is then unchanged."""
+        if self._laws is not None:
+            self._laws.check(event, self.state)
+        state = self.state
+        state.apply(event)
+        handlers = self._handlers.get(type(event))
+        if handlers is None:
+            handlers = tuple(each for view in self._views for each in view.handlers(type(event)))
+            self._handlers[type(event)] = handlers
+        for handle in handlers:
+            handle(event, state)
+
+    def steps(self, source: EventSource) -> Iterator[Event]:
+        """Yield the events of a source, each after it was applied. A TraceError names its location."""
+        for event in source:
+            try:
+                self(event)
+            except TraceError as error:
+                raise TraceError(f"{source.place}: {error.message}", hint=error.hint) from error
+            yield event
+
+
+def pool_fold(*views: View[PoolState]) -> Fold[PoolState]:
+    """A fold of our engine's events into the exact pool."""
+    return Fold(PoolState(), *views, laws=PoolLaws())
+
+
+def fold(source: EventSource, *views: View[PoolState]) -> PoolState:
+    """Fold all events of our engine. Raises TraceError, with its location, for an impossible event."""
+    folding = pool_fold(*views)
+    for _ in folding.steps(source):
+        pass
+    return folding.state

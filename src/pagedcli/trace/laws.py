@@ -1,0 +1,338 @@
+"""The laws of a block pool: refuses each event that is impossible in the current state, which can then trust events.
+
+Used by every fold of our engine's events. Laws that the state does not depend on are in check.py.
+"""
+
+from itertools import chain, islice, takewhile
+from typing import Any, NoReturn
+
+import pagedcli.events as ev
+from pagedcli.core.groups import TableShape
+from pagedcli.errors import TraceError
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.records import SeqState, StepRecord
+from pagedcli.trace.state import PoolState
+
+MOST_BLOCKS = 1 << 23  # rebuilding a pool takes about 200 bytes per block
+MOST_TOKENS = 1 << 40  # of a sequence, and per block: sums stay in 64 bits
+MOST_NS = 1 << 62
+
+
+def refuse(event: ev.Event, what: str) -> NoReturn:
+    """Raise the TraceError for an impossible event."""
+    raise TraceError(f"{event.__struct_config__.tag}: {what}")
+
+
+def tables_of(state: PoolState) -> TableShape:
+    """The block tables of the engine's sequences."""
+    assert state.engine is not None, "an engine has started"
+    return TableShape(state.engine.block_size, state.engine.windows)
+
+
+class PoolLaws(View[PoolState]):
+    """`check` is called before an event is applied. Some changes take several events; `_due` holds what must follow."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._due: tuple[tuple[type[ev.Event], ...], str] | None = (
+            None  # the events that must come next, and the change in progress
+        )
+        self._evicted: dict[int, None] = {}  # blocks not yet taken by BlocksAllocated, in order of eviction
+        self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
+        self._lookup: ev.PrefixLookedUp | None = None  # its hits are claimed next
+        self._num_just_freed = 0  # blocks that the last BlocksReleased made free
+        self._may_repeat = True  # the first step of a part
+
+    def check(self, event: ev.Event, state: PoolState) -> None:
+        """Raises TraceError if the event is impossible in this state."""
+        if type(event) not in self._on:
+            raise TraceError(f"{type(event).__name__} is not an event of schema version {ev.SCHEMA_VERSION}")
+        if state.engine is None and type(event) is not ev.EngineStarted:
+            refuse(event, "comes before engine_started, which must be the first record")
+        if type(event) is ev.EngineStarted:
+            self._forget()  # another part starts afresh, wherever the earlier run was killed
+        due, self._due = self._due, None
+        if due is not None and type(event) not in (*due[0], ev.StepFailed):
+            refuse(event, f"comes where {due[1]}")
+        self._on[type(event)](self, event, state)
+
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        if event.part != (1 if state.engine is None else state.engine.part + 1):
+            refuse(event, "a second start in one trace")
+        if not 1 <= event.num_blocks <= MOST_BLOCKS or not 1 <= event.block_size <= MOST_TOKENS:
+            refuse(
+                event,
+                f"a pool of {event.num_blocks:,} blocks of {event.block_size:,} tokens; "
+                f"at most {MOST_BLOCKS:,} blocks are supported",
+            )
+        if not event.windows or any(window is not None and window < 1 for window in event.windows):
+            refuse(event, f"groups of layers with windows {event.windows}")
+        if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
+            refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
+
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        if state.seq(event.seq_id) is not None:
+            refuse(event, f"seq {event.seq_id} already exists")
+        if not 1 <= event.num_prompt_tokens <= MOST_TOKENS or not 1 <= event.max_new_tokens <= MOST_TOKENS:
+            refuse(
+                event,
+                f"seq {event.seq_id} has {event.num_prompt_tokens} prompt tokens "
+                f"and may generate {event.max_new_tokens}",
+            )
+
+    def on_request_refused(self, event: ev.RequestRefused, state: PoolState) -> None:
+        """Always possible."""
+
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        seq, size = self._live(event, state), state.block_size
+        continued = event.reason == "continued"
+        if continued != seq.running or (seq.block_table and not continued):
+            refuse(event, f"{event.reason}, but seq {seq.seq_id} is {seq.status} with blocks {seq.block_table}")
+        first = seq.num_computed_tokens // size if continued else 0
+        asked = event.num_tokens // size - first
+        if event.blocks_asked != asked or not continued <= event.blocks_hit <= asked:
+            refuse(event, f"{event.blocks_hit} hits of {event.blocks_asked} blocks, where {asked} can be asked for")
+        num_computed = min((first + event.blocks_hit) * size, event.num_tokens - 1)
+        before = seq.num_computed_tokens if continued else 0
+        if event.tokens_hit != num_computed - before or (continued and event.tokens_hit < 1):
+            refuse(event, f"{event.blocks_hit} blocks from block {first} on are not {event.tokens_hit} tokens hit")
+        if event.blocks_hit:
+            claim = f"seq {seq.seq_id} claims the {event.blocks_hit} blocks of its lookup"
+            drops = continued and first * state.num_groups < len(seq.block_table)  # its partial block is released first
+            self._due = (ev.BlocksReleased if drops else ev.BlocksReused,), claim
+            self._lookup = event
+
+    def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+        seq = self._live(event, state)
+        lookup, self._lookup = self._lookup, None
+        num_groups, ids = state.num_groups, event.block_ids
+        if lookup is None or lookup.seq_id != event.seq_id or lookup.blocks_hit * num_groups != len(ids):
+            refuse(event, f"no lookup of seq {event.seq_id} that hit {len(ids)} blocks comes before")
+        before = seq.block_table[-1] if seq.block_table else None
+        for index, block_id in enumerate(ids):
+            if block_id is None:
+                if lookup.reason == "continued" or not self._is_passed(index, lookup.tokens_hit, state):
+                    refuse(event, f"block {index // num_groups} of seq {seq.seq_id} is still seen by later tokens")
+                before = None
+                continue
+            block_hash = state.hashes[self._block(event, block_id, state)]
+            if block_hash is None or state.hash_to_block_id.get(block_hash) != block_id:
+                refuse(event, f"block {block_id} cannot be found under a hash")
+            if before is not None and state.parent_hashes[block_id] != state.hashes[before]:
+                refuse(event, f"block {block_id} does not follow block {before} in its chain")
+            before = block_id
+
+    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
+        self._live(event, state)
+        for block_id, expected in zip(event.block_ids, self._next_free(event, state), strict=True):
+            if block_id != expected:
+                named = "no block is free" if expected is None else f"the next free block is {expected}"
+                refuse(event, f"block {block_id} was taken, but {named}")
+            if state.hashes[block_id] is not None:
+                refuse(event, f"block {block_id} still holds cached content")
+        if self._evicted:
+            not_taken = self._evicted.keys() - set(event.block_ids)
+            if not_taken:
+                refuse(event, f"evicted blocks {sorted(not_taken)} were not taken")
+            self._evicted = {}
+
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        block_id = self._block(event, event.block_id, state)
+        if block_id not in state.free_block_ids:
+            refuse(event, f"block {block_id} is in use")
+        if state.hashes[block_id] is None or state.hashes[block_id] != event.hash:
+            refuse(event, f"block {block_id} holds hash {state.hashes[block_id]}")
+        self._evicted[block_id] = None
+        self._due = (ev.BlockEvicted, ev.BlocksAllocated), "the evicted blocks are allocated"
+
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        seq, block_ids = self._live(event, state), event.block_ids
+        if not block_ids or len(block_ids) != len(event.hashes):
+            refuse(event, f"{len(event.hashes)} hashes for {len(block_ids)} blocks")
+        table = seq.block_table
+        try:
+            index = seq.place_of(block_ids)
+        except ValueError:
+            index = len(table)
+        if tuple(table[index : index + len(block_ids)]) != block_ids:
+            refuse(event, f"blocks {list(block_ids)} are not neighbours in the block table")
+        before = table[index - 1] if index else None
+        if before is not None and state.hashes[before] is None:
+            refuse(event, f"the block before block {block_ids[0]} is partial")
+        for block_id in block_ids:
+            if state.hashes[block_id] is not None:
+                refuse(event, f"block {block_id} is full already")
+            if state.ref_counts[block_id] != 1:
+                refuse(event, f"partial block {block_id} is shared and cannot be written")
+
+    def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
+        seq = state.seqs.get(event.seq_id) or state.finished.get(event.seq_id)
+        if seq is None:
+            refuse(event, f"seq {event.seq_id} is unknown")
+        table, block_ids = seq.block_table, event.block_ids
+        if self._lookup is not None:
+            if block_ids != tuple(table[-state.num_groups :]) or self._lookup.seq_id != seq.seq_id:
+                refuse(event, f"blocks {list(block_ids)} are not the last one of the block table {table}")
+            self._due = (ev.BlocksReused,), f"seq {seq.seq_id} claims the blocks of its lookup"
+        elif block_ids and block_ids == tuple(reversed(seq.held_block_ids)):
+            if seq.running:
+                due = f"seq {seq.seq_id}, which released its blocks, should be preempted or forked from another"
+                self._due = (ev.RequestPreempted, ev.SequenceForked), due
+        elif len(block_ids) == 1 and block_ids[0] in table:
+            self._hole = (seq.seq_id, block_ids[0])
+            self._due = (ev.BlockCopied,), f"block {block_ids[0]} of seq {seq.seq_id} is replaced by its copy"
+        else:
+            refuse(event, f"blocks {list(block_ids)} are not the block table {table} from its tail")
+        self._num_just_freed = sum(state.ref_counts[block_id] == 1 for block_id in block_ids)
+
+    def on_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
+        seq = self._live(event, state)
+        places = {block_id: index for index, block_id in enumerate(seq.block_table) if block_id is not None}
+        for block_id in event.block_ids:
+            if block_id not in places:
+                refuse(event, f"block {block_id} is not in the block table of seq {seq.seq_id}")
+            if not self._is_passed(places.pop(block_id), seq.num_computed_tokens, state):
+                refuse(event, f"block {block_id} is still seen by later tokens of seq {seq.seq_id}")
+
+    @staticmethod
+    def _is_passed(index: int, num_computed: int, state: PoolState) -> bool:
+        """Whether no token from number num_computed on sees an entry of a block table."""
+        tables = tables_of(state)
+        span, group = divmod(index, tables.num_groups)
+        return span < tables.first_kept(group, num_computed)
+
+    def on_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
+        seq = self._live(event, state)
+        hole, self._hole = self._hole, None
+        if hole != (seq.seq_id, event.source_block_id):
+            refuse(event, f"block {event.source_block_id} was not released before")
+        last = seq.block_table[-1] if seq.block_table else None
+        if last != event.copy_block_id:
+            refuse(event, f"block {event.copy_block_id} was not allocated before")
+        if state.hashes[event.source_block_id] is not None:
+            refuse(event, "only a partial block is copied")
+
+    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
+        child, parent = self._live(event, state), state.seqs.get(event.parent_seq_id)
+        if parent is None:
+            refuse(event, f"seq {event.parent_seq_id} is not live")
+        if event.block_ids != tuple(parent.block_table):
+            refuse(event, f"the parent's block table is {parent.block_table}")
+        if event.num_computed_tokens != parent.num_computed_tokens:
+            refuse(event, f"the parent has {parent.num_computed_tokens} computed tokens")
+        if child.block_table or child is parent:
+            refuse(event, f"seq {child.seq_id} has blocks already")
+
+    def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
+        seq = self._live(event, state)
+        if not seq.running:
+            refuse(event, f"seq {seq.seq_id} is {seq.status}, not running")
+        if event.num_tokens_dropped != seq.num_computed_tokens:
+            refuse(event, f"seq {seq.seq_id} had {seq.num_computed_tokens} computed tokens")
+        if event.num_blocks_freed != self._num_just_freed:
+            refuse(event, f"{self._num_just_freed} blocks became free, not {event.num_blocks_freed}")
+        if seq.block_table:
+            refuse(event, f"seq {seq.seq_id} still has blocks {seq.block_table}")
+
+    def on_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
+        if self._live(event, state).running:
+            refuse(event, f"seq {event.seq_id} is running")
+
+    def on_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
+        if not 0 <= event.time_ns <= MOST_NS or not 0 <= event.step <= MOST_TOKENS:
+            refuse(event, f"step {event.step} at {event.time_ns} ns")
+        # another part repeats the number of a step that the earlier run did not schedule
+        repeats, self._may_repeat = self._may_repeat and event.step == state.step_number, False
+        if state.step is not None and event.step != state.step.step + 1 and not repeats:
+            refuse(event, f"step {event.step} comes after step {state.step_number}")
+        if state.step is not None and state.step.end_ns is None:
+            refuse(event, "the step before has not finished")
+
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self._current(event, event.step, state)
+        if len(event.seq_ids) != len(event.num_new_tokens):
+            refuse(event, "the numbers of counts and sequences differ")
+        if len(set(event.seq_ids)) != len(event.seq_ids):
+            refuse(event, "a sequence twice in one step")
+        counts = dict(zip(event.seq_ids, event.num_new_tokens, strict=True))
+        are_alike = event.num_new_tokens.count(1) == len(counts)
+        for seq_id in state.not_alike(event.seq_ids) if are_alike else event.seq_ids:
+            seq, num_new_tokens = self._live_seq(event, seq_id, state), counts[seq_id]
+            if not seq.running:
+                refuse(event, f"seq {seq_id} is {seq.status}, not running")
+            left = seq.num_tokens - seq.num_computed_tokens
+            if not 1 <= num_new_tokens <= left:
+                refuse(event, f"{num_new_tokens} new tokens of seq {seq_id}, which has {left} left to compute")
+
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+        if len(set(event.seq_ids)) != len(event.seq_ids):
+            refuse(event, "a sequence twice in one step")
+        for seq_id in state.not_alike(event.seq_ids):
+            seq = self._live_seq(event, seq_id, state)
+            if not seq.running or seq.num_computed_tokens != seq.num_tokens:
+                computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"
+                refuse(event, f"seq {seq_id} ({seq.status}) has {computed}")
+
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        seq = self._live(event, state)
+        if event.num_output_tokens != seq.num_output_tokens:
+            refuse(event, f"seq {seq.seq_id} has {seq.num_output_tokens} output tokens, not {event.num_output_tokens}")
+
+    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+        self._current(event, event.step, state)
+        times = (event.time_ns, event.schedule_ns, event.forward_ns, event.sample_ns, event.observer_ns)
+        if not 0 <= min(times) <= max(times) <= MOST_NS:
+            refuse(event, "a negative or absurdly long duration")
+
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        self._current(event, event.step, state)
+        if not 0 <= event.time_ns <= MOST_NS:
+            refuse(event, f"at {event.time_ns} ns")
+        cached = [self._block(event, block_id, state) for block_id in event.cached_block_ids]
+        if len(set(cached)) != len(cached) or len(set(event.seq_ids)) != len(event.seq_ids):
+            refuse(event, "a block or a sequence twice")
+        empty = [block_id for block_id in cached if state.hashes[block_id] is None]
+        if empty:
+            refuse(event, f"blocks {empty} have no content that could still be cached")
+        for seq_id in event.seq_ids:
+            self._live_seq(event, seq_id, state)
+        running = {seq.seq_id for seq in state.running()}.difference(event.seq_ids)
+        if running:
+            refuse(event, f"sequences {sorted(running)} are still running")
+        self._evicted, self._hole, self._lookup = {}, None, None
+
+    # ------------------------------------------------------------------ parts
+
+    def _next_free(self, event: ev.BlocksAllocated, state: PoolState) -> list[int | None]:
+        """The blocks that must be taken: empty ones in their order, then cached ones, by LRU or, with another eviction
+        policy, as they were evicted."""
+        assert state.engine is not None
+        count, evicted = len(event.block_ids), self._evicted
+        if state.engine.eviction == "lru":
+            blocks = list(islice(state.free_block_ids, count))
+        else:
+            others = (block_id for block_id in state.free_block_ids if block_id not in evicted)
+            empty = takewhile(lambda block_id: state.hashes[block_id] is None, others)
+            blocks = list(islice(chain(empty, evicted), count))
+        return [*blocks, *[None] * (count - len(blocks))]
+
+    def _block(self, event: ev.Event, block_id: int, state: PoolState) -> int:
+        if not 0 <= block_id < state.num_blocks:
+            refuse(event, f"there is no block {block_id} in a pool of {state.num_blocks}")
+        return block_id
+
+    def _live(self, event: Any, state: PoolState) -> SeqState:
+        return self._live_seq(event, event.seq_id, state)
+
+    def _live_seq(self, event: ev.Event, seq_id: int, state: PoolState) -> SeqState:
+        seq = state.seqs.get(seq_id)
+        if seq is None:
+            refuse(event, f"seq {seq_id} is {'finished' if seq_id in state.finished else 'unknown'}")
+        return seq
+
+    def _current(self, event: ev.Event, step: int, state: PoolState) -> StepRecord:
+        if state.step is None or state.step.step != step or state.step.end_ns is not None:
+            refuse(event, f"step {step} is not the one that runs")
+        return state.step

@@ -1,0 +1,284 @@
+"""Why each prefix lookup hit or missed, and what an ideal cache would have saved: a view of PoolState.
+
+Used by `pagedcli explain` and the report. Needs no tokens; with tokens recorded it also finds where prompts diverge.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+import pagedcli.events as ev
+from pagedcli.core.prefixes import num_equal
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.fold import EventSource, fold
+from pagedcli.trace.records import SeqState
+from pagedcli.trace.state import PoolState
+from pagedcli.views.lookups import Divergence, Lookup, Totals
+
+_CONTEXT = 8  # tokens kept on each side of a divergence
+
+
+class Explainer(View[PoolState]):
+    """Collects every lookup. Call `finish` after the last event."""
+
+    def __init__(self) -> None:
+        self.lookups: list[Lookup] = []
+        self.block_size = 0
+        self.num_failed_steps = 0
+        self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
+        self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        # by sequence: its lookups with blocks still to be computed, and when each was
+        self._pending: dict[int, list[tuple[int, Lookup]]] = {}
+        self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
+        self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
+        self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
+        self._evictions = _AliveCounter()
+        self._earlier: list[tuple[tuple[int, ...], int, str, bool]] = []  # tokens seen before, sorted
+        self._hashes: dict[int, tuple[int | None, ...]] = {}  # of the blocks of finished sequences with tokens
+
+    def finish(self) -> None:
+        """Settle the lookups whose blocks were never computed."""
+        for seq_id in list(self._pending):
+            self._settle(seq_id)
+
+    def totals(self, *, own: bool) -> Totals:
+        """Totals of the requests' first lookups, or of those that repeat their own request (SeqState.repeats)."""
+        totals = Totals()
+        for lookup in self.lookups:
+            if lookup.own == own:
+                totals.add(lookup)
+        return totals
+
+    def longest_shared_prefix(self) -> int:
+        """Tokens, over all first lookups."""
+        return max((lookup.num_shared_tokens for lookup in self.lookups if not lookup.own), default=0)
+
+    # ------------------------------------------------------------------ events
+
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        """Another part of a resumed run: it starts with an empty cache."""
+        self.finish()
+        self._forget_cache()
+
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        self.block_size = state.block_size
+        if event.token_ids is not None:
+            self._token_ids[event.seq_id] = list(event.token_ids)
+
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        if event.reason == "continued":
+            self._taken_over(event)
+            return
+        seq = state.seqs[event.seq_id]
+        own, ids = seq.repeats, (seq.seq_id, seq.request_id, seq.row_id)
+        lookup = Lookup(state.step_number, *ids, seq.salted, own, event, state.block_size)
+        self.lookups.append(lookup)
+        if not own and event.seq_id in self._token_ids:
+            token_ids = tuple(self._token_ids[event.seq_id])
+            lookup.divergence = self._diverge(token_ids)
+            self._remember(token_ids, seq)
+        if event.miss_reason is None:
+            lookup.reason = "all_hit"
+        elif event.miss_reason != "no_match":
+            lookup.reason = event.miss_reason
+        else:
+            self._pending.setdefault(event.seq_id, []).append((state.num_events, lookup))
+            self._explain_miss(lookup, state)
+
+    def _explain_miss(self, lookup: Lookup, state: PoolState) -> None:
+        """The reason for a miss, if it is already known at the lookup."""
+        missing = lookup.event.missing_hash
+        assert missing is not None, "a lookup that missed names the hash"
+        if missing in state.hash_to_block_id:
+            lookup.reason = "hash_collision"
+        elif self._num_copies.get(missing):
+            lookup.reason = "unfindable"
+        elif (ghost := self._ghosts.get(missing)) is not None:
+            lookup.reason = "evicted"
+            lookup.evicted_step = ghost[1]
+            if state.engine is not None and state.engine.eviction == "lru":
+                # a pool with m more blocks still holds the m contents evicted last, and those displaced by copies
+                num_displaced = state.num_full_blocks - len(state.hash_to_block_id)
+                lookup.num_more_blocks = max(1, 1 + self._evictions.count_after(ghost[0]) - num_displaced)
+        elif self._is_cached_under_another_salt(lookup, state):
+            lookup.reason = "different_salt"
+
+    def _taken_over(self, event: ev.PrefixLookedUp) -> None:
+        for _, lookup in self._pending.get(event.seq_id, ())[-1:]:
+            lookup.num_late += event.blocks_hit
+            lookup.late_tokens_hit += event.tokens_hit
+            if lookup.reason == "not_known" and lookup.num_first == 0:
+                lookup.reason = "in_flight"
+        self._drop_complete(event.seq_id)
+
+    def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+        """Settle, after a preemption, the sequence's earlier lookup, whoever has computed its blocks since."""
+        table = state.seqs[event.seq_id].block_table
+        if self._pending.get(event.seq_id):
+            for index, block_id in enumerate(event.block_ids, len(table) - len(event.block_ids)):
+                block_hash = None if block_id is None else state.hashes[block_id]
+                if block_hash is not None and index % state.num_groups == 0:
+                    self._learn(event.seq_id, index // state.num_groups, block_hash)
+            self._drop_complete(event.seq_id)
+
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        first = state.seqs[event.seq_id].place_of(event.block_ids)
+        for index, block_hash in enumerate(event.hashes, first):
+            self._first_seen.setdefault(block_hash, (state.num_events, event.seq_id))
+            self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
+            if index % state.num_groups == 0:
+                self._learn(event.seq_id, index // state.num_groups, block_hash)
+            ghost = self._ghosts.pop(block_hash, None)
+            if ghost is not None:
+                self._evictions.remove(ghost[0])
+        self._drop_complete(event.seq_id)
+
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        self._num_copies[event.hash] -= 1
+        if not self._num_copies[event.hash]:
+            del self._num_copies[event.hash]
+        if event.hash not in state.hash_to_block_id and event.hash not in self._ghosts:
+            self._ghosts[event.hash] = self._evictions.append(), state.step_number
+
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        """What the step left uncertain was never in the cache: who computes it next is the first."""
+        kept = Counter(state.hashes[block_id] for block_id in event.cached_block_ids)
+        self.num_failed_steps += 1
+        self.num_lost_blocks += sum(self._num_copies.values()) - kept.total()
+        for block_hash in self._num_copies.keys() - kept.keys():
+            del self._first_seen[block_hash]
+        self._num_copies = {block_hash: count for block_hash, count in kept.items() if block_hash is not None}
+
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+        for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
+            if seq_id in self._token_ids:
+                self._token_ids[seq_id].append(token_id)
+
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        self._settle(event.seq_id)
+        token_ids = self._token_ids.pop(event.seq_id, None)
+        if token_ids is not None:
+            seq = state.finished[event.seq_id]
+            self._hashes[event.seq_id] = _hashes(seq.block_table, state)
+            if event.num_output_tokens:
+                self._remember(tuple(token_ids), seq)
+
+    # ------------------------------------------------------------------ parts
+
+    def _learn(self, seq_id: int, index: int, block_hash: int) -> None:
+        """Settle a missed block that is now in the cache: who computed it first, and when."""
+        for since, lookup in self._pending.get(seq_id, ()):
+            event = lookup.event
+            if index != lookup.num_shared_blocks + lookup.num_first or index >= event.blocks_asked:
+                continue
+            seen, by_seq_id = self._first_seen[block_hash]
+            if seen < since:
+                lookup.num_evicted += 1
+            elif by_seq_id == seq_id:
+                lookup.num_first += 1
+            else:
+                lookup.num_in_flight += 1
+                if index == event.first_miss and lookup.reason == "not_known":
+                    lookup.reason = "in_flight"
+
+    def _drop_complete(self, seq_id: int) -> None:
+        pending = self._pending.get(seq_id)
+        if pending is not None and all(lookup.num_unknown == 0 for _, lookup in pending):
+            self._settle(seq_id)
+
+    def _settle(self, seq_id: int) -> None:
+        """The reason for a miss once it is clear that no other sequence computed the block."""
+        for _, lookup in self._pending.pop(seq_id, ()):
+            if lookup.reason != "not_known":
+                continue
+            if lookup.event.blocks_hit:
+                lookup.reason = "not_seen_before"
+            elif lookup.event.partial_tokens:
+                lookup.reason = "shorter_than_block"
+            elif lookup.num_first:
+                lookup.reason = "no_shared_prefix"
+
+    def _is_cached_under_another_salt(self, lookup: Lookup, state: PoolState) -> bool:
+        """Whether the same tokens are cached now under another hash, i.e. with another salt."""
+        event, twin = lookup.event, lookup.divergence
+        index = event.blocks_hit
+        if twin is None or not (lookup.salted or twin.other_salted):
+            return False
+        if twin.num_shared_tokens < (index + 1) * self.block_size:
+            return False
+        other = state.seqs.get(twin.other_seq_id)
+        hashes = self._hashes.get(twin.other_seq_id, ())
+        if other is not None:
+            hashes = _hashes(other.block_table, state)
+        found = hashes[index] if index < len(hashes) else None
+        return found is not None and found != event.missing_hash and found in state.hash_to_block_id
+
+    def _diverge(self, token_ids: tuple[int, ...]) -> Divergence | None:
+        """Find the earlier sequence with the longest common prefix, which is a neighbour in sorted order."""
+        place = bisect_left(self._earlier, (token_ids, -1, "", False))
+        neighbours = self._earlier[max(0, place - 1) : place + 1]
+        if not neighbours:
+            return None
+        shared, (other, seq_id, label, salted) = max(
+            ((num_equal(token_ids, entry[0]), entry) for entry in neighbours), key=lambda pair: pair[0]
+        )
+        return Divergence(
+            num_shared_tokens=shared,
+            other_seq_id=seq_id,
+            other_label=label,
+            other_salted=salted,
+            shared_tail=token_ids[max(0, shared - _CONTEXT) : shared],
+            own_next=token_ids[shared : shared + _CONTEXT],
+            other_next=other[shared : shared + _CONTEXT],
+        )
+
+    def _remember(self, token_ids: tuple[int, ...], seq: SeqState) -> None:
+        entry = (token_ids, seq.seq_id, seq.label, seq.salted)
+        self._earlier.insert(bisect_left(self._earlier, entry), entry)
+
+
+def _hashes(block_table: list[int | None], state: PoolState) -> tuple[int | None, ...]:
+    """Hashes of the blocks of a sequence's first group."""
+    return tuple(None if each is None else state.hashes[each] for each in block_table[:: state.num_groups])
+
+
+def explain_trace(source: EventSource) -> tuple[Explainer, PoolState]:
+    """Fold a whole trace. Raises TraceError like the source, or where the trace contradicts itself."""
+    explainer = Explainer()
+    state = fold(source, explainer)
+    explainer.finish()
+    return explainer, state
+
+
+class _AliveCounter:
+    """Counts in O(log n) the entries appended after a given one and not removed since (a Fenwick tree)."""
+
+    def __init__(self) -> None:
+        self._tree = [0]
+        self._num_alive = 0
+
+    def append(self) -> int:
+        """Add an entry and return its place."""
+        place = len(self._tree)
+        total, below = 1, place - 1
+        while below > place - (place & -place):
+            total += self._tree[below]
+            below -= below & -below
+        self._tree.append(total)
+        self._num_alive += 1
+        return place
+
+    def remove(self, place: int) -> None:
+        self._num_alive -= 1
+        while place < len(self._tree):
+            self._tree[place] -= 1
+            place += place & -place
+
+    def count_after(self, place: int) -> int:
+        alive = self._num_alive
+        while place > 0:
+            alive -= self._tree[place]
+            place -= place & -place
+        return alive

@@ -1,0 +1,176 @@
+"""Everything a screen shows of one moment of a run: the pool, the statistics and the last events.
+
+Shared by the application and the printed tables, so they cannot disagree.
+"""
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+import msgspec
+
+import pagedcli.events as ev
+from pagedcli.printable import plural
+from pagedcli.trace.dispatch import Handler, View
+from pagedcli.trace.state import PoolState
+from pagedcli.views.names import NamedRequest
+from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, memory_use, num_recomputed_tokens, pool_counts
+from pagedcli.views.words import describe, event_seq_ids
+
+_NOTABLE = (
+    ev.PrefixLookedUp,
+    ev.RequestPreempted,
+    ev.BlockEvicted,
+    ev.RequestFinished,
+    ev.RequestRefused,
+    ev.SequenceForked,
+    ev.BlockCopied,
+    ev.StepFailed,
+)
+_KEPT_EVENTS = 400
+_KEPT_STEPS = 240  # of the trends
+
+
+class Moment(View[PoolState]):
+    """A state, its statistics and a short memory of events.
+
+    The blocks of the request to `follow` are highlighted, and all its events kept.
+    """
+
+    def __init__(self, *, follow: NamedRequest | None = None) -> None:
+        self.state = PoolState()  # replaced by that of the fold when the engine starts
+        self.stats = RunStats()
+        self.follow = follow
+        self.pool_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the share of blocks in use
+        self.hit_trend: deque[float] = deque(maxlen=_KEPT_STEPS)  # per step the rolling hit rate in tokens
+        self._events: deque[tuple[int | None, ev.Event]] = deque(maxlen=_KEPT_EVENTS)
+        self.num_remembered = 0  # events so far, forgotten ones included
+        self._num_unsaid = 0  # of them since new_words
+
+    def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
+        own = super().handlers(event_type)
+        if self.follow is not None or event_type in _NOTABLE:
+            own.append(self._remember)
+        return [*self.stats.handlers(event_type), *own]
+
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        self.state = state
+
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self.pool_trend.append(state.num_used_blocks / state.num_blocks)
+        self.hit_trend.append(self.stats.rolling.from_others.token_rate or 0.0)
+
+    def _remember(self, event: ev.Event, state: PoolState) -> None:
+        if self.follow is None:
+            self._keep(event)
+        else:
+            self.follow.see(event)
+            if self.follow.seq_ids.intersection(event_seq_ids(event)):
+                self._keep(event)
+
+    @property
+    def follow_seq_ids(self) -> set[int]:
+        """Sequences of the followed request."""
+        return set() if self.follow is None else self.follow.seq_ids
+
+    def _keep(self, event: ev.Event) -> None:
+        self._events.append((self.state.step_number, event))
+        self.num_remembered += 1
+        self._num_unsaid += 1
+
+    def followed_blocks(self) -> set[int]:
+        """Blocks that the followed request holds."""
+        seqs = (self.state.seqs.get(seq_id) for seq_id in self.follow_seq_ids)
+        return {block_id for seq in seqs if seq is not None for block_id in seq.held_block_ids}
+
+    def copy(self) -> "Moment":
+        """A snapshot that later events do not change."""
+        other = Moment(follow=self.follow)
+        other.state, other.stats = self.state.copy(), self.stats.copy()
+        other._events, other.num_remembered = self._events.copy(), self.num_remembered
+        other.pool_trend, other.hit_trend = self.pool_trend.copy(), self.hit_trend.copy()
+        return other
+
+    def last_words(self, most: int, *, of_step: int | None = None) -> list[str]:
+        """The last events as text, oldest first; the evictions of a step share a line."""
+        entries = [entry for entry in self._events if of_step is None or entry[0] == of_step]
+        return self._in_words(entries[-4 * most :])[-most:]
+
+    def new_words(self) -> list[str]:
+        """The events since the last call as text. Call it at least every few hundred events."""
+        num_new, self._num_unsaid = self._num_unsaid, 0
+        return self._in_words(list(self._events)[-num_new:]) if num_new else []
+
+    def _in_words(self, entries: list[tuple[int | None, ev.Event]]) -> list[str]:
+        lines: list[str] = []
+        evicted: list[int] = []
+        for place, (step, event) in enumerate(entries):
+            if isinstance(event, ev.BlockEvicted) and self.follow is None:
+                evicted.append(event.block_id)
+                after = entries[place + 1] if place + 1 < len(entries) else (None, None)
+                if after[0] == step and isinstance(after[1], ev.BlockEvicted):
+                    continue
+                ids = ", ".join(map(str, evicted[:6])) + (" ..." if len(evicted) > 6 else "")
+                lines.append(f"step {step} evict {plural(len(evicted), 'cached block')}: {ids}")
+                evicted.clear()
+            elif (line := describe(event, step, self.state)) is not None:
+                lines.append(line)
+        return lines
+
+    def line(self) -> str:
+        """The moment in one line."""
+        state, rate = self.state, self.stats.tokens_per_s
+        counts = pool_counts(state)
+        return (
+            f"step {'-' if state.step is None else state.step.step}: {state.num_running} running, "
+            f"{len(state.waiting())} waiting, {len(state.finished)} finished; blocks {counts['in_use']:,} in use "
+            f"({counts['shared']:,} shared) + {counts['cached']:,} cached + {counts['empty']:,} empty"
+            + ("" if rate is None else f"; {rate:,.0f} tok/s")
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The moment with plain keys, for `--format json`. Rates are between 0 and 1, or None without lookups."""
+        state, stats = self.state, self.stats
+        step = state.step
+        waiting = step.waiting if step is not None else None
+        new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+        return {
+            "step": state.step_number,
+            "blocks": pool_counts(state),
+            "ref_count_histogram": {str(ref): count for ref, count in state.ref_count_histogram().items()},
+            "sequences": [
+                {
+                    "seq_id": seq.seq_id, "request_id": seq.request_id, "row_id": seq.row_id,
+                    "sample_index": seq.sample_index,
+                    "status": seq.status, "num_tokens": seq.num_tokens, "num_computed_tokens": seq.num_computed_tokens,
+                    "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
+                    "num_output_tokens": seq.num_output_tokens, "max_new_tokens": seq.max_new_tokens,
+                    "num_preemptions": seq.num_preemptions, "block_table": seq.block_table,
+                    "ref_counts": [None if each is None else state.ref_counts[each] for each in seq.block_table],
+                    "waiting_reason": waiting.reason if waiting is not None and waiting.seq_id == seq.seq_id else None,
+                }
+                for seq in state.running() + state.waiting()
+            ],
+            "lookups": msgspec.to_builtins(step.lookups) if step is not None else [],
+            "hit_rates": {
+                "run": _rates(stats.run), f"last_{ROLLING_STEPS}_steps": _rates(stats.rolling),
+            },
+            "memory": dataclasses.asdict(memory_use(state)),
+            "num_finished": len(state.finished),
+            "num_failed_steps": stats.num_failed_steps,
+            "num_preemptions": stats.num_preemptions,
+            "num_dropped_tokens": stats.num_dropped_tokens,
+            "num_recomputed_tokens": num_recomputed_tokens(state),
+            "num_computed_tokens": stats.num_computed_tokens,
+            "num_generated_tokens": stats.num_generated_tokens,
+            "num_duplicate_blocks": stats.num_duplicate_blocks,
+            "peak_used_blocks": stats.peak_used_blocks,
+            "events": self.last_words(1000, of_step=state.step_number),
+        }  # fmt: skip
+
+
+def _rates(hits: Hits) -> dict[str, Any]:
+    return {
+        name: {**dataclasses.asdict(counts), "token_rate": counts.token_rate, "block_rate": counts.block_rate}
+        for name, counts in (("from_others", hits.from_others), ("own", hits.own))
+    }

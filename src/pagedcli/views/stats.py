@@ -1,0 +1,262 @@
+"""Statistics of a run, each with its window and unit: hit rates, recomputed work, memory. Views of PoolState.
+
+Used by the views and the report; draws nothing.
+"""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+import pagedcli.events as ev
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.state import PoolState
+
+ROLLING_STEPS = 100
+
+
+@dataclass(slots=True)
+class HitCounts:
+    """Totals of prefix lookups. Rates are None if there was nothing to hit."""
+
+    num_lookups: int = 0
+    tokens: int = 0  # of the sequences that looked up
+    tokens_hit: int = 0
+    blocks_asked: int = 0  # full blocks
+    blocks_hit: int = 0
+
+    def add(self, event: ev.PrefixLookedUp, sign: int = 1) -> None:
+        self.tokens_hit += sign * event.tokens_hit
+        self.blocks_hit += sign * event.blocks_hit
+        if event.reason != "continued":
+            self.num_lookups += sign
+            self.tokens += sign * event.num_tokens
+            self.blocks_asked += sign * event.blocks_asked
+
+    @property
+    def token_rate(self) -> float | None:
+        # in a rolling window, blocks reused later can exceed those looked up
+        return min(1.0, self.tokens_hit / self.tokens) if self.tokens else None
+
+    @property
+    def block_rate(self) -> float | None:
+        return min(1.0, self.blocks_hit / self.blocks_asked) if self.blocks_asked else None
+
+
+@dataclass(slots=True)
+class Hits:
+    """A window's lookups, with requests' first and later lookups kept separate.
+
+    A first lookup can only hit what other requests computed; one after a preemption, or of another sample, finds the
+    request's own blocks, which is not sharing between requests. A continued lookup (blocks that a chunked prompt reuses
+    later) adds hits but no tokens: these were counted at admission.
+    """
+
+    from_others: HitCounts = field(default_factory=HitCounts)
+    own: HitCounts = field(default_factory=HitCounts)
+
+    def add(self, event: ev.PrefixLookedUp, *, own: bool, sign: int = 1) -> None:
+        """`own`: the sequence repeats its request (SeqState.repeats)."""
+        (self.own if own else self.from_others).add(event, sign)
+
+
+class RunStats(View[PoolState]):
+    """Totals of the run and of its last ROLLING_STEPS steps."""
+
+    def __init__(self) -> None:
+        self.run = Hits()
+        self.rolling = Hits()
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.num_computed_tokens = 0  # by the model, recomputed ones included
+        self.num_generated_tokens = 0
+        self.num_preemptions = 0
+        self.num_dropped_tokens = 0
+        self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
+        self.peak_used_blocks = 0
+        self.busy_ns = 0  # steps without the time of observers
+        self._lookups: list[tuple[ev.PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
+        self._window: deque[tuple[int, int, list[tuple[ev.PrefixLookedUp, bool]]]] = (
+            deque()
+        )  # per step: busy ns, tokens
+
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        found = state.hash_to_block_id
+        filled = zip(event.block_ids, event.hashes, strict=True)
+        self.num_duplicate_blocks += sum(found[block_hash] != block_id for block_id, block_hash in filled)
+
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        own = state.seqs[event.seq_id].repeats
+        self.run.add(event, own=own)
+        self.rolling.add(event, own=own)
+        self._lookups.append((event, own))
+
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self.num_computed_tokens += sum(event.num_new_tokens)
+        self.peak_used_blocks = max(self.peak_used_blocks, state.num_used_blocks)
+
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+        self.num_generated_tokens += len(event.seq_ids)
+
+    def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
+        self.num_preemptions += 1
+        self.num_dropped_tokens += event.num_tokens_dropped
+
+    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+        self._end_step(state)
+
+    def _end_step(self, state: PoolState) -> None:
+        step = state.step
+        assert step is not None
+        self.num_steps += 1
+        self.busy_ns += step.busy_ns
+        self._window.append((step.busy_ns, step.num_sampled, self._lookups))
+        self._lookups = []
+        if len(self._window) > ROLLING_STEPS:
+            for lookup, own in self._window.popleft()[2]:
+                self.rolling.add(lookup, own=own, sign=-1)
+
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        self.num_failed_steps += 1
+        self._end_step(state)
+
+    def copy(self) -> "RunStats":
+        """A snapshot that later events do not change."""
+        other = RunStats.__new__(RunStats)
+        other.__dict__.update(self.__dict__)
+        other.run = Hits(_copy(self.run.from_others), _copy(self.run.own))
+        other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.own))
+        other._window, other._lookups = self._window.copy(), self._lookups.copy()
+        return other
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated tokens per second of the rolling window."""
+        ns = sum(entry[0] for entry in self._window)
+        return sum(entry[1] for entry in self._window) * 1e9 / ns if ns else None
+
+
+def _copy(counts: HitCounts) -> HitCounts:
+    return HitCounts(
+        counts.num_lookups, counts.tokens, counts.tokens_hit, counts.blocks_asked, counts.blocks_hit
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory of the running sequences at one moment, in blocks and bytes."""
+
+    used_blocks: int
+    used_bytes: int
+    unfilled_slots: int  # of blocks in use that hold no token
+    unfilled_bytes: int
+    unfilled_share: float | None  # of the slots in use
+    saved_blocks: int  # by sharing
+    saved_bytes: int
+    passed_blocks: int  # released or never taken because no later token sees them; without windows they would be held
+    passed_bytes: int
+    contiguous_bytes: int  # a cache that reserves max_model_len for each running sequence would take
+    contiguous_times: float | None  # this many times what is in use
+
+
+def memory_use(state: PoolState) -> MemoryUse:
+    """The current cost of partial blocks and gain of sharing."""
+    engine = state.started
+    used, unfilled = state.num_used_blocks, state.num_unfilled_slots()
+    slot_bytes = engine.block_bytes / engine.block_size
+    used_bytes = used * engine.block_bytes
+    contiguous = round(state.num_running * engine.max_model_len * slot_bytes) * state.num_groups
+    passed = sum(seq.num_passed_blocks for seq in state.running())
+    return MemoryUse(
+        used_blocks=used,
+        used_bytes=used_bytes,
+        unfilled_slots=unfilled,
+        unfilled_bytes=round(unfilled * slot_bytes),
+        unfilled_share=unfilled / (used * engine.block_size) if used else None,
+        saved_blocks=state.num_blocks_saved,
+        saved_bytes=state.num_blocks_saved * engine.block_bytes,
+        passed_blocks=passed,
+        passed_bytes=passed * engine.block_bytes,
+        contiguous_bytes=contiguous,
+        contiguous_times=contiguous / used_bytes if used_bytes else None,
+    )
+
+
+def pool_counts(state: PoolState) -> dict[str, int]:
+    """Blocks in use, cached and free, and empty; they add up to the total."""
+    return {
+        "in_use": state.num_used_blocks,
+        "shared": state.num_shared_blocks,
+        "cached": state.num_cached_blocks,
+        "empty": state.num_empty_blocks,
+        "total": state.num_blocks,
+    }
+
+
+def num_recomputed_tokens(state: PoolState) -> int:
+    """Tokens that were computed, dropped by a preemption and computed again."""
+    live = sum(seq.num_recomputed_tokens for seq in state.seqs.values())
+    return live + sum(seq.num_recomputed_tokens for seq in state.finished.values())
+
+
+WAITING_REASONS = (None, "max_num_seqs", "token_budget", "free_blocks", "preemption")
+
+
+class StepSeries(View[PoolState]):
+    """One number per step and column, for charts. The pool is as the step's forward pass sees it."""
+
+    COLUMNS = (
+        "start_ns", "busy_ns", "used", "shared", "cached", "running", "waiting", "new_tokens", "sampled",
+        "lookup_tokens", "hit_tokens", "self_hit_tokens", "unfilled_slots", "saved", "preempted", "evicted",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.columns = {name: array("q") for name in self.COLUMNS}
+        self.first_step = 0
+        self.blocked = array("b")  # per step why the first in the queue was not scheduled, in WAITING_REASONS
+        self._at_schedule: tuple[int, ...] = ()
+        self._hits = Hits()  # of the current step
+
+    def __len__(self) -> int:
+        return len(self.columns["start_ns"])
+
+    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        self._hits.add(event, own=state.seqs[event.seq_id].repeats)
+
+    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self._see(state, sum(event.num_new_tokens))
+
+    def _see(self, state: PoolState, num_new_tokens: int) -> None:
+        running = state.num_running
+        self._at_schedule = (
+            state.num_used_blocks, state.num_shared_blocks, state.num_cached_blocks, running,
+            len(state.seqs) - running, num_new_tokens,
+        )  # fmt: skip
+        self._unfilled, self._saved = state.num_unfilled_slots(), state.num_blocks_saved
+
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        self._append(state)  # a step that the earlier part of a resumed run did not finish
+
+    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+        self._append(state)
+
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        if not self._at_schedule:  # it failed before: the empty pool stands for it
+            self._see(state, 0)
+        self._append(state)
+
+    def _append(self, state: PoolState) -> None:
+        step = state.step
+        if step is None or not self._at_schedule:
+            return
+        hits, self._hits = self._hits, Hits()
+        row = (
+            step.start_ns, step.busy_ns, *self._at_schedule, step.num_sampled,
+            hits.from_others.tokens, hits.from_others.tokens_hit, hits.own.tokens_hit,
+            self._unfilled, self._saved, len(step.preemptions), step.num_evicted,
+        )  # fmt: skip
+        self._at_schedule = ()
+        if not len(self):
+            self.first_step = step.step
+        self.blocked.append(WAITING_REASONS.index(None if step.waiting is None else step.waiting.reason))
+        for column, value in zip(self.columns.values(), row, strict=True):
+            column.append(value)

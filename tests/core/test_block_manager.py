@@ -1,0 +1,168 @@
+"""The block pool: invariants under random use, proof of hits, eviction order, hashes, speed of growth."""
+
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import settings
+from pool_harness import CollidingPoolMachine, PoolMachine, make_seq, prefill
+
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefixes import Prefix, compute_hash, hash_block, token_bytes
+
+
+def test_hash_is_xxh64_of_parent_and_int64_tokens():
+    first = xxhash.xxh64(struct.pack("<3q", 5, 6, 7)).intdigest()
+    assert compute_hash((5, 6, 7)) == first
+    assert compute_hash((1, 2), first) == xxhash.xxh64(struct.pack("<Q", first) + struct.pack("<2q", 1, 2)).intdigest()
+    nano_vllm = xxhash.xxh64(first.to_bytes(8, "little"))  # as its BlockManager.compute_hash spells it
+    nano_vllm.update(np.array([1, 2], dtype=np.int64).tobytes())
+    assert compute_hash((1, 2), first) == nano_vllm.intdigest()
+
+
+def test_chain_differs_where_only_the_parent_differs():
+    assert compute_hash((3, 4), compute_hash((1, 2))) != compute_hash((3, 4), compute_hash((2, 2)))
+
+
+def test_second_sequence_reuses_the_shared_blocks():
+    manager = BlockManager(8, 4)
+    a, b, c = make_seq(range(1, 9)), make_seq([*range(1, 9), 9, 10]), make_seq([0, *range(2, 9), 9, 10])
+    assert prefill(manager, a) == 0
+    assert prefill(manager, b) == 8
+    assert b.block_table[:2] == a.block_table
+    assert prefill(manager, c) == 0
+    manager.check([a, b, c])
+
+
+def test_whole_cached_prompt_computes_only_its_last_token_and_takes_no_block():
+    manager = BlockManager(4, 2)
+    a, b = make_seq([1, 2, 3, 4]), make_seq([1, 2, 3, 4])
+    prefill(manager, a)
+    free = manager.num_free_blocks
+    hit = manager.lookup(b)
+    assert manager.num_computed_after(b, hit) == 3
+    assert manager.num_new_blocks(b, hit, 1) == 0
+    manager.allocate(b, hit, 1)
+    assert (b.num_cached_tokens, b.num_computed_tokens, manager.num_free_blocks) == (4, 3, free)
+    manager.check([a, b])
+
+
+def test_a_shared_block_lives_until_its_last_owner_leaves_and_can_be_revived():
+    manager = BlockManager(4, 2)
+    a, b = make_seq([1, 2, 3]), make_seq([1, 2, 4])
+    prefill(manager, a), prefill(manager, b)
+    shared = a.block_table[0]
+    assert manager.blocks[shared].ref_count == 2
+    manager.deallocate(a)
+    assert manager.blocks[shared].ref_count == 1
+    manager.deallocate(b)
+    assert manager.blocks[shared].ref_count == 0
+    assert shared in manager.free_block_ids
+    c = make_seq([1, 2, 5])
+    assert prefill(manager, c) == 2
+    assert c.block_table[0] == shared
+    manager.check([c])
+
+
+def test_a_freed_block_stays_cached_until_it_is_taken_oldest_first():
+    manager = BlockManager(3, 2)
+    a = make_seq([1, 2, 3, 4])
+    prefill(manager, a)
+    head, tail = a.block_table
+    manager.deallocate(a)
+    assert list(manager.free_block_ids)[1:] == [tail, head], "empty ones first, then the tail, the head last"
+    b = make_seq([7, 8, 9, 10])
+    prefill(manager, b)
+    assert manager.blocks[tail].token_ids == (9, 10), "the empty block was taken first, then the tail"
+    assert manager.blocks[head].token_ids == (1, 2)
+    assert prefill(manager, make_seq([1, 2])) == 1
+    manager.check()
+
+
+def test_a_request_claims_its_hits_before_it_takes_blocks():
+    manager = BlockManager(3, 2)
+    a = make_seq([1, 2, 3, 4])
+    prefill(manager, a)
+    manager.deallocate(a)
+    b = make_seq([1, 2, 3, 4, 5, 6])
+    assert prefill(manager, b) == 4
+    manager.check([b])
+
+
+def test_equal_salts_share_and_different_ones_never_do():
+    manager = BlockManager(16, 2)
+    prefill(manager, make_seq([1, 2, 3]))
+    prefill(manager, make_seq([1, 2, 3], cache_salt="x"))
+    assert prefill(manager, make_seq([1, 2, 3], cache_salt="x")) == 2
+    assert prefill(manager, make_seq([1, 2, 3], cache_salt="y")) == 0
+    assert prefill(manager, make_seq([1, 2, 3])) == 2
+
+
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_colliding_hashes_never_give_a_false_hit(buckets):
+    manager = BlockManager(32, 2, hash_function=lambda tokens, prefix: sum(tokens) % buckets)
+    prefill(manager, make_seq([1, 2, 3, 4]))
+    for other in ([2, 1, 3, 4, 0], [4, 2, 3, 4, 0], [3, 4, 0], [5, 7, 3, 4, 0]):
+        assert manager.lookup(make_seq(other)).block_ids == (), other
+
+
+def test_a_child_is_not_found_under_a_parent_of_equal_hash_and_other_tokens():
+    # only the first block's hash collides: the second block has equal hash, tokens and parent hash
+    def hash_function(tokens, prefix):
+        return 7 if prefix is None else hash_block(tokens, prefix)
+
+    manager = BlockManager(8, 2, hash_function=hash_function)
+    a = make_seq([1, 2, 3, 4])
+    prefill(manager, a)
+    manager.deallocate(a)
+    first, other, second = token_bytes([1, 2]), token_bytes([9, 9]), token_bytes([3, 4])
+    real = Prefix(second, Prefix(first, None, hash_function), hash_function)
+    impostor = Prefix(second, Prefix(other, None, hash_function), hash_function)
+    assert real.hash == impostor.hash
+    assert manager._find(real) is not None
+    assert manager._find(impostor) is None
+
+
+def test_evicting_a_twin_keeps_the_entry_of_the_other():
+    manager = BlockManager(4, 2)
+    a, b = make_seq([1, 2]), make_seq([1, 2])
+    hit = manager.lookup(a)
+    manager.allocate(a, hit, 1)  # chunks of one token: neither block is full when the other starts
+    manager.allocate(b, manager.lookup(b), 1)
+    for seq in (a, b):
+        seq.num_computed_tokens = 1
+        manager.may_append(seq)
+        seq.num_computed_tokens = 2
+    assert manager.blocks[a.block_table[0]].hash == manager.blocks[b.block_table[0]].hash
+    entry = manager.hash_to_block_id[compute_hash((1, 2))]
+    assert entry == a.block_table[0]
+    manager.deallocate(b)
+    others = make_seq(range(10, 16))
+    prefill(manager, others)  # takes the two empty blocks and then b's
+    assert manager.hash_to_block_id[compute_hash((1, 2))] == entry
+    manager.check([a, others])
+
+
+def test_fork_copies_the_partial_block_on_first_write_and_leaves_it_to_the_last():
+    manager = BlockManager(6, 2)
+    a, b, c = make_seq([1, 2, 3], 0), make_seq([1, 2, 3], 1), make_seq([1, 2, 3], 2)
+    prefill(manager, a)
+    manager.fork(a, b), manager.fork(a, c)
+    partial_block = a.block_table[1]
+    assert manager.blocks[partial_block].ref_count == 3
+    for seq, token in ((b, 4), (c, 5), (a, 6)):
+        seq.token_ids.append(token)
+        copies = manager.may_append(seq)
+        seq.num_computed_tokens += 1
+        assert copies == ([] if seq is a else [(partial_block, seq.block_table[1])])
+        manager.check([a, b, c])
+    assert a.block_table[1] == partial_block
+    assert len({seq.block_table[1] for seq in (a, b, c)}) == 3
+    assert a.block_table[0] == b.block_table[0] == c.block_table[0]
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCollidingPool = CollidingPoolMachine.TestCase
+TestCollidingPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,337 @@
+"""The engine core over a scripted executor, whose tokens come from what its cache holds: whatever the pool, the limits,
+one step ahead, forks, grammars, aborts and steps that raise, every request gets the tokens that it gets alone."""
+
+import gc
+import weakref
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scripted import Simulation, likeliest
+
+from pagedcli.config import EngineConfig
+from pagedcli.errors import RequestError
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.check import TraceChecker
+
+
+class Digits:
+    """A grammar over tokens 0 to 4: none may come twice in a row. Complete after `length` tokens."""
+
+    def __init__(self, length):
+        self.left, self.last = length, None
+
+    @property
+    def allowed_tokens(self):
+        return bytes([0b11111 & ~(0 if self.last is None else 1 << self.last)])
+
+    def accept(self, token_id):
+        assert token_id != self.last, "the grammar does not allow this token"
+        self.last, self.left = token_id, self.left - 1
+        return self.left == 0
+
+
+def stop_after(token_id):
+    """A stop checker whose 'string' is a token that comes twice in a row."""
+
+    def make():
+        seen = []
+
+        def check(token):
+            seen.append(token)
+            return "twice" if seen[-2:] == [token_id] * 2 else None
+
+        return check
+
+    return make
+
+
+request = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        "max_tokens": st.integers(1, 6),
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "beams": st.sampled_from([None, None, 1, 2, 3]),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "guide": st.sampled_from([None, None, 2, 4]),
+        "stop": st.sampled_from([None, None, 3]),
+        "salt": st.sampled_from([None, None, "a"]),
+        "penalty": st.sampled_from([1.0, 1.0, 1.5]),
+    }
+)
+limits = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(8, 13),
+        "max_num_batched_tokens": st.integers(1, 12),
+        "max_num_seqs": st.integers(1, 5),
+        "chunked_prefill_size": st.none() | st.integers(1, 7),
+        "enable_prefix_caching": st.booleans(),
+        "preemption_policy": st.sampled_from(["last", "largest"]),
+        "eviction": st.sampled_from(["lru", "fifo", "lfu", "prefix-lru", "next-use"]),
+        "runs_ahead": st.booleans(),
+    }
+)
+# what happens before a step: a request arrives, is aborted, or the step is made to fail
+happenings = st.lists(st.sampled_from(["add", "add", "add", "", "", "abort", "launch", "read"]), max_size=40)
+
+
+def add(sim, number, asked):
+    if asked["beams"] is not None:
+        params = SamplingParams(
+            beam_width=asked["beams"], n=min(asked["n"], asked["beams"]), max_tokens=asked["max_tokens"],
+            stop_token_ids=[asked["stop"] or 0], early_stopping=asked["temperature"] == 1,
+            length_penalty=asked["penalty"],
+        )  # fmt: skip
+        sim.add(asked["prompt"], params=params, request_id=str(number), cache_salt=asked["salt"])
+        return
+    params = SamplingParams(
+        n=asked["n"], max_tokens=asked["max_tokens"], temperature=asked["temperature"], seed=number,
+        repetition_penalty=asked["penalty"],
+    )  # fmt: skip
+    sim.add(
+        asked["prompt"],
+        params=params,
+        request_id=str(number),
+        cache_salt=asked["salt"],
+        make_guide=None if asked["guide"] is None else lambda: Digits(asked["guide"]),
+        make_stop_checker=None if asked["stop"] is None else stop_after(asked["stop"]),
+    )
+
+
+def results(outputs):
+    return {
+        output.request_id: [(sample.token_ids, sample.finish_reason) for sample in output.samples] for output in outputs
+    }
+
+
+def alone(number, asked):
+    """What a request gets with the pool to itself."""
+    sim = Simulation(200, max_num_batched_tokens=100)
+    add(sim, number, asked)
+    outputs = []
+    while sim.has_unfinished_requests():
+        outputs += sim.step()
+    return results(outputs)
+
+
+plain = {"n": 1, "beams": None, "temperature": 0, "guide": None, "stop": None, "salt": None, "penalty": 1.0}
+roomy = {
+    "num_blocks": 8, "max_num_batched_tokens": 11, "max_num_seqs": 2, "chunked_prefill_size": None,
+    "enable_prefix_caching": False, "preemption_policy": "last", "eviction": "lru", "runs_ahead": False,
+}  # fmt: skip
+
+
+@settings(max_examples=250, deadline=None)
+@given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings)
+@example(  # one token of a beam is recomputed alone, which is not yet its last
+    requests=[
+        {**plain, "prompt": [0, 0, 0], "max_tokens": 5, "beams": 2},
+        {**plain, "prompt": [0], "max_tokens": 1},
+    ],
+    limits=roomy,
+    happenings=["add", "add", "add", "add", "launch"],
+)
+def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings):
+    checker = TraceChecker()
+    sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
+    outputs, gone, number = [], set(), 0
+    happenings = iter(happenings)
+    while number < len(requests) or sim.has_unfinished_requests():
+        what = next(happenings, "add")
+        if what == "add" and number < len(requests):
+            try:
+                add(sim, number, requests[number])
+            except RequestError:  # more beams than the pool or the limits allow
+                assert requests[number]["beams"] is not None
+                gone.add(str(number))
+            number += 1
+        elif what == "abort" and number:
+            gone.add(str(number - 1))
+            sim.abort(str(number - 1))
+        sim.executor.fail_launch, sim.executor.fail_read = what == "launch", what == "read"
+        with suppress(RuntimeError):
+            outputs += sim.step()
+        assert sim.stats.num_steps < 3000, "no progress"
+        same_pool(sim, checker.state)
+    sim.step()  # what a step ahead still held is read
+    assert sim.block_manager.num_free_blocks == limits["num_blocks"]
+    got = results(outputs)
+    for number, asked in enumerate(requests):
+        if str(number) in got:
+            assert {str(number): got[str(number)]} == alone(number, asked)
+    assert got.keys() | gone == {str(number) for number in range(len(requests))}
+    finished = checker.result(()).state.finished.values()
+    assert sim.stats.num_recomputed_tokens >= sum(seq.num_recomputed_tokens for seq in finished)
+
+
+def same_pool(sim, state):
+    manager = sim.block_manager
+    assert state.ref_counts == [block.ref_count for block in manager.blocks]
+    assert state.hashes == [block.hash for block in manager.blocks]
+    assert list(state.free_block_ids) == list(manager.free_block_ids)
+    assert state.hash_to_block_id == manager.hash_to_block_id
+    queue = manager._queue
+    if queue is not None:  # next-use knows who waits, and nobody else
+        assert queue._waiting.keys() == {seq.seq_id for seq in sim.scheduler.waiting}
+        assert bool(queue._uses) <= bool(queue._waiting)
+
+
+def tokens_of(prompt):
+    """Prompt and output of a greedy request that is alone."""
+    sim = Simulation(40)
+    seq = sim.add(prompt)
+    sim.run()
+    return seq.token_ids
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fails", ["fail_launch", "fail_read"])
+def test_a_block_of_a_step_that_raised_is_not_found_again(fails, ahead):
+    sim = Simulation(20, runs_ahead=ahead, max_num_batched_tokens=64)
+    prompt = [1, 2, 3, 4, 5]
+    sim.add(prompt, request_id="a")
+    setattr(sim.executor, fails, True)
+    with pytest.raises(RuntimeError, match="failed"):
+        sim.run()
+    assert sim.block_manager.hash_to_block_id == {}
+    sim.abort("a")
+    again = sim.add(prompt)
+    sim.run()
+    assert again.num_cached_prompt_tokens == 0
+    assert again.token_ids == tokens_of(prompt)
+
+
+def test_blocks_of_steps_that_were_read_stay_cached_when_a_later_step_raises():
+    sim = Simulation(20, max_num_batched_tokens=64)
+    first = sim.add([1, 2, 3, 4, 5], 6)
+    sim.step()
+    sim.executor.fail_launch = True
+    with pytest.raises(RuntimeError, match="launch failed"):
+        sim.step()
+    assert len(sim.block_manager.hash_to_block_id) == 2
+    assert sim.scheduler.waiting[0] is first
+    sim.run()
+    assert first.num_output_tokens == 6
+    assert first.num_recomputed_tokens == 2  # of 6 tokens, that of the failed step included; two blocks were found
+
+
+def test_a_stop_checker_that_raises_ends_its_own_request_and_no_other():
+    def broken():
+        def check(token_id):
+            raise ValueError("broken checker")
+
+        return check
+
+    sim = Simulation(40, max_num_batched_tokens=64)
+    sim.add([1, 2], request_id="before")
+    sim.add([1, 2, 3], request_id="broken", make_stop_checker=broken, n=2)
+    sim.add([1, 2, 3, 4], request_id="after")
+    with pytest.raises(ValueError, match="broken checker"):
+        sim.step()
+    outputs = []
+    while sim.has_unfinished_requests():
+        outputs += sim.step()
+    by_id = {output.request_id: output for output in outputs}
+    assert by_id["broken"].error.code == "callback_failed"
+    assert {sample.finish_reason for sample in by_id["broken"].samples} == {"error"}
+    for request_id, prompt in (("before", [1, 2]), ("after", [1, 2, 3, 4])):
+        assert by_id[request_id].error is None
+        assert prompt + by_id[request_id].samples[0].token_ids == tokens_of(prompt)
+
+
+def test_an_observer_that_raises_is_not_called_again_and_the_tokens_are_right():
+    calls = []
+
+    def emit(event):
+        calls.append(event)
+        if len(calls) == 5:
+            raise OSError("disk full")
+
+    sim = Simulation(20, emit=emit)
+    seq = sim.add([1, 2, 3])
+    with pytest.raises(OSError, match="disk full"):
+        sim.run()
+    assert len(calls) == 5
+    sim.run()
+    assert seq.token_ids == tokens_of([1, 2, 3])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_logits_that_are_no_numbers_end_one_request_with_an_error(ahead):
+    def choose(context, draw):
+        return None if context[0] == 9 and len(context) > 4 else sum(context) % 5
+
+    sim = Simulation(40, choose=choose, runs_ahead=ahead, max_num_batched_tokens=64)
+    sim.add([9, 1, 2], 6, request_id="bad", n=2)
+    sim.add([1, 2, 3], 6, request_id="good")
+    outputs = []
+    while sim.has_unfinished_requests():
+        outputs += sim.step()
+    bad, good = sorted(outputs, key=lambda output: output.request_id)
+    assert bad.error.code == "invalid_logits"
+    assert [(len(sample.token_ids), sample.finish_reason) for sample in bad.samples] == [(2, "error")] * 2
+    assert good.error is None
+    assert len(good.samples[0].token_ids) == 6
+
+
+def test_tokens_computed_again_are_counted_once_by_engine_and_trace():
+    """Also where a resumed prompt in chunks takes over blocks that another sequence computes meanwhile."""
+    checker = TraceChecker()
+    sim = Simulation(12, emit=checker.apply, max_num_seqs=4, max_num_batched_tokens=9, chunked_prefill_size=3)
+    for number in range(12):
+        sim.add([number % 3] * 8 + [number], 9, cache_salt="a" if number % 4 == 0 else None)
+    sim.run()
+    assert sim.stats.num_preemptions > 0
+    of_trace = sum(seq.num_recomputed_tokens for seq in checker.state.finished.values())
+    assert sim.stats.num_recomputed_tokens == of_trace > 0
+
+
+def beam_search(prompt, width, max_tokens, end, *, length_penalty):
+    """The best outputs by the textbook, with early stopping: no blocks, no steps."""
+    running, finished = [(0.0, [])], []
+    for length in range(1, max_tokens + 1):
+        best = sorted(
+            ((total + logprob, [*output, token]) for total, output in running for token, logprob in
+             likeliest([*prompt, *output])),
+            reverse=True,
+        )  # fmt: skip
+        ended = [each for each in best[:width] if each[1][-1] == end or length == max_tokens]
+        finished += [(total / length**length_penalty, output) for total, output in ended]
+        finished = sorted(finished, reverse=True)[:width]
+        running = [each for each in best if each[1][-1] != end][:width]
+        if len(finished) == width:
+            break
+    return [output for _, output in finished]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_beams_are_those_of_the_textbook(width):
+    for seed in range(20):
+        prompt = [seed, seed % 3, 7]
+        sim = Simulation(60, max_num_batched_tokens=64)
+        params = SamplingParams(
+            beam_width=width, n=width, max_tokens=6, stop_token_ids=[seed % 10], early_stopping=True, length_penalty=0.5
+        )
+        sim.add(prompt, params=params)
+        outputs = []
+        while sim.has_unfinished_requests():
+            outputs += sim.step()
+        wanted = beam_search(prompt, width, 6, seed % 10, length_penalty=0.5)
+        assert [sample.token_ids for sample in outputs[0].samples] == wanted
+
+
+def test_an_engine_that_nobody_uses_is_gone_without_the_garbage_collector():
+    """Its KV cache may be most of the memory: the next engine needs it at once."""
+    core = LLMEngine(EngineConfig(num_gpu_blocks_override=8, max_model_len=64))
+    core.add_request("a", [1, 2], SamplingParams(n=2, max_tokens=3))
+    while core.has_unfinished_requests():
+        core.step()
+    runner = weakref.ref(core.runner)
+    gc.disable()
+    try:
+        del core
+        assert runner() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,271 @@
+"""Memory arithmetic: checked by hand, against the decoder's own parameters, and against what a step really takes."""
+
+import ast
+import gc
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+from model_zoo import NATIVE_FAMILIES, tiny_model
+from msgspec.structs import replace
+from torch.profiler import ProfilerActivity, profile
+
+from pagedcli.config import EngineConfig
+from pagedcli.core.budget import (
+    MemoryBudget,
+    MemoryTerms,
+    ModelSizes,
+    StepShape,
+    block_bytes,
+)
+from pagedcli.core.groups import TableShape
+from pagedcli.errors import UsageError
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.cards import CARDS, find_card
+from pagedcli.planning.machine import host_memory
+from pagedcli.planning.memory_report import (
+    block_formula,
+    concurrency_rows,
+    missing_memory,
+    size_rows,
+    target_rows,
+    waterfall_rows,
+)
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.memory import measure_step, other_holders, process_memory
+
+GIB = 2**30
+QWEN3_06B = ModelSizes(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+    qkv_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+)
+
+
+def sizes_of(spec):
+    return ModelSizes(**{field.name: getattr(spec, field.name) for field in fields(ModelSizes)})
+
+
+def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
+    per_block = block_bytes(num_layers=28, block_size=256, num_kv_heads=8, head_dim=128, kv_dtype="bfloat16")
+    assert per_block == 28 * 2**20 == QWEN3_06B.block_bytes(256, "bfloat16")
+    budget = MemoryBudget(
+        total=int(23.48 * GIB),
+        utilization=0.9,
+        used=int(3.69 * GIB),
+        peak=int(1.58 * GIB),
+        current=int(1.14 * GIB),
+    )
+    assert budget.num_blocks(per_block) == 621
+    assert block_formula(QWEN3_06B, 256, "bfloat16") == (
+        "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
+    )
+    assert block_formula(QWEN3_06B, 256, "int8") == (
+        "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x (128 head_dim x 1 bytes + 4 of scale) = 15,138,816"
+    )
+    assert QWEN3_06B.num_parameters == 596_049_920  # the number on its model card: 0.6B
+
+
+@pytest.mark.parametrize("used", [0.5, 2.0])
+def test_a_budget_that_is_spent_gives_no_blocks(used):
+    budget = MemoryBudget(total=GIB, utilization=0.9, used=int(used * GIB), peak=GIB // 2, current=0)
+    assert budget.kv_cache < 0
+    assert budget.num_blocks(1) == 0
+
+
+def test_concurrency_with_and_without_sharing():
+    assert TableShape(4).concurrency(10, 8) == 5  # two blocks each
+    assert TableShape(4).concurrency(10, 9) == pytest.approx(10 / 3)
+    assert TableShape(4).concurrency(10, 8, shared_tokens=4) == 9  # one block for all, one for each
+    assert TableShape(4).concurrency(10, 8, shared_tokens=7) == 9  # half a block is not shared
+    assert TableShape(4).concurrency(10, 8, shared_tokens=100) == 9  # the last token is always a request's own
+    assert TableShape(4).concurrency(0, 8) == 0
+
+
+@pytest.mark.parametrize("shared", [0, 5, 64])
+@pytest.mark.parametrize("num_tokens", [1, 16, 100, 4096])
+@pytest.mark.parametrize("num_requests", [1, 7, 256])
+def test_blocks_for_requests_is_the_inverse_of_concurrency(num_requests, num_tokens, shared):
+    num_blocks = TableShape(16).blocks_for_requests(num_requests, num_tokens, shared_tokens=shared)
+    assert TableShape(16).concurrency(num_blocks, num_tokens, shared_tokens=shared) == num_requests
+    assert TableShape(16).concurrency(num_blocks - 1, num_tokens, shared_tokens=shared) < num_requests
+
+
+@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, "olmo2", "gemma2", "qwen3-moe", "qwen2-moe"])
+def test_predicted_weights_are_those_of_the_loaded_model(family, tmp_path):
+    path = tiny_model(family, tmp_path / family)
+    sizes = sizes_of(read_spec(path))
+    config = EngineConfig(
+        model=str(path), device="cpu", num_gpu_blocks_override=8, attention_backend="reference", max_model_len=128
+    )
+    plain, packed = LLMEngine(config).plan, LLMEngine(replace(config, attention_backend="auto")).plan
+    assert sizes.num_parameters * 4 == plain.weight_bytes
+    assert sizes.num_parameters * 4 == pytest.approx(packed.weight_bytes, rel=0.05)  # kernels may pad their rows
+    assert sizes.block_bytes(16, "float32") == plain.block_bytes == packed.block_bytes
+
+
+def tensor_peak(run):
+    """Bytes of tensors alive at most, from the allocator itself."""
+    gc.collect()  # engines of earlier tests, which would count as freed by this run
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+    finally:
+        gc.enable()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def wide_engine(path, **config):
+    return LLMEngine(
+        EngineConfig(model=str(path), device="cpu", num_gpu_blocks_override=128, max_num_seqs=64, **config)
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 4000}, {"intermediate_size": 1024}, {"head_dim": 128}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, changes, tmp_path):
+    path = tiny_model("qwen3", tmp_path / "m", **changes)
+    engine = wide_engine(path, dtype=dtype, attention_backend="reference")
+    step = StepShape.largest(1024, 64, 512)
+    predicted = sizes_of(engine.spec).activation_bytes(step, getattr(torch, dtype).itemsize)
+    taken = tensor_peak(lambda: measure_step(engine.runner, step))
+    assert taken == pytest.approx(predicted, rel=0.4)
+
+
+MEASURE_IN_A_NEW_PROCESS = """
+import sys
+from pagedcli.config import EngineConfig
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.memory import measure_step
+from pagedcli.core.budget import StepShape
+from pagedcli.models.cpu_decoder import CpuDecoder
+
+path, backend = sys.argv[1:]
+config = EngineConfig(
+    model=path, device="cpu", num_gpu_blocks_override=128, max_num_seqs=64, attention_backend=backend
+)
+engine = LLMEngine(config)
+measure_step(engine.runner, StepShape(1, 1))
+print(isinstance(engine.model, CpuDecoder), measure_step(engine.runner, StepShape.largest(1024, 8, 512)))
+"""
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_predicted_activations_are_near_what_the_system_counts(backend, tmp_path):
+    # In a process of its own: what earlier tests left in the allocator changes what the system counts.
+    path = tiny_model("llama", tmp_path / "m", intermediate_size=8192, hidden_size=512)
+    command = [sys.executable, "-c", MEASURE_IN_A_NEW_PROCESS, str(path), backend]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    native, taken = map(ast.literal_eval, printed.split())
+    if backend == "auto" and not native:
+        pytest.skip("the native decoder cannot be built here")
+    if taken is None:
+        pytest.skip("/proc does not tell the peak here")
+    step = StepShape.largest(1024, 8, 512)
+    assert taken == pytest.approx(sizes_of(read_spec(path)).activation_bytes(step, 4, native=native), rel=0.4)
+
+
+def test_the_largest_step_has_as_many_tokens_and_sequences_as_allowed():
+    assert StepShape.largest(2048, 256, 4096).lengths == [8] * 256
+    assert StepShape.largest(10, 4, 100).lengths == [3, 3, 2, 2]
+    assert StepShape.largest(4, 256, 100).lengths == [1] * 4
+    assert StepShape.largest(2048, 2, 100).lengths == [100, 100]
+
+
+def test_the_host_tells_its_memory_and_who_holds_it():
+    total, available = host_memory()
+    assert 0 < available < total
+    resident = process_memory()
+    assert resident is None or 50 * 2**20 < resident < total
+    assert all(holder.num_bytes >= 0 and holder.name for holder in other_holders(torch.device("cpu")))
+
+
+# ---------------------------------------------------------------------- rows
+
+
+TERMS = MemoryTerms(total=100, reserve=10, others=20, runtime=5, weights=30, activations=7, graphs=3)
+
+
+def test_the_terms_of_the_waterfall_add_up():
+    labels = {field.name: (field.name, "") for field in fields(MemoryTerms)} | {"kv_cache": ("left", "")}
+    predicted = MemoryTerms(total=100, others=20, weights=33, activations=7)
+    rows = {row["term"]: row for row in waterfall_rows(TERMS, predicted, labels)}
+    spent = sum(rows[term]["measured_bytes"] for term in rows if term not in ("total", "kv_cache"))
+    assert rows["total"]["measured_bytes"] - spent == rows["kv_cache"]["measured_bytes"] == TERMS.kv_cache == 25
+    assert rows["weights"]["difference"] == pytest.approx(0.1)
+    assert rows["others"]["predicted_bytes"] is None  # not predicted, so not shown as if it were
+    assert list(next(waterfall_rows(TERMS, None, {"weights": ("w", "")})).values())[2:4] == [30, None]
+
+
+def test_target_rows_invert_the_terms():
+    [row] = target_rows(3, {"p50": 8}, terms=TERMS, tables=TableShape(4), block_bytes=4)
+    assert (row["num_blocks"], row["kv_cache_bytes"], row["fits"]) == (6, 24, True)
+    assert row["device_bytes"] == 20 + 5 + 30 + 7 + 3 + 24
+    assert row["utilization"] == pytest.approx(0.89)
+    [more] = target_rows(4, {"p50": 8}, terms=TERMS, tables=TableShape(4), block_bytes=4)
+    assert not more["fits"]
+
+
+def test_every_dtype_and_block_size_holds_what_the_bytes_allow():
+    rows = list(size_rows(QWEN3_06B, 10 * GIB, 40960))
+    assert len(rows) == 24
+    for row in rows:
+        assert row["num_kvcache_blocks"] == 10 * GIB // row["block_bytes"]
+        assert row["max_concurrency"] == pytest.approx(row["num_kvcache_tokens"] / 40960, rel=0.01)
+    by_dtype = {row["kv_dtype"]: row["block_bytes"] for row in rows if row["block_size"] == 16}
+    assert by_dtype == {"float32": 3_670_016, "bfloat16": 1_835_008, "float8_e4m3fn": 917_504, "int8": 946_176}
+
+
+def test_concurrency_rows_show_sharing_only_if_it_is_known():
+    [plain] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4))
+    [shared] = concurrency_rows({"max": 8}, num_blocks=10, tables=TableShape(4), shared_tokens=4)
+    assert "max_concurrency_shared" not in plain
+    assert (shared["max_concurrency"], shared["max_concurrency_shared"]) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("terms", "remedy"),
+    [
+        ({"others": 95 * GIB, "weights": GIB}, "end other processes"),
+        ({"others": 0, "weights": 80 * GIB, "reserve": 25 * GIB}, "--gpu-memory-utilization 0.8"),
+        ({"others": 0, "weights": GIB, "activations": 120 * GIB}, "--max-num-batched-tokens"),
+        ({"others": 0, "weights": 120 * GIB}, "a larger device"),
+    ],
+)
+def test_without_a_block_it_says_who_holds_the_memory_and_what_to_change(terms, remedy):
+    found = MemoryTerms(**{"total": 100 * GIB, "activations": GIB, "reserve": 10 * GIB, **terms})
+    message, hint = missing_memory(found, GIB, "vllm (pid 7) 95.00 GiB")
+    assert f"{(GIB - found.kv_cache) / 2**20:,.2f} MiB are missing" in message
+    assert "(pid 7)" in message
+    assert remedy in hint
+
+
+def test_with_a_block_nothing_is_missing():
+    assert missing_memory(TERMS, 25) is None
+    assert missing_memory(TERMS, 26) is not None
+
+
+def test_cards_are_found_by_any_spelling():
+    assert find_card("H200") == CARDS["h200"]
+    assert find_card("NVIDIA GeForce RTX 4090") == CARDS["rtx4090"]
+    assert find_card("a100") == CARDS["a100-40gb"]  # the smallest of its variants
+    assert find_card("A100 80GB") == CARDS["a100-80gb"]
+    with pytest.raises(UsageError, match="known: "):
+        find_card("a")

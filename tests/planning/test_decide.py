@@ -1,0 +1,180 @@
+"""One place decides: the engine and every command that predicts it name the same backend, dtypes, blocks and limits."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from cli_harness import pagedcli
+from model_zoo import cached_model, tiny_model
+
+from pagedcli.attention.base import dtype_name
+from pagedcli.config import EngineConfig
+from pagedcli.errors import BackendError, ConfigError
+from pagedcli.models.reading import read_spec
+from pagedcli.planning import machine
+from pagedcli.planning.decide import decide
+from pagedcli.planning.fitting import forecast
+from pagedcli.planning.machine import Gpu, Machine, described_gpu
+from pagedcli.runner import loading, memory_profile
+from pagedcli.runner.llm_engine import LLMEngine
+
+GIB = 2**30
+NO_COMPILER = {"cpu": "no C++ compiler found"}
+
+
+def gpu_machine(capability=(9, 0), gib=80, num_gpus=1):
+    return described_gpu(gib * GIB, name="H100", capability=capability, num_gpus=num_gpus)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    """A tiny model whose weights are bfloat16."""
+    return replace(read_spec(cached_model("qwen3", tmp_path_factory)), dtype="bfloat16")
+
+
+def flags_of(config):
+    given = {name: value for name, value in msgspec.structs.asdict(config).items() if value is not None}
+    defaults = msgspec.structs.asdict(EngineConfig())
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
+    return [str(part) for name, value in changed.items() for part in ("--" + name.replace("_", "-"), value)]
+
+
+CONFIGS = [
+    {},
+    {"dtype": "float16", "block_size": 32},
+    {"kv_cache_memory": 2**20, "max_num_seqs": 8},
+    {"attention_backend": "reference", "max_model_len": 100},
+]
+
+
+@pytest.mark.parametrize("missing", [{}, NO_COMPILER], ids=["compiler", "no compiler"])
+@pytest.mark.parametrize("changes", CONFIGS, ids=str)
+def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_path, monkeypatch):
+    path = tiny_model("qwen3", tmp_path / "m")
+    here = replace(machine.this_machine(), missing=missing)
+    for module in (machine, loading, memory_profile):
+        monkeypatch.setattr(module, "this_machine", lambda **_: here)
+    config = EngineConfig(**{"model": str(path), "device": "cpu", "max_num_batched_tokens": 64, **changes})
+    engine = LLMEngine(config).plan
+    decided = decide(config, read_spec(path), here)
+    assert (decided.backend, dtype_name(decided.dtype), decided.refused) == (
+        engine.backend,
+        engine.dtype,
+        engine.refused,
+    )
+    assert (decided.max_model_len, decided.block_bytes) == (engine.max_model_len, engine.block_bytes)
+    if missing and "attention_backend" not in changes:
+        assert engine.refused == ("cpu: no C++ compiler found",)
+
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    planned = json.loads(pagedcli("plan", tmp_path / "in.jsonl", *flags_of(config), "--format", "json").stdout)
+    shown = {row["what"]: row["value"] for row in reversed(planned["engine"])}
+    assert (shown["attention"], shown["dtype"], shown["KV cache"]) == (engine.backend, engine.dtype, engine.kv_dtype)
+    profiled = json.loads(pagedcli("profile-memory", *flags_of(config), "--format", "json").stdout)
+    assert (profiled["backend"], profiled["dtype"]) == (engine.backend, engine.dtype)
+    for found in (planned, profiled):
+        assert found["num_kvcache_blocks"] == engine.num_blocks
+        assert found["block_bytes"] == engine.block_bytes
+        assert found["num_kvcache_blocks_reason"] == engine.num_blocks_reason
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "expected"),
+    [
+        ({}, gpu_machine(), ("triton", "bfloat16", "bfloat16")),
+        ({"kv_cache_dtype": "fp8"}, gpu_machine((8, 9), 24), ("triton", "bfloat16", "float8_e4m3fn")),
+        ({"dtype": "float16"}, gpu_machine((7, 5), 15), ("sdpa", "float16", "float16")),
+        ({"block_size": 8}, gpu_machine(), ("flash", "bfloat16", "bfloat16")),
+        ({"block_size": 8}, gpu_machine((8, 0)), ("sdpa", "bfloat16", "bfloat16")),
+        ({"device": "cuda:1", "tensor_parallel_size": 2}, gpu_machine(num_gpus=3), ("triton", "bfloat16", "bfloat16")),
+        ({"device": "cpu"}, gpu_machine(), ("cpu", "bfloat16", "bfloat16")),
+    ],
+)
+def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec):
+    pytest.importorskip("triton")
+    decided = decide(EngineConfig(**config), spec, gpu)
+    assert (decided.backend, dtype_name(decided.dtype), dtype_name(decided.kv_dtype)) == expected
+    found = forecast(EngineConfig(**config), spec, decided, gpu)
+    assert found is not None
+    assert found.num_blocks > 0
+    if decided.device.type == "cuda":
+        assert (found.terms.graphs > 0) == (decided.backend == "triton")
+
+
+@pytest.mark.parametrize(
+    ("config", "there", "words"),
+    [
+        ({"device": "cpu:1"}, Machine(total_bytes=GIB, available_bytes=GIB), "a CPU has no number"),
+        ({"device": "cuda"}, Machine(total_bytes=GIB, available_bytes=GIB), "sees no CUDA GPU"),
+        ({"device": "cuda:2"}, gpu_machine(num_gpus=2), "there are 2 GPUs"),
+        ({"tensor_parallel_size": 2}, gpu_machine(), "needs GPU 1"),
+        ({"kv_cache_dtype": "fp8"}, gpu_machine((8, 0)), "H100 has 8.0"),
+        ({"kv_cache_dtype": "int8"}, gpu_machine(), "int8 needs a CPU"),
+        ({"attention_backend": "cpu", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no C.. compiler"),
+        ({"attention_backend": "triton"}, gpu_machine((7, 5)), "compute capability 8.0"),
+        ({"eviction": "fifo", "enable_prefix_caching": False}, gpu_machine(), "nothing is cached"),
+        ({"quantization": "int8"}, gpu_machine(), "no decoder runs Qwen3ForCausalLM with weights int8"),
+        ({"quantization": "int8", "device": "cpu"}, replace(gpu_machine(), missing=NO_COMPILER), "no decoder runs"),
+    ],
+)
+def test_what_a_machine_cannot_run_is_refused_before_anything_is_loaded(config, there, words, spec):
+    with pytest.raises((ConfigError, BackendError), match=words):
+        decide(EngineConfig(**config), spec, there)
+
+
+def test_an_engine_creates_no_context_on_gpus_that_it_does_not_use(monkeypatch):
+    card = SimpleNamespace(name="a", total_memory=GIB, major=9, minor=0)
+    asked = []
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda index: card,
+        "mem_get_info": lambda index: (asked.append(index), (GIB // 4, GIB))[1],  # creates a context
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert [gpu.capability for gpu in machine.this_machine().gpus] == [(9, 0), (9, 0)]
+    assert asked == []
+    assert [gpu.free_bytes for gpu in machine.this_machine(free_memory=True).gpus] == [GIB // 4] * 2
+
+
+def test_the_number_that_cuda_means_is_the_current_gpu(spec):
+    gpu = Gpu(name="a", total_bytes=GIB, free_bytes=GIB, capability=(8, 0))
+    there = Machine(total_bytes=GIB, available_bytes=GIB, gpus=(gpu, gpu), current_gpu=1, is_here=False)
+    assert decide(EngineConfig(device="cuda"), spec, there).device.index == 1
+
+
+def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
+    path = tiny_model("qwen3", tmp_path / "m")
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    flags = ["-m", path, "--quantization", "int8", "--attention-backend", "sdpa", "--device", "cpu"]
+    said = {name: pagedcli(name, tmp_path / "in.jsonl", *flags, expect=2).stderr for name in ("generate", "plan")}
+    assert "no decoder runs Qwen3ForCausalLM with weights int8" in said["plan"]
+    assert said["plan"] in said["generate"]
+
+
+def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
+    here = replace(machine.this_machine(), missing=NO_COMPILER)
+    for module in (machine, loading):
+        monkeypatch.setattr(module, "this_machine", lambda **_: here)
+    plan = LLMEngine(EngineConfig(device="cpu", num_gpu_blocks_override=8)).plan
+    examined = json.loads(pagedcli("doctor", "--device", "cpu", "--format", "json").stdout)
+    shown = {row["what"]: row["value"] for row in reversed(examined["engine"])}
+    assert (shown["attention"], shown["dtype"], shown["not used"]) == (plan.backend, plan.dtype, plan.refused[0])
+    path = tiny_model("qwen3", tmp_path / "m")
+    flags = ["-m", path, "--dtype", "float32", "--attention-backend", "sdpa", "--quantization", "int8"]
+    for command in (["throughput", "--num-prompts", "1"], ["kernels", "--tokens", "1"]):
+        refused = pagedcli("bench", *command, *flags, expect=2).stderr
+        assert "no decoder runs Qwen3ForCausalLM with weights int8" in refused
+
+
+@pytest.mark.parametrize("there", [gpu_machine(gib=1), replace(gpu_machine(), gpus=(), available_bytes=GIB)])
+def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
+    endless = replace(spec, max_position_embeddings=2**40)
+    assert decide(EngineConfig(), endless, there).max_model_len == 2**20
+    with pytest.raises(ConfigError, match="max_model_len is 1099511627776: its tables"):
+        decide(EngineConfig(max_model_len=2**40), endless, there)

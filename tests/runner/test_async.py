@@ -1,0 +1,183 @@
+"""One step ahead gives what the plain loop gives: tokens, reasons, logprobs, and events that fold to the same pool."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_zoo import tiny_model
+
+from pagedcli.config import EngineConfig
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.check import TraceChecker
+
+SMALL = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("async"), **SMALL)
+
+
+def make_engine(path, **config):
+    defaults = {"max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 2, "max_num_batched_tokens": 32}
+    return LLMEngine(
+        EngineConfig(model=str(path), dtype="float32", device="cpu", **{**defaults, **config}),
+        emit=config.pop("emit", None),
+    )
+
+
+def stop_at(text):
+    """A checker of a 'stop string' of token ids."""
+
+    def make():
+        seen = []
+
+        def check(token_id):
+            seen.append(token_id)
+            return "stop" if seen[-len(text) :] == text else None
+
+        return check
+
+    return make
+
+
+def run(path, requests, *, ahead, arrivals=None, **config):
+    """All samples' results by (request, index), and the engine; the pool is compared with its events at every step."""
+    checker = TraceChecker()
+    engine = LLMEngine(
+        EngineConfig(model=str(path), dtype="float32", device="cpu", async_scheduling=ahead, **config),
+        emit=checker.apply,
+        trace_tokens=True,
+    )
+    state = checker.state
+    waiting = list(enumerate(requests))
+    results = {}
+    for _ in range(3000):
+        for _ in range(arrivals or len(requests)):
+            if waiting:
+                number, (prompt, params, stop) = waiting.pop(0)
+                make = stop_at(stop) if stop else None
+                engine.add_request(str(number), prompt, params, make_stop_checker=make)
+        for output in engine.step():
+            for sample in output.samples:
+                logprobs = [(p.token_id, p.logprob, p.top) for p in sample.logprobs or ()]
+                ending = (sample.finish_reason, sample.stop_reason)
+                results[int(output.request_id), sample.index] = (sample.token_ids, ending, logprobs)
+        engine.block_manager.check(engine.scheduler.running)
+        assert state.ref_counts == [block.ref_count for block in engine.block_manager.blocks]
+        assert state.hashes == [block.hash for block in engine.block_manager.blocks]
+        assert list(state.free_block_ids) == list(engine.block_manager.free_block_ids)
+        if not waiting and not engine.has_unfinished_requests():
+            break
+    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
+    assert len(results) == sum(params.n for _, params, _ in requests)
+    return results, engine
+
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 9),
+    temperature=st.sampled_from([0.0, 1.0, 2.0]),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    seed=st.integers(0, 3),
+    stop_token_ids=st.none() | st.lists(st.integers(3, 11), max_size=3),
+    ignore_eos=st.booleans(),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+    logprobs=st.sampled_from([None, None, 2]),
+    top_k=st.sampled_from([0, 0, 5]),
+)
+# few different tokens, so that prefixes are shared
+request = st.tuples(
+    st.lists(st.integers(3, 4), min_size=1, max_size=9),
+    params,
+    st.none() | st.lists(st.integers(3, 11), min_size=2, max_size=2),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=st.lists(request, min_size=1, max_size=7),
+    num_blocks=st.integers(9, 14),
+    max_num_seqs=st.integers(1, 5),
+    chunk=st.none() | st.integers(1, 5),
+    caching=st.booleans(),
+    policy=st.sampled_from(["last", "largest"]),
+    arrivals=st.integers(1, 7),
+)
+def test_one_step_ahead_gives_the_tokens_of_the_plain_loop(
+    model, requests, num_blocks, max_num_seqs, chunk, caching, policy, arrivals
+):
+    config = {
+        "num_gpu_blocks_override": num_blocks,
+        "block_size": 2,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": 12,
+        "chunked_prefill_size": chunk,
+        "enable_prefix_caching": caching,
+        "preemption_policy": policy,
+    }
+    plain, _ = run(model, requests, ahead=False, **config)
+    ahead, _ = run(model, requests, ahead=True, arrivals=arrivals, **config)
+    for key, (token_ids, ending, logprobs) in plain.items():
+        assert ahead[key][:2] == (token_ids, ending)
+        assert [p[0] for p in ahead[key][2]] == [p[0] for p in logprobs]
+        assert [p[1] for p in ahead[key][2]] == pytest.approx([p[1] for p in logprobs], abs=1e-4)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def test_steps_are_launched_before_the_last_tokens_are_read(model):
+    requests = [([3, 4, 5], GREEDY, None)] * 3
+    _, plain = run(model, requests, ahead=False, max_num_seqs=4)
+    _, ahead = run(model, requests, ahead=True, max_num_seqs=4)
+    assert plain.stats.num_steps_ahead == 0
+    assert ahead.stats.num_steps_ahead == 19
+    assert ahead.stats.num_discarded_tokens == 0
+    assert ahead.stats.num_generated_tokens == plain.stats.num_generated_tokens == 60
+
+
+def test_penalties_keep_a_step_in_order_and_the_stats_say_so(model):
+    penalized = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=1.2)
+    _, engine = run(model, [([3, 4], GREEDY, None), ([3, 4], penalized, None)], ahead=True, max_num_seqs=4)
+    assert engine.stats.num_steps_ahead == 0
+    assert engine.stats.num_steps == 21
+
+
+def test_a_token_behind_the_end_is_discarded_and_counted(model):
+    [(tokens, _, _)] = run(model, [([3, 4], GREEDY, None)], ahead=False)[0].values()
+    stop = tokens[3]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+    requests = [([3, 4], params, None), ([5, 6, 7], GREEDY, None)]
+    results, engine = run(model, requests, ahead=True)
+    assert results[0, 0][0] == tokens[: tokens.index(stop) + 1]
+    assert engine.stats.num_discarded_tokens == 1
+
+
+def test_abort_with_a_step_in_flight_discards_its_tokens(model):
+    engine = make_engine(model, async_scheduling=True)
+    for i in range(3):
+        engine.add_request(str(i), [3, 4, 5], SamplingParams(n=2, max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.abort("0")
+    engine.abort("1")
+    engine.add_request("later", [3, 4, 5], GREEDY)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert sorted(output.request_id for output in outputs) == ["2", "later"]
+    expected = run(model, [([3, 4, 5], GREEDY, None)], ahead=False)[0][0, 0][0]
+    assert next(o for o in outputs if o.request_id == "later").samples[0].token_ids == expected
+    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
+    engine.block_manager.check([])
+
+
+def test_a_full_pool_preempts_one_step_later_and_not_more_often(model):
+    requests = [([3 + i, 4, 5], GREEDY, None) for i in range(4)]
+    config = {"num_gpu_blocks_override": 15, "block_size": 2, "max_num_seqs": 4}
+    plain_results, plain = run(model, requests, ahead=False, **config)
+    ahead_results, ahead = run(model, requests, ahead=True, **config)
+    assert ahead_results == plain_results
+    assert 0 < ahead.stats.num_preemptions <= plain.stats.num_preemptions + 2
+    assert ahead.stats.num_steps_ahead > 0

@@ -1,0 +1,217 @@
+"""Every token is the reference model's: equal to transformers in float32 whatever the pool, chunk, cache, backend."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+from engine_harness import make_engine, ragged_prompts, run
+from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
+from paged_harness import transformers_tokens
+
+from pagedcli.attention.select import REGISTRY
+from pagedcli.config import EngineConfig
+from pagedcli.errors import ConfigError, PagedcliError, RequestError
+from pagedcli.planning.decide import resolve_max_num_batched_tokens
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+NUM_NEW = 64
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+VARIANTS = [
+    {"enable_prefix_caching": caching, "chunked_prefill_size": chunk, "num_gpu_blocks_override": blocks}
+    for caching, chunk, blocks in itertools.product([True, False], [None, 7], [None, 24])
+]
+
+
+@pytest.fixture(scope="session")
+def family_model(tmp_path_factory):
+    """A tiny model of a family with its expected tokens, made once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            path = tiny_model(family, tmp_path_factory.mktemp(family))
+            made[family] = (path, transformers_tokens(path, ragged_prompts(), NUM_NEW))
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_tokens_equal_transformers_whatever_cache_chunk_and_pool(family_model, family):
+    path, expected = family_model(family)
+    for variant in VARIANTS:
+        engine = make_engine(path, **variant)
+        assert run(engine, ragged_prompts(), GREEDY) == expected, variant
+        assert (engine.stats.num_preemptions > 0) == (variant["num_gpu_blocks_override"] is not None), variant
+        assert (engine.stats.num_cached_tokens > 0) == variant["enable_prefix_caching"], variant
+
+
+@pytest.mark.parametrize("family", FALLBACK_FAMILIES[:3])
+def test_tokens_equal_transformers_through_the_fallback(family_model, family):
+    path, expected = family_model(family)
+    for variant in (VARIANTS[0], VARIANTS[3]):
+        engine = make_engine(path, **variant)
+        assert run(engine, ragged_prompts(), GREEDY) == expected, variant
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 256])
+def test_block_size_never_changes_the_tokens(family_model, block_size):
+    path, expected = family_model("qwen3")
+    engine = make_engine(path, block_size=block_size, num_gpu_blocks_override=-(-1200 // block_size))
+    assert run(engine, ragged_prompts(), GREEDY) == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 512), ("cuda", 2048)])
+def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(device, expected):
+    assert resolve_max_num_batched_tokens(EngineConfig(), device) == expected
+    assert resolve_max_num_batched_tokens(EngineConfig(max_num_seqs=3000), device) == 3000
+    assert resolve_max_num_batched_tokens(EngineConfig(max_num_batched_tokens=7), device) == 7
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 11}]
+)
+def test_limits_never_change_the_tokens(family_model, limits):
+    path, expected = family_model("llama")
+    assert run(make_engine(path, **limits), ragged_prompts(), GREEDY) == expected
+
+
+@pytest.mark.parametrize("backend", [entry.name for entry in REGISTRY])
+def test_backend_never_changes_the_tokens(family_model, backend):
+    path, expected = family_model("llama3")
+    try:
+        engine = make_engine(path, attention_backend=backend, chunked_prefill_size=7, num_gpu_blocks_override=24)
+    except PagedcliError as error:
+        pytest.skip(f"backend {backend} cannot run here: {error}")
+    assert run(engine, ragged_prompts(), GREEDY) == expected
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"num_gpu_blocks_override": 24}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}]
+)
+def test_samples_depend_on_seed_and_index_alone(family_model, variant):
+    path, _ = family_model("qwen3")
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
+    prompts = ragged_prompts(6)
+    alone = [run(make_engine(path), [prompt], params)[0] for prompt in prompts]
+    assert run(make_engine(path, **variant), prompts, params) == alone
+    assert len({tuple(sample) for sample in alone[0]}) == 3
+    single = SamplingParams(temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
+    assert run(make_engine(path), prompts[:1], single)[0][0] == alone[0][0]
+
+
+def test_requests_without_a_seed_differ_and_runs_repeat(family_model):
+    path, _ = family_model("qwen3")
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    first = run(make_engine(path), [[5, 6, 7]] * 3, params)
+    assert len({tuple(samples[0]) for samples in first}) == 3
+    assert run(make_engine(path), [[5, 6, 7]] * 3, params) == first
+    assert run(make_engine(path, seed=1), [[5, 6, 7]] * 3, params) != first
+
+
+def test_whole_prompt_in_the_cache_computes_one_token_and_gives_the_same(family_model):
+    path, _ = family_model("llama")
+    prompt = list(range(10, 42))  # two blocks exactly
+    engine = make_engine(path)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    first = run(engine, [prompt], params)
+    engine.add_request("again", prompt, params)
+    assert engine.scheduler.schedule(0).num_new_tokens == [1]
+    engine = make_engine(path)
+    assert run(engine, [prompt, prompt], params) == first * 2
+    assert engine.stats.num_cached_tokens == 31
+
+
+def test_cache_salt_keeps_requests_apart(family_model):
+    path, _ = family_model("llama")
+    engine = make_engine(path)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    cached = []
+    for i, salt in enumerate(["a", "a", "b", None]):
+        engine.add_request(str(i), list(range(10, 50)), params, cache_salt=salt)
+        cached += [output.num_cached_tokens for output in engine.step()]
+    assert cached == [0, 32, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "code"),
+    [
+        ([], {}, "empty_prompt"),
+        ([5, 320], {}, "invalid_token_id"),
+        ([-1], {}, "invalid_token_id"),
+        ([5] * 500, {"max_tokens": 13}, "context_length_exceeded"),
+        ([5] * 300, {"max_tokens": 22}, "kv_cache_exceeded"),
+        ([5], {"logit_bias": {400: 1.0}}, "invalid_token_id"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_alone(family_model, prompt, params, code):
+    path, _ = family_model("llama")
+    engine = make_engine(path, num_gpu_blocks_override=20)
+    with pytest.raises(RequestError) as refused:
+        engine.add_request("bad", prompt, SamplingParams(**params))
+    assert refused.value.code == code
+    assert run(engine, [[5, 6]], SamplingParams(max_tokens=2)) != []
+
+
+def test_a_request_that_just_fits_the_pool_runs(family_model):
+    path, _ = family_model("llama")
+    engine = make_engine(path, num_gpu_blocks_override=20)
+    [[tokens]] = run(engine, [[5] * 300], SamplingParams(max_tokens=21, ignore_eos=True))
+    assert len(tokens) == 21
+    assert engine.stats.peak_used_blocks == 20
+
+
+def test_stop_tokens_eos_and_min_tokens(family_model):
+    path, expected = family_model("llama")
+    prompt, tokens = ragged_prompts()[0], expected[0][0]
+    stop = tokens[5]
+    first = tokens.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=[stop])
+    engine = make_engine(path)
+    engine.add_request("a", prompt, params)
+    while not (outputs := engine.step()):
+        pass
+    [sample] = outputs[0].samples
+    assert sample.token_ids == tokens[: first + 1]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+    longer = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=[stop], min_tokens=20)
+    [[at_least]] = run(make_engine(path), [prompt], longer)
+    assert len(at_least) > 20
+    assert stop not in at_least[:20]
+
+
+def test_abort_releases_everything(family_model):
+    path, _ = family_model("llama")
+    engine = make_engine(path, max_num_seqs=2)
+    for i in range(4):
+        engine.add_request(str(i), [5, 6, 7], SamplingParams(n=2, max_tokens=50, ignore_eos=True))
+    engine.step()
+    for i in range(4):
+        engine.abort(str(i))
+    assert not engine.has_unfinished_requests()
+    assert engine.block_manager.num_free_blocks == engine.plan.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"max_model_len": 513}, "512"), ({"device": "cuda:9"}, "cuda"), ({"kv_cache_memory": 10}, "no KV block fits")],
+)
+def test_impossible_configurations_name_the_limit(family_model, config, words):
+    path, _ = family_model("llama")
+    with pytest.raises(ConfigError, match=words):
+        make_engine(path, **config) if "device" not in config else LLMEngine(EngineConfig(model=str(path), **config))
+
+
+@pytest.mark.parametrize("emit", [None, lambda event: None], ids=["unobserved", "observed"])
+def test_an_engine_that_is_dropped_gives_its_cache_back_at_once(emit):
+    engine = LLMEngine(EngineConfig(num_gpu_blocks_override=8), emit=emit)
+    cache = weakref.ref(engine.runner.kv_cache)
+    gc.disable()  # no cycle may hold the memory until the collector comes by
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,103 @@
+"""On a GPU no step waits for the device, uploads from memory that is not pinned, or captures what a graph cannot hold:
+every family, kind of sampling and kind of weights, with kernels that are launched but not run (see pretend_cuda)."""
+
+import pytest
+from engine_harness import ragged_prompts
+from interpreter import interpreted, plain, run_interpreted
+from model_zoo import tiny_model
+from quantized_zoo import FORMATS, quantized_twins
+
+from pagedcli.config import EngineConfig
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+pytest.importorskip("triton")
+
+FAMILIES = ("qwen3", "llama-untied", "gemma2", "gemma3", "phi3-longrope", "olmo2", "granite", "smollm3")
+FAMILIES += ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe")
+# windows shorter than the prompts, several groups of layers
+WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+SIZES = {"gemma2": WINDOWS, "gemma3": WINDOWS}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True, seed=3),
+    SamplingParams(temperature=1.1, max_tokens=3, ignore_eos=True, seed=4, top_k=7, top_p=0.9),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, repetition_penalty=1.3, logit_bias={7: 2.0}),
+    SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, seed=5, logprobs=2, min_p=0.1, n=2),
+    SamplingParams(temperature=0, max_tokens=4, min_tokens=3, presence_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=3, beam_width=2),
+    SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, ignore_eos=True),
+]
+
+
+@plain
+def test_on_a_pretended_gpu():
+    run_interpreted(__file__, at_least=len(FAMILIES) + 7)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
+        yield gpu
+
+
+class FirstEight:
+    """A guide that allows eight tokens."""
+
+    allowed_tokens = b"\xff" + bytes(39)
+
+    def accept(self, token_id):
+        return False
+
+
+def check(gpu, path, **config):
+    """All kinds of requests at once, twice: the second time from the prefix cache."""
+    config = {"max_num_seqs": 5, "num_gpu_blocks_override": 60, "max_model_len": 64, **config}
+    engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cuda", **config))
+    assert engine.plan.backend == "triton"
+    del gpu.waits[:]
+    replays, launches = gpu.replays, gpu.launches
+    for number, prompt in enumerate(2 * ragged_prompts(len(PARAMS))):
+        engine.add_request(str(number), prompt, PARAMS[number % len(PARAMS)])
+    engine.add_request("guided", [5, 6, 7], PARAMS[0], make_guide=FirstEight)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        engine.block_manager.check(engine.scheduler.running)
+    assert len(outputs) == 2 * len(PARAMS) + 1
+    assert not any(output.error for output in outputs)
+    assert not gpu.waits, "a step waits for the device"
+    return engine, gpu.replays - replays, gpu.launches - launches
+
+
+@interpreted
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_every_family(family, tmp_path, gpu):
+    sizes = SIZES.get(family, {})
+    engine, replays, launches = check(gpu, tiny_model(family, tmp_path / "model", **sizes))
+    assert replays > 0
+    assert launches > 0
+    assert engine.runner.state.num_groups == (2 if sizes else 1)
+
+
+@interpreted
+@pytest.mark.parametrize("config", [{"enforce_eager": True}, {"async_scheduling": False}], ids=str)
+def test_without_graphs_or_in_order(config, tmp_path, gpu):
+    check(gpu, tiny_model("qwen3", tmp_path / "model"), **config)
+
+
+@interpreted
+def test_an_fp8_cache(tmp_path, gpu):
+    check(gpu, tiny_model("gemma3", tmp_path / "model", **WINDOWS), kv_cache_dtype="fp8")
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-int4", "fp8-block"])
+def test_packed_weights(name, tmp_path, gpu):
+    model = tiny_model("qwen3", tmp_path / "model", intermediate_size=128, num_hidden_layers=1)
+    packed, _ = quantized_twins(model, tmp_path, *FORMATS[name])
+    engine, replays, _ = check(gpu, packed)
+    assert replays > 0
+    assert engine.plan.no_graphs is None

@@ -1,0 +1,241 @@
+"""The sampler against plain definitions: distribution, filters, penalties, independence of neighbours."""
+
+import math
+
+import pytest
+import torch
+
+from pagedcli.core.sampling_input import LogitChange, SamplingInput, uniform
+from pagedcli.core.sequence import Sequence
+from pagedcli.errors import ParameterError
+from pagedcli.runner.sampler import change_logits, sample_tokens
+from pagedcli.runner.transfer import Upload
+from pagedcli.sampling_params import SamplingParams
+
+VOCAB = 40
+
+
+def make_seq(prompt=(1, 2), output=(), *, seed=0, sample_index=0, eos=(), **params):
+    seq = Sequence(
+        0,
+        "r",
+        list(prompt),
+        SamplingParams(max_tokens=100, **params),
+        max_new_tokens=100,
+        seed=seed,
+        sample_index=sample_index,
+        eos_token_ids=frozenset(eos),
+    )
+    for token in output:
+        seq.append_token(token)
+    return seq
+
+
+UPLOAD = Upload(torch.device("cpu"))
+
+
+def read(logits, seqs):
+    return sample_tokens(logits, SamplingInput.of(seqs), UPLOAD).read()
+
+
+def sample(logits, seqs):
+    """The next token of each sequence."""
+    return read(logits, seqs).token_ids
+
+
+def frequencies(logits, num_draws=4000, **params):
+    counts = torch.zeros(logits.shape[0])
+    seqs = [make_seq(seed=seed, **params) for seed in range(num_draws)]
+    for token in sample(logits.expand(num_draws, -1), seqs):
+        counts[token] += 1
+    return counts / num_draws
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def test_temperature_zero_is_argmax(logits):
+    assert sample(logits[None], [make_seq(temperature=0)]) == [int(logits.argmax())]
+
+
+def test_draws_follow_the_softmax(logits):
+    expected = (logits / 1.5).softmax(-1)
+    assert (frequencies(logits, temperature=1.5) - expected).abs().max() < 4 * math.sqrt(0.25 / 4000)
+
+
+def test_uniform_is_uniform_and_depends_on_every_key():
+    keys = [(seed, i, p) for seed in range(20) for i in range(5) for p in range(40)]
+    draws = torch.tensor([uniform(*key) for key in keys], dtype=torch.float64)
+    assert len(set(draws.tolist())) == 4000
+    assert ((draws >= 0) & (draws < 1)).all()
+    assert abs(draws.mean() - 0.5) < 0.02
+    assert (torch.histc(draws, 10, 0, 1) / 4000 - 0.1).abs().max() < 0.02
+
+
+def kept(logits, **params):
+    return set(frequencies(logits, **params).nonzero().flatten().tolist())
+
+
+def test_top_k_keeps_the_k_likeliest(logits):
+    assert kept(logits, top_k=3, temperature=3.0) == set(logits.topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.8])
+def test_top_p_keeps_the_smallest_sufficient_set(logits, top_p):
+    probs, order = logits.softmax(-1).sort(descending=True)
+    expected = order[: int((probs.cumsum(-1) < top_p).sum()) + 1]
+    assert kept(logits, top_p=top_p) <= set(expected.tolist())
+    top = expected[probs[: len(expected)] > 0.005]
+    assert kept(logits, top_p=top_p) >= set(top.tolist())
+
+
+def test_top_p_on_a_flat_distribution_larger_than_the_first_try():
+    logits = torch.zeros(5000)
+    logits[:2500] += 1.0
+    probs = logits.softmax(-1)
+    mass = float(probs[:2500].sum())
+    tokens = sample(logits.expand(300, -1), [make_seq(seed=s, top_p=mass * 0.999) for s in range(300)])
+    assert max(tokens) < 2500
+    assert len(set(tokens)) > 200
+
+
+def test_min_p_drops_what_is_far_below_the_likeliest(logits):
+    probs = logits.softmax(-1)
+    assert kept(logits, min_p=0.2) == set((probs >= 0.2 * probs.max()).nonzero().flatten().tolist())
+
+
+def test_filters_combine_in_the_documented_order(logits):
+    probs = logits.softmax(-1)
+    likeliest = probs.topk(5)
+    share = likeliest.values / likeliest.values.sum()
+    expected = likeliest.indices[: int((share.cumsum(-1) < 0.7).sum()) + 1]
+    assert kept(logits, top_k=5, top_p=0.7) <= set(expected.tolist())
+
+
+def test_repetition_penalty_as_transformers_does(logits):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    ids = torch.tensor([[3, 4, 5, 7]])
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[None].clone())
+    seq = make_seq((3, 4), (5, 7), repetition_penalty=1.7, temperature=0, logprobs=0)
+    scores = logits.clone()
+    change_logits(scores, LogitChange.of(0, seq), UPLOAD)
+    torch.testing.assert_close(scores, expected[0])
+
+
+def test_presence_and_frequency_penalties_count_the_output_only(logits):
+    seq = make_seq((3, 3), (5, 5, 7), presence_penalty=0.5, frequency_penalty=0.25)
+    expected = logits.clone()
+    expected[5] -= 0.5 + 2 * 0.25
+    expected[7] -= 0.5 + 0.25
+    scores = logits.clone()
+    change_logits(scores, LogitChange.of(0, seq), UPLOAD)
+    torch.testing.assert_close(scores, expected)
+
+
+def test_logit_bias_can_force_and_forbid_tokens(logits):
+    best, second = logits.topk(2).indices.tolist()
+    assert sample(logits[None], [make_seq(temperature=0, logit_bias={7: 100.0})]) == [7]
+    assert sample(logits[None], [make_seq(temperature=0, logit_bias={best: -100.0})]) == [second]
+
+
+def test_min_tokens_forbids_the_end_until_reached(logits):
+    best = int(logits.argmax())
+    second = int(logits.topk(2).indices[1])
+    assert sample(logits[None], [make_seq(temperature=0, min_tokens=2, eos=[best])]) == [second]
+    assert sample(logits[None], [make_seq(output=(0, 0), temperature=0, min_tokens=2, eos=[best])]) == [best]
+    assert sample(logits[None], [make_seq(temperature=0, min_tokens=2, stop_token_ids=[best])]) == [second]
+
+
+def test_logprobs_are_those_of_the_unchanged_logits(logits):
+    seq = make_seq(temperature=0.7, logprobs=3, logit_bias={5: 100.0})
+    tokens = read(logits[None], [seq])
+    assert tokens.token_ids == [5]
+    expected = logits.log_softmax(-1)
+    assert tokens.logprobs[0].logprob == pytest.approx(float(expected[5]), abs=1e-5)
+    assert [token for token, _ in tokens.logprobs[0].top] == logits.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_and_dtype_conversion_change_nothing(logits, dtype):
+    batch = torch.stack([logits, logits * 0.5, logits * 2]).to(dtype)
+    original = batch.clone()
+    kinds = [{"temperature": 0.0}, {"top_p": 0.9, "seed": 5}, {"top_k": 4, "frequency_penalty": 1.0, "seed": 6}]
+    alone = [sample(batch[i : i + 1], [make_seq(output=(3,), **kind)])[0] for i, kind in enumerate(kinds)]
+    assert sample(batch, [make_seq(output=(3,), **kind) for kind in kinds]) == alone
+    assert torch.equal(batch, original)
+
+
+def test_draws_depend_on_seed_sample_and_position_alone(logits):
+    base = sample(logits[None] * 0, [make_seq(seed=1)])
+    assert sample(logits[None] * 0, [make_seq((9, 9), seed=1)]) == base
+    others = [make_seq(seed=2), make_seq(seed=1, sample_index=1), make_seq((1, 2, 3), seed=1)]
+    assert any(sample(logits[None] * 0, [seq]) != base for seq in others)
+
+
+@pytest.mark.parametrize("wrong", [[float("nan")] * VOCAB, [float("nan")], [float("inf")], [float("-inf")] * VOCAB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0, "repetition_penalty": 1.5},
+        {"temperature": 1.0},
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"logprobs": 2, "frequency_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_logits_that_are_no_numbers_give_no_token_and_change_no_neighbour(logits, wrong, dtype, kind):
+    good = logits.to(dtype)
+    bad = good.clone()
+    bad[VOCAB - len(wrong) :] = torch.tensor(wrong, dtype=dtype)
+    seqs = [make_seq(output=(3,), seed=seed, **kind) for seed in range(3)]
+    [first, nothing, last] = sample(torch.stack([good, bad, good]), seqs)
+    assert nothing is None
+    assert [first] == sample(good[None], seqs[:1])
+    assert [last] == sample(good[None], seqs[2:])
+
+
+def test_a_mixture_of_greedy_and_drawn_rows_finds_the_rows_without_numbers(logits):
+    bad = logits.clone()
+    bad[3] = float("nan")
+    rows = torch.stack([logits, bad, bad, logits])
+    tokens = sample(rows, [make_seq(temperature=temperature) for temperature in (0, 0, 1.0, 1.0)])
+    assert [token is None for token in tokens] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": float("nan")},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 2},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 20},
+        {"presence_penalty": 3},
+        {"repetition_penalty": 0},
+        {"stop": [""]},
+        {"logit_bias": {1: float("inf")}},
+        {"logprobs": -1},
+        {"temperature": 1e300},
+        {"logit_bias": {1: 1e99}},
+        {"top_k": 2**70},
+        {"n": 10**9},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"seed": 2**63},
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(wrong):
+    with pytest.raises(ParameterError, match=next(iter(wrong))):
+        SamplingParams(**wrong)

@@ -1,0 +1,200 @@
+"""Two gloo ranks give the tokens of one; a worker that dies ends the run with its reason; nothing waits for ever."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from engine_harness import ragged_prompts, run
+from model_zoo import tiny_model
+
+from pagedcli.config import EngineConfig
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.formats import AsStored
+from pagedcli.models.parameters import decoder_parameters
+from pagedcli.models.reading import read_spec
+from pagedcli.models.sharding import shard_parameters, shard_spec
+from pagedcli.models.weights import CheckpointWeights, DummyWeights
+from pagedcli.runner import llm_engine, tensor_parallel
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.tensor_parallel import WorkerFailure
+from pagedcli.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Untied, with every bias there is, and a vocabulary that does not split evenly."""
+    return tiny_model("llama-untied", tmp_path_factory.mktemp("parallel"), vocab_size=321, num_hidden_layers=1)
+
+
+def make_engine(path, **config):
+    config = {"max_num_seqs": 4, "num_gpu_blocks_override": 6, "chunked_prefill_size": 30, **config}
+    return LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cpu", **config))
+
+
+@pytest.fixture
+def close():
+    engines = []
+    yield lambda engine: engines.append(engine) or engine
+    for engine in engines:
+        engine.close()
+    assert not dist.is_initialized()
+
+
+def finish(engine):
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+PARAMS = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 3 + [
+    SamplingParams(temperature=1.0, n=2, seed=i, max_tokens=6, top_k=k, ignore_eos=True) for i, k in enumerate([0, 5])
+]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model, close):
+    prompts = ragged_prompts(5)
+    expected = run(make_engine(model), prompts, PARAMS)
+    engine = close(make_engine(model, tensor_parallel_size=2, async_scheduling=True))
+    assert run(engine, prompts, PARAMS) == expected
+    assert engine.stats.num_steps_ahead > 0
+    assert engine.stats.num_preemptions > 0
+    long = (prompts[0] * 70)[:70]  # in chunks, of which all but the last sample nothing
+    assert run(engine, [long], PARAMS[0]) == run(make_engine(model), [long], PARAMS[0])
+    assert engine.plan.block_bytes == make_engine(model).plan.block_bytes // 2
+    assert engine.model.weight_bytes < 0.6 * make_engine(model).model.weight_bytes
+
+    engine.add_request("a", prompts[0], PARAMS[0])
+    engine.step()
+    [worker] = engine._group._workers
+    os.kill(worker.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerFailure, match=r"worker 1 of 2 .* was killed by SIGKILL"):
+        finish(engine)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3"])
+def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):
+    """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
+    path, prompts = tiny_model(family, tmp_path / "m"), ragged_prompts(4)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    alone, split = (make_engine(path, num_gpu_blocks_override=40), close(make_engine(path, tensor_parallel_size=2)))
+    assert run(split, prompts, params) == run(alone, prompts, params)
+    assert split.model.weight_bytes < 0.6 * alone.model.weight_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker through Linux's /proc")
+def test_rows_written_before_a_worker_died_are_kept_and_resumed(tmp_path):
+    prompts, out, reference = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "reference.jsonl"))
+    prompts.write_text("".join(f'{{"prompt": "The old man number {i} went"}}\n' for i in range(24)))
+    options = ["--device", "cpu", "--dtype", "float32", "--max-tokens", "24", "--max-num-seqs", "2", "--ignore-eos"]
+
+    def command(path, *more):
+        return [sys.executable, "-m", "pagedcli", "generate", str(prompts), "-o", str(path), *options, *more]
+
+    journal = out.with_name(out.name + ".partial")
+    run_cut_short = subprocess.Popen(command(out, "--tensor-parallel-size", "2"), stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{run_cut_short.pid}/task/{run_cut_short.pid}/children")
+    while run_cut_short.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 3):
+        time.sleep(0.02)
+    for worker in children.read_text().split():
+        os.kill(int(worker), signal.SIGKILL)
+    errors = run_cut_short.communicate(timeout=60)[1]
+    assert run_cut_short.returncode == 1, errors
+    assert "tensor-parallel worker 1 of 2" in errors
+    assert "--resume" in errors
+    assert not out.exists()
+    for each in (command(out, "--resume"), command(reference)):
+        subprocess.run(each, check=True, capture_output=True)
+    texts = [[json.loads(line)["text"] for line in path.read_text().splitlines()] for path in (out, reference)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 24
+
+
+def test_a_worker_that_cannot_load_says_why_and_nobody_waits(model, monkeypatch):
+    start_worker = tensor_parallel._start_worker
+
+    def start_with_another_model(config, *args):
+        return start_worker(msgspec.structs.replace(config, model="/no/such/model"), *args)
+
+    monkeypatch.setattr(tensor_parallel, "_start_worker", start_with_another_model)
+    with pytest.raises(WorkerFailure, match=r"worker 1 of 2 .* failed: .*/no/such/model"):
+        make_engine(model, tensor_parallel_size=2)
+    assert not dist.is_initialized()
+
+
+def test_workers_end_when_rank_0_cannot_load(model, monkeypatch):
+    groups = []
+
+    def fail(config, **_):
+        raise ModelError("no such weights")
+
+    class Group(tensor_parallel.WorkerGroup):
+        def __init__(self, config):
+            super().__init__(config)
+            groups.append(self)
+
+    monkeypatch.setattr(tensor_parallel, "load_engine", fail)
+    monkeypatch.setattr(llm_engine, "WorkerGroup", Group)
+    with pytest.raises(ModelError, match="no such weights"):
+        make_engine(model, tensor_parallel_size=2)
+    assert [worker.process.returncode for worker in groups[0]._workers] != [None]
+    assert not dist.is_initialized()
+
+
+def test_impossible_numbers_of_ranks_are_refused_with_the_reason(model):
+    with pytest.raises(ConfigError, match="4 query heads"):
+        shard_spec(read_spec(model), ParallelContext(0, 3))
+    with pytest.raises(ConfigError, match="1 to 8"):
+        make_engine(model, tensor_parallel_size=9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_of_all_ranks_make_up_the_whole(model, size):
+    spec = read_spec(model)
+    whole = decoder_parameters(spec, AsStored())
+    options = {"ignored": frozenset(), "dtype": torch.float32, "device": torch.device("cpu")}
+    for source in (CheckpointWeights(model), DummyWeights(0)):
+        full = source.load(whole, **options)
+        ranks = [ParallelContext(rank, size) for rank in range(size)]
+        parts = [source.load(shard_parameters(whole, spec, rank), **options) for rank in ranks]
+        for key in ("embedding", "lm_head"):
+            assert torch.equal(torch.cat([part[key] for part in parts]), full[key])
+        for key in ("layers.0.out.weight", "layers.0.down.weight"):
+            assert torch.equal(torch.cat([part[key] for part in parts], dim=1), full[key])
+        own = shard_spec(spec, ranks[0])
+        rows = own.num_heads * spec.head_dim
+        q = torch.cat([part["layers.0.qkv.weight"][:rows] for part in parts])
+        assert torch.equal(q, full["layers.0.qkv.weight"][: spec.num_heads * spec.head_dim])
+        k = [part["layers.0.qkv.bias"][rows : rows + own.num_kv_heads * spec.head_dim] for part in parts]
+        # with more ranks than key/value heads neighbours hold the same head
+        distinct = k[:: max(1, size // spec.num_kv_heads)]
+        first = spec.num_heads * spec.head_dim
+        expected = full["layers.0.qkv.bias"][first : first + spec.num_kv_heads * spec.head_dim]
+        assert torch.equal(torch.cat(distinct), expected)
+        assert torch.equal(parts[-1]["final_norm"], full["final_norm"])
+
+
+def test_a_worker_runs_nothing_from_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    worker = tensor_parallel._start_worker(EngineConfig(device="cuda:99"), 1, 2, str(tmp_path / "store"))
+    worker.process.wait(60)
+    assert "cuda:99" in worker.obituary()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_two_ranks_release_the_blocks_out_of_a_window(tmp_path, close):
+    path = tiny_model("gemma2", tmp_path, sliding_window=12)
+    config = {"num_gpu_blocks_override": 60, "block_size": 4, "max_model_len": 120}
+    prompts = ragged_prompts(4)
+    expected = run(make_engine(path, **config), prompts, PARAMS[0])
+    assert run(close(make_engine(path, tensor_parallel_size=2, **config)), prompts, PARAMS[0]) == expected

@@ -1,0 +1,118 @@
+"""Engines with windows, without a model: tokens that depend on nothing but what the windows show, and lawful traces."""
+
+import random
+
+import msgspec
+import pytest
+from scripted import Simulation
+from trace_harness import EventList, check_events, simulated
+
+from pagedcli.core.groups import TableShape, cache_groups
+from pagedcli.errors import TraceError
+from pagedcli.events import StepFinished, WindowPassed
+from pagedcli.planning.memory_report import group_rows
+from pagedcli.trace.check import TraceChecker
+from pagedcli.trace.fold import fold
+from pagedcli.views.explain import Explainer
+
+WINDOWS = [(5,), (3,), (4, None), (3, 3, None), (6, 9)]
+
+
+def fill(sim, seed=0, num_requests=8):
+    """Requests of which many share beginnings; some draw several samples."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3) for _ in range(9)]
+    for number in range(num_requests):
+        tail = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+        sim.add(shared[: rng.randint(0, 9)] + tail, rng.randint(1, 14), n=1 + (number % 4 == 3))
+    return sim
+
+
+def tokens(sim):
+    by_sample = {(seq.request_id, seq.sample_index): seq.output_token_ids for seq in sim.seqs}
+    assert all(seq.finish_reason == "length" for seq in sim.seqs)
+    return by_sample
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_do_not_depend_on_pool_cache_chunks_or_running_ahead(windows, seed):
+    expected = tokens(fill(Simulation(400, windows=windows, enable_prefix_caching=False), seed).run())
+    tight = TableShape(2, windows).most_blocks(9 + 9 + 14, 8) + 3
+    for change in (
+        {}, {"runs_ahead": True}, {"chunked_prefill_size": 3}, {"block_size": 1}, {"block_size": 16},
+        {"preemption_policy": "largest", "eviction": "prefix-lru"}, {"enable_prefix_caching": False},
+    ):  # fmt: skip
+        pool = 400 if "block_size" in change else tight
+        assert tokens(fill(Simulation(pool, **{"windows": windows, **change}), seed).run()) == expected, change
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_trace_with_windows_obeys_every_law(windows, runs_ahead):
+    num_preemptions = 0
+    for extra in (0, 2, 3, 5):
+        events = []
+        pool = TableShape(2, windows).most_blocks(9 + 9 + 14, 2) + extra
+        limits = {"runs_ahead": runs_ahead, "chunked_prefill_size": 2}
+        sim = Simulation(pool, windows=windows, emit=events.append, trace_tokens=True, **limits)
+        fill(sim, num_requests=12).run()
+        state = check_events(events).state
+        num_preemptions += sim.stats.num_preemptions
+        assert sim.stats.num_cached_tokens > 0
+        assert sum(isinstance(event, WindowPassed) for event in events) > 10
+        assert list(state.free_block_ids) == list(sim.block_manager.free_block_ids)
+        assert state.hash_to_block_id == sim.block_manager.hash_to_block_id
+        explainer = Explainer()
+        fold(EventList(events), explainer)
+        explainer.finish()
+    assert num_preemptions > 0
+
+
+def test_blocks_in_use_stay_flat_while_a_sequence_grows_past_its_window():
+    checker, used = TraceChecker(), []
+
+    def emit(event):
+        checker.apply(event)
+        if isinstance(event, StepFinished):
+            used.append(checker.state.num_used_blocks)
+
+    sim = Simulation(30, 4, windows=(16,), emit=emit, max_model_len=300)
+    sim.add([1, 2, 3], 250)
+    sim.run()
+    assert set(used[16:-1]) == {4, 5}
+    assert used[-1] == 0
+    groups = cache_groups([16, 16])
+    tables = TableShape.of(4, groups)
+    [row] = group_rows({"here": 253}, groups=groups, tables=tables, block_bytes=8, chunk=8)
+    assert (row["num_blocks"], row["kv_cache_bytes"], row["one_table_bytes"]) == (5, 40, 64 * 8)
+    assert row["num_prefill_blocks"] == 7
+    assert tables.concurrency(30, 253) == 6
+
+
+def test_a_request_longer_than_the_pool_is_served_if_its_window_fits():
+    sim = Simulation(5, 4, windows=(9,), max_model_len=300, max_num_batched_tokens=4)
+    sim.add(list(range(90)), 150)
+    sim.run()
+    assert sim.seqs[0].num_output_tokens == 150
+
+
+@pytest.mark.parametrize("windows", [(3,), (4, None)])
+def test_a_release_that_is_missing_or_of_another_block_is_found(windows):
+    events = []
+    pool = TableShape(2, windows).most_blocks(32, 2) + 2
+    fill(Simulation(pool, windows=windows, emit=events.append, chunked_prefill_size=2)).run()
+    places = [i for i, event in enumerate(events) if isinstance(event, WindowPassed)]
+    for place in places[::5]:
+        event = events[place]
+        for block_ids in ((), tuple((block_id + 1) % pool for block_id in event.block_ids), event.block_ids * 2):
+            changed = [msgspec.structs.replace(event, block_ids=block_ids)] if block_ids else []
+            with pytest.raises(TraceError):
+                check_events([*events[:place], *changed, *events[place + 1 :]])
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_salts_samples_and_failed_steps_obey_every_law(windows):
+    for seed in range(3):
+        events = simulated(num_blocks=16 * len(windows), windows=windows, fails=0.1, seed=seed)
+        assert check_events(events).state.num_used_blocks == 0

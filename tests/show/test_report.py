@@ -1,0 +1,353 @@
+"""The HTML report: complete, safe to embed whatever a request is called, and fast enough in a real browser."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+
+import pytest
+from scripted import Simulation
+
+from pagedcli.events import StepScheduled
+from pagedcli.show.report import embedded_json, render_report
+from pagedcli.show.report_frames import BlockFrames, TableFrames
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.writer import TraceWriter
+
+NASTY = "</script><script>document.title='owned'</script>"
+CHINESE = "你好,世界"
+
+
+def recorded(path, *, num_steps=60, num_blocks=40, request_ids=(NASTY, CHINESE), seed=1, **limits):
+    """A simulated run whose requests carry these ids."""
+    rng = random.Random(seed)
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "chunked_prefill_size": 16, **limits}
+    with TraceWriter(path) as writer:
+        sim = Simulation(num_blocks, 4, emit=writer, trace_tokens=True, check=False, **limits)
+        while sim.stats.num_steps < num_steps:
+            while len(sim.scheduler.waiting) < 3:
+                head = [rng.randrange(3)] * rng.randrange(1, 20)
+                prompt = head + [rng.randrange(50) for _ in range(rng.randrange(1, 8))]
+                number = len(sim.seqs)
+                name = request_ids[number % len(request_ids)] + (f" {number}" if number >= len(request_ids) else "")
+                sim.add(prompt, rng.randrange(2, 30), request_id=name)
+            sim.step()
+        sim.run()
+    return path
+
+
+def page_data(page):
+    return json.loads(re.search(r'id="trace-data">(.*?)</script>', page.decode(), re.DOTALL)[1])
+
+
+def requests_of(data):
+    return [dict(zip(data["requestColumns"], row, strict=True)) for row in data["requests"]]
+
+
+def test_text_cannot_leave_the_script_element():
+    text = embedded_json({"a": NASTY, "b": CHINESE, "c": "<!-- & \u2028"})
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert json.loads(text) == {"a": NASTY, "b": CHINESE, "c": "<!-- & \u2028"}
+
+
+def test_the_page_holds_the_run_and_nothing_from_outside(tmp_path):
+    path = recorded(tmp_path / "<b>{{data}}.jsonl")
+    page = render_report(TraceReader(path), lambda: lambda ids: NASTY + CHINESE)
+    text = page.decode()
+    assert text.count("<script") == text.count("</script>") == 2
+    assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", text.replace(NASTY, ""))
+    assert "default-src 'none'" in text
+    data = page_data(page)
+    assert {row["label"].split()[0] for row in requests_of(data)} == {NASTY, CHINESE}
+    assert any(NASTY + CHINESE in lookup[11] for lookup in data["explain"]["lookups"] if lookup[11])
+    assert len(data["frames"]) == data["numSteps"] + 1
+    assert all(len(column) == data["numSteps"] for column in data["columns"].values())
+
+
+def test_frames_fold_to_the_pool_of_every_step(tmp_path):
+    frames, pools = BlockFrames(), []
+    folding = pool_fold(frames)
+    for event in folding.steps(TraceReader(recorded(tmp_path / "run.jsonl"))):
+        if isinstance(event, StepScheduled):
+            state = folding.state
+            pools.append([code(state, block_id) for block_id in range(state.num_blocks)])
+    folded = [0] * 40
+    for delta, pool in zip(frames.grouped(1), pools, strict=True):
+        for packed in delta:
+            folded[packed // 16] = packed % 16
+        assert folded == pool
+    frames.add(state)  # the end of the run
+    grouped = [0] * 40
+    deltas = frames.grouped(7)
+    assert len(deltas) == -(-len(pools) // 7) + 1
+    for number, delta in enumerate(deltas):
+        for packed in delta:
+            grouped[packed // 16] = packed % 16
+        if number < len(deltas) - 1:
+            assert grouped == pools[min(number * 7 + 6, len(pools) - 1)]
+    assert grouped == [code(folding.state, block_id) for block_id in range(40)]
+
+
+def test_table_frames_fold_to_the_block_tables_of_every_step(tmp_path):
+    frames, expected = TableFrames(), []
+    folding = pool_fold(frames)
+    for event in folding.steps(TraceReader(recorded(tmp_path / "run.jsonl"))):
+        if isinstance(event, StepScheduled):
+            seqs = folding.state.seqs.values()
+            expected.append({seq.seq_id: list(seq.block_table) for seq in seqs if seq.block_table})
+    frames.add(folding.state)  # the end of the run
+    for group in (1, 7):
+        tables = {}
+        for number, frame in enumerate(frames.grouped(group)):
+            for seq_id, kept, *block_ids in frame:
+                tables[seq_id] = tables.get(seq_id, [])[:kept] + block_ids
+            tables = {seq_id: table for seq_id, table in tables.items() if table}
+            last = min(number * group + group, len(expected)) - 1
+            assert tables == (expected[last] if number < -(-len(expected) // group) else {})
+
+
+def code(state, block_id):
+    ref_count, cached = state.ref_counts[block_id], state.hashes[block_id] is not None
+    if ref_count == 0:
+        return 1 if cached else 0
+    return min(ref_count + 2, 13) if ref_count > 1 else 3 if cached else 2
+
+
+def test_timelines_leave_no_gap(tmp_path):
+    data = page_data(render_report(TraceReader(recorded(tmp_path / "run.jsonl.zst"))))
+    for row in requests_of(data):
+        assert row["reason"] == "length"
+        for before, after in pairwise(row["phases"]):
+            assert after[1] == before[2] + 1
+        assert all(first <= last for _, first, last in row["phases"])
+
+
+def test_a_long_run_is_drawn_in_groups_and_says_so(tmp_path, monkeypatch):
+    path = recorded(tmp_path / "run.jsonl")
+    whole = page_data(render_report(TraceReader(path)))
+    monkeypatch.setattr("pagedcli.show.report.MAX_FRAMES", 20)
+    data = page_data(render_report(TraceReader(path)))
+    assert data["group"] == -(-whole["numSteps"] // 20)
+    assert len(data["columns"]["used"]) <= 20
+    assert sum(data["columns"]["sampled"]) == sum(whole["columns"]["sampled"])
+    assert data["columns"]["used"][-1] == whole["columns"]["used"][-1]
+    assert len(data["frames"]) == len(data["columns"]["used"]) + 1
+
+
+def test_the_last_group_ends_with_the_last_step(tmp_path, monkeypatch, chromium):
+    monkeypatch.setattr("pagedcli.show.report.MAX_FRAMES", 13)
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
+    path, data = tmp_path / "report.html", page_data(page)
+    assert data["numSteps"] % data["group"]
+    script = "return [stepName(numFrames - 2), stepName(numFrames - 1)];"
+    path.write_bytes(with_script(page, script))
+    last, end = probe_of(chromium(path))
+    assert last.endswith(f"-{data['firstStep'] + data['numSteps'] - 1}")
+    assert end == "the end"
+
+
+@pytest.fixture
+def chromium(tmp_path):
+    """Loads a page in headless Chromium and returns its DOM once the script has run."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+
+    def dump(path):
+        command = [
+            program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2400", "--dump-dom", path.as_uri(),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        return done.stdout.decode()
+
+    return dump
+
+
+def with_script(page, script):
+    """The page with one more script at its end, which writes what it finds into the attribute data-probe."""
+    probe = (
+        f"<script>document.documentElement.dataset.probe = JSON.stringify((() => {{ {script} }})());</script></body>"
+    )
+    return page.decode().replace("</body>", probe).encode()
+
+
+def probe_of(dom):
+    found = re.search(r'data-probe="(.*?)"', dom, re.DOTALL)
+    assert found, "the page's script failed"
+    return json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+
+
+def test_a_browser_shows_the_run_and_runs_nothing_of_it(tmp_path, chromium):
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")), lambda: lambda ids: NASTY + CHINESE)
+    path = tmp_path / "report.html"
+    script = """
+      setFrame(3);
+      drawMap(); for (const chart of charts) chart.draw();
+      const words = $("pool-words").textContent, pixels = $("map").getContext("2d").getImageData(2, 2, 1, 1).data[3];
+      setFrame(numFrames - 1); drawMap();
+      return { title: document.title, words, pixels, last: $("pool-words").textContent,
+               lookups: $("lookups").textContent, tiles: $("tiles").children.length, scripts: document.scripts.length,
+               ready: document.documentElement.dataset.ready };
+    """
+    path.write_bytes(with_script(page, script))
+    found = probe_of(chromium(path))
+    assert found["ready"] == "yes"
+    assert found["title"] == "pagedcli report: run.jsonl"
+    assert found["scripts"] == 3  # the data, the page's own and the probe: none came from the data
+    assert NASTY in found["lookups"]
+    assert CHINESE in found["lookups"]
+    assert found["tiles"] == 7
+    assert found["pixels"] == 255
+    assert found["words"].startswith("step 3, ")
+    assert found["words"].endswith(" = 40 blocks")
+    assert found["last"].startswith("the end, ")
+    assert ": in use 0 " in found["last"]
+
+
+def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, chromium):
+    """Through the same events as a person's; `frame` waits for what they draw."""
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl", request_ids=("code-Mirano", "code-Tavek"))))
+    script = """
+      const textsOf = line => [...line.cells].map(cell => cell.textContent);
+      const cells = id => [...$(id).querySelectorAll("tbody tr")].map(textsOf);
+      const fire = (node, type, fields) => node.dispatchEvent(Object.assign(new Event(type), fields));
+      const found = { story: [...$("story").children].map(p => p.textContent), slowest: $("slowest").children.length };
+      $("requests-search").value = "TAVEK"; fire($("requests-search"), "input");
+      found.searched = cells("requests").map(row => row[0]);
+      $("requests-search").value = ""; fire($("requests-search"), "input");
+      const headers = () => [...$("requests").querySelectorAll("th button")];
+      const sortBy = words => headers().find(button => button.textContent.startsWith(words)).click();
+      sortBy("total"); found.slowestFirst = cells("requests")[0][0];
+      sortBy("total"); found.fastestFirst = cells("requests")[0][0];
+      sortBy("generated"); found.generated = cells("requests").map(row => +row[4]);
+      $("slider").value = 20; fire($("slider"), "input"); drawMap();
+      found.step = $("step-name").textContent; found.tables = cells("tables"); found.pool = $("pool-words").textContent;
+      const block = [...tables][0][1][0], size = mapGrid.size;
+      const [x, y] = [block % mapGrid.perRow, Math.floor(block / mapGrid.perRow)];
+      const place = { offsetX: x * size + 2, offsetY: y * size + 2, clientX: 5, clientY: 5 };
+      fire($("map"), "pointermove", place);
+      found.tip = tip.textContent; found.holder = requestOf.get([...tables][0][0])[R.label]; found.shown = !tip.hidden;
+      found.all = timelineRows.length;
+      setFrame(30); $("zoom-in").click(); $("zoom-in").click(); $("zoom-in").click();
+      found.range = [+$("slider").min, +$("slider").max, from, to, current]; found.zoomed = timelineRows.length;
+      found.listed = $("requests-words").textContent; found.rows = cells("requests").length;
+      $("whole").click(); found.whole = [+$("slider").min, +$("slider").max, timelineRows.length, $("whole").hidden];
+      [...$("requests").querySelectorAll("td .link")][5].click();
+      found.selected = $("requests").querySelector("tr.selected").cells[0].textContent;
+      found.jumped = [current, requestOf.get(selectedSeq)[R.first_step]];
+      return found;
+    """
+    path = tmp_path / "report.html"
+    path.write_bytes(with_script(page, script))
+    found = probe_of(chromium(path))
+    assert len(found["story"]) == 3
+    assert found["story"][2].startswith("To change: ")
+    assert found["slowest"] == 10
+    assert found["searched"]
+    assert all(name.startswith("code-Tavek") for name in found["searched"])
+    rows = requests_of(page_data(page))
+    by_time = sorted(rows, key=lambda row: row["total"])
+    assert found["slowestFirst"] == by_time[-1]["label"]
+    assert found["fastestFirst"] == by_time[0]["label"]
+    assert found["generated"] == sorted(found["generated"], reverse=True)
+    assert found["step"].startswith("step 20, ")
+    assert f"in use {len({block for row in found['tables'] for block in blocks_of(row[4])})} " in found["pool"]
+    assert found["shown"]
+    assert f"held by {found['holder']} (seq " in found["tip"]
+    first, last, start, end, shown = found["range"]
+    assert first <= start <= shown <= end <= last
+    assert last - first < 15
+    assert 0 < found["zoomed"] == found["rows"] < found["all"]
+    assert "; active in step " in found["listed"]
+    assert found["whole"] == [0, page_data(page)["numSteps"], found["all"], True]
+    assert found["selected"]
+    assert found["jumped"][0] == found["jumped"][1]
+
+
+def blocks_of(text):
+    """The block ids of `0-3×2 7 9`."""
+    for part in text.split():
+        first, _, last = part.partition("×")[0].partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_labels_have_units_and_axes_show_seconds(tmp_path, chromium, selected):
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")), selected={5} if selected else ())
+    script = """
+      const drawn = [], draw = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        drawn.push(String(text));
+        draw.call(this, text, x, y);
+      };
+      const words = {};
+      for (const chart of charts) { drawn.length = 0; chart.draw(); words[chart.id] = [...drawn]; }
+      const box = $("requests-box"), heights = [...$("requests").tBodies[0].rows].map(row => row.offsetHeight);
+      return { words, selected: selectedSeq, listed: $("requests-words").textContent,
+               cut: box.scrollWidth - box.clientWidth, highest: Math.max(...heights) };
+    """
+    path = tmp_path / "report.html"
+    path.write_bytes(with_script(page, script))
+    found = probe_of(chromium(path))
+    units = {"occupancy": "blocks", "hits": "%", "waste": "%", "speed": "tokens/s", "seqs": "sequences"}
+    for chart, drawn in found["words"].items():
+        assert {"step", "time"} <= set(drawn)
+        assert any(text.endswith((" s", " ms", " µs")) for text in drawn)
+        assert chart == "timeline" or units[chart] in drawn
+    assert found["selected"] == (5 if selected else None)
+    assert found["listed"].startswith("1 of ") == selected
+    assert found["cut"] == 0, "all columns of the requests fit a laptop's screen"
+    assert found["highest"] < 40, "a request takes one line"
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 12, 40])
+def test_a_browser_shows_even_the_beginning_of_a_run(tmp_path, chromium, num_events):
+    events = list(TraceReader(recorded(tmp_path / "run.jsonl")))[:num_events]
+    with TraceWriter(tmp_path / "cut.jsonl") as writer:
+        for event in events:
+            writer(event)
+    path = tmp_path / "report.html"
+    script = """
+      drawMap(); for (const chart of charts) chart.draw();
+      setFrame(numFrames - 1); drawMap();
+      return { ready: document.documentElement.dataset.ready, words: $("pool-words").textContent };
+    """
+    path.write_bytes(with_script(render_report(TraceReader(tmp_path / "cut.jsonl")), script))
+    found = probe_of(chromium(path))
+    assert found["ready"] == "yes"
+    assert found["words"].endswith(" = 40 blocks")
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_of_five_thousand_requests_stay_responsive(tmp_path, chromium):
+    """A move of the slider, with everything that it draws, takes well under the 100 ms that feel instant."""
+    path = recorded(tmp_path / "run.jsonl.zst", num_steps=10_000, num_blocks=2000, max_num_seqs=32)
+    script = """
+      const times = [];
+      for (let i = 0; i < 40; i++) {
+        const start = performance.now();
+        $("slider").value = (i * 7919) % numFrames;
+        $("slider").dispatchEvent(new Event("input"));
+        drawMap(); for (const chart of charts) chart.draw();
+        times.push(performance.now() - start);
+      }
+      times.sort((a, b) => a - b);
+      const start = performance.now();
+      $("zoom-in").click();
+      const zoom = performance.now() - start;
+      return { steps: numPoints, requests: requests.length, median: times[20], worst: times[39], zoom };
+    """
+    target = tmp_path / "report.html"
+    target.write_bytes(with_script(render_report(TraceReader(path)), script))
+    found = probe_of(chromium(target))
+    print(found)
+    assert found["steps"] >= 10_000
+    assert found["requests"] >= 5_000
+    assert found["median"] < 100

@@ -1,0 +1,187 @@
+"""What the views print: complete at every size, the same without colour, and safe for a terminal."""
+
+import io
+import json
+import random
+
+import msgspec
+import pytest
+from rich.console import Console
+from scripted import Simulation
+
+from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
+from pagedcli.show.panels import block_ids_text
+from pagedcli.show.printers import PlainView, StepPrinter
+from pagedcli.show.step_tables import print_step_tables
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.moment import Moment
+from pagedcli.views.words import describe
+
+
+def console(width=80, height=24, **options):
+    return Console(file=io.StringIO(), width=width, height=height, _environ={}, **options)
+
+
+def printed(made):
+    return made.file.getvalue()
+
+
+def moment_of(num_blocks=60, *, steps=25, num_requests=12, **limits):
+    """A busy moment: right after a step was scheduled."""
+    rng = random.Random(7)
+    moment = Moment()
+    fold = pool_fold(moment)
+    kept = []
+
+    def emit(event):
+        fold(event)
+        if isinstance(event, StepScheduled):
+            kept[:] = [moment.copy()]
+
+    sim = Simulation(
+        num_blocks, 4, emit=emit, check=False, **{"max_num_seqs": 6, "max_num_batched_tokens": 64, **limits}
+    )
+    for _ in range(num_requests):
+        prompt = [5] * rng.randrange(12) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
+        prompt, num_new = prompt[: 4 * num_blocks], rng.randrange(5, 40)
+        sim.add(prompt, min(num_new, 4 * num_blocks - len(prompt) + 1))
+    for _ in range(steps):
+        sim.step()
+    return kept[0]
+
+
+@pytest.mark.parametrize(
+    ("table", "ref_counts", "text"),
+    [
+        ([], [], ""),
+        ([3], [0, 0, 0, 1], "3"),
+        ([0, 1, 2, 3], [2, 2, 1, 1], "0×2 1×2 2 3"),
+        ([0, 1, 2, 3, 5], [2, 2, 2, 1, 0, 1], "0-2×2 3 5"),
+        ([5, 3, 4, 0], [1, 0, 0, 1, 1, 1], "5 3 4 0"),
+    ],
+)
+def test_block_tables_in_short(table, ref_counts, text):
+    state = PoolState()
+    state.ref_counts = ref_counts
+    assert block_ids_text(state, table) == text
+
+
+@pytest.mark.parametrize("width", range(8, 60, 3))
+def test_a_cut_block_table_says_how_many_blocks_are_left_out(width):
+    state = PoolState()
+    state.ref_counts = [1] * 200
+    table = [*range(0, 60, 2), *range(100, 120)]
+    text = block_ids_text(state, table, width)
+    assert len(text) <= width
+    left_out = sum(int(part.strip("…")) for part in text.split() if "…" in part)
+    shown = [part for part in text.split() if "…" not in part]
+    num_shown = sum(int(p.split("-")[1]) - int(p.split("-")[0]) + 1 if "-" in p else 1 for p in shown)
+    assert left_out + num_shown == len(table)
+
+
+def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
+    sim = Simulation(8, 4, max_num_batched_tokens=100)
+    sim.add([1, 2, 3, 4, 5, 6, 7, 8], 5)
+    sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
+    sim.add([0, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
+    out = console(140)
+    printer = StepPrinter(out)
+    again = Simulation(8, 4, emit=printer.on_event, max_num_batched_tokens=100)
+    for seq in sim.seqs:
+        again.add(seq.token_ids, 5)
+    again.step()
+    text = printed(out)
+    assert "step 0, as its forward pass sees the cache" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 request-0 prefill 8 0 8/8 0/5 2 25.0 % 0×2 1×2" in rows
+    assert "1 request-1 prefill 2 8 10/10 0/5 3 37.5 % 0×2 1×2 2" in rows  # reuses both blocks of the first
+    assert "2 request-2 prefill 10 0 10/10 0/5 3 37.5 % 3-5" in rows  # another first token: nothing is shared
+    assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks of 4 (128 B)" in rows
+    assert "blocks by ref count 1: 4, 2: 2" in rows
+    assert "from other requests 28.6 % 33.3 % 28.6 % 33.3 %" in rows  # 8 of 28 tokens, 2 of 6 full blocks
+
+
+def test_one_step_as_json():
+    out = console(80)
+    printer = StepPrinter(out, only_step=1, as_json=True)
+    sim = Simulation(8, 4, emit=printer.on_event)
+    sim.add([1, 2, 3, 4, 5], 5)
+    sim.run()
+    assert printer.num_printed == 1
+    document = json.loads(printed(out))
+    assert document["step"] == 1
+    assert document["blocks"] == {"in_use": 2, "shared": 0, "cached": 0, "empty": 6, "total": 8}
+    (seq,) = document["sequences"]
+    assert (seq["block_table"], seq["ref_counts"], seq["num_computed_tokens"]) == ([0, 1], [1, 1], 6)
+
+
+def test_the_reason_of_a_waiting_sequence_is_shown():
+    moment = moment_of(60, max_num_seqs=2, steps=3)
+    out = console(140)
+    print_step_tables(moment, out)
+    assert "not scheduled: sequence limit (2 run)" in printed(out)
+    assert "place 2 in the queue" in printed(out)
+
+
+def test_a_preemption_in_words():
+    lines = []
+    moment = Moment()
+    fold = pool_fold(moment)
+
+    def emit(event):
+        fold(event)
+        if (words := describe(event, moment.state.step_number, moment.state)) and " preempt " in words:
+            lines.append(words)
+
+    sim = Simulation(8, 2, emit=emit, max_num_seqs=3, max_num_batched_tokens=64)
+    for index in range(3):
+        sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
+    sim.run()
+    assert lines == ["step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1"]
+
+
+def test_text_from_requests_cannot_steer_the_terminal():
+    moment = Moment()
+    sim = Simulation(8, 2, emit=pool_fold(moment))
+    sim.add([1, 2, 3], 2)
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+    moment.state.seqs[0].request_id = evil
+    out = console(120, 40)
+    print_step_tables(moment, out)
+    assert "\x1b" not in printed(out)
+    assert "\u202e" not in printed(out)
+    moment.state.seqs[0].row_id = evil
+    for event in (RequestRefused(evil, "c", evil, evil), RequestAdded(0, evil, 0, 1, 1, False, row_id=evil)):
+        assert "\x1b" not in describe(event, 1, moment.state)
+
+
+def test_a_view_that_is_no_terminal_prints_plain_lines_and_a_summary():
+    out = console(100)
+    with PlainView(out) as view:
+        sim = Simulation(8, 2, emit=view.on_event, max_num_seqs=3, max_num_batched_tokens=64)
+        for index in range(3):
+            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
+        sim.run()
+    text = printed(out)
+    assert "\x1b" not in text
+    assert "step 4 preempt seq 2: 4 tokens dropped, 2 blocks freed, for seq 0 which needed 1" in text
+    assert "in use 0 (0 shared) + cached " in text
+    assert "idle: nothing is in use, ok" in text
+
+
+def test_events_that_contradict_each_other_end_the_view_not_the_run():
+    out = console(100)
+    with PlainView(out) as view:
+        sim = Simulation(8, 2, emit=view.on_event)
+        sim.add([1, 2, 3], 4)
+        sim.step()
+        view.on_event(StepFinished(77, 1, 0, 0, 0, 0))
+        sim.run()
+    assert "the view ended early: step_finished: step 77" in printed(out)
+
+
+def test_the_summary_of_a_moment_is_plain_json():
+    summary = json.loads(msgspec.json.encode(moment_of(60).summary()))
+    assert summary["blocks"]["in_use"] + summary["blocks"]["cached"] + summary["blocks"]["empty"] == 60
+    assert summary["hit_rates"]["run"]["from_others"]["num_lookups"] > 0

@@ -1,0 +1,313 @@
+"""Folding the events of the real block manager gives back the real pool, exactly."""
+
+import random
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefixes import Prefix, compute_hash
+from pagedcli.errors import TraceError
+from pagedcli.events import (
+    SCHEMA_VERSION,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksFilled,
+    BlocksReleased,
+    BlocksReused,
+    EngineStarted,
+    PrefixLookedUp,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+    StepScheduled,
+    StepStarted,
+    TokensSampled,
+)
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState
+
+
+def engine_started(num_blocks: int, block_size: int, **changes: object) -> EngineStarted:
+    fields: dict[str, object] = {
+        "schema_version": SCHEMA_VERSION, "pagedcli_version": "0", "time_ns": 0, "model": "m", "device": "cpu",
+        "dtype": "float32", "backend": "b", "refused": (), "num_blocks": num_blocks, "block_size": block_size,
+        "block_bytes": 64 * block_size, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 4096,
+        "chunked_prefill_size": None, "enable_prefix_caching": True,
+    }  # fmt: skip
+    return EngineStarted(**(fields | changes))  # type: ignore[arg-type]
+
+
+class User:
+    """The part of a sequence that the block manager uses."""
+
+    def __init__(self, seq_id: int, token_ids: list[int], cache_salt: str | None = None) -> None:
+        self.seq_id = seq_id
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
+        self.block_table: list[int] = []
+        self.prefixes: list[Prefix] = []
+        self.cache_salt = cache_salt
+        self.num_computed_tokens = self.num_cached_tokens = self.writable_until = self.num_preemptions = 0
+
+
+def assert_same_ledgers(manager: BlockManager, state: PoolState, users: list[User]) -> None:
+    assert state.ref_counts == [block.ref_count for block in manager.blocks]
+    assert state.hashes == [block.hash for block in manager.blocks]
+    assert list(state.free_block_ids) == list(manager.free_block_ids)
+    assert state.hash_to_block_id == manager.hash_to_block_id
+    assert {user.seq_id: user.block_table for user in users} == {
+        seq.seq_id: seq.block_table for seq in state.seqs.values()
+    }
+    used = set(range(state.num_blocks)) - set(state.free_block_ids)
+    assert used == manager.used_block_ids
+    cached = sum(block.ref_count == 0 and block.hash is not None for block in manager.blocks)
+    assert state.num_cached_blocks == cached
+    assert state.num_used_blocks + state.num_cached_blocks + state.num_empty_blocks == state.num_blocks
+    assert state.num_references == sum(len(user.block_table) for user in users)
+    assert state.num_shared_blocks == sum(block.ref_count > 1 for block in manager.blocks)
+
+
+class FoldMachine(RuleBasedStateMachine):
+    """Drives a BlockManager as a scheduler would: admit, append, fork, preempt, finish. The fold must follow."""
+
+    @initialize(
+        num_blocks=st.integers(1, 9),
+        block_size=st.integers(1, 3),
+        caching=st.booleans(),
+        colliding=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, caching: bool, colliding: bool) -> None:
+        self.emit = pool_fold()
+        self.state = self.emit.state
+        self.emit(engine_started(num_blocks, block_size))
+        self.manager = BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=caching,
+            emit=self.emit,
+            hash_function=(lambda tokens, prefix: 7) if colliding else compute_hash,
+        )
+        self.waiting: list[User] = []
+        self.running: list[User] = []
+        self.next_seq_id = 0
+
+    def add(self, user: User, sample_index: int = 0) -> None:
+        self.emit(
+            RequestAdded(
+                user.seq_id, f"r{user.seq_id}", sample_index, user.num_prompt_tokens, 16, bool(user.cache_salt)
+            )
+        )
+
+    def new_user(self, token_ids: list[int], salt: str | None) -> User:
+        user = User(self.next_seq_id, token_ids, salt)
+        self.next_seq_id += 1
+        return user
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from([None, None, "a"]))
+    def arrive(self, token_ids: list[int], salt: str | None) -> None:
+        user = self.new_user(token_ids, salt)
+        self.add(user)
+        self.waiting.append(user)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        user = self.waiting[0]
+        hit = self.manager.lookup(user)
+        left = len(user.token_ids) - self.manager.num_computed_after(user, hit)
+        num_new = data.draw(st.integers(1, left))
+        if self.manager.can_allocate(user, hit, num_new):
+            self.manager.allocate(user, hit, num_new)
+            self.compute(self.waiting.pop(0), num_new)
+
+    def compute(self, user: User, num_new: int) -> None:
+        """The step itself: the tokens are in the cache, and the last one of all gives the next."""
+        user.num_computed_tokens += num_new
+        self.state.seqs[user.seq_id].num_computed_tokens += num_new  # what StepScheduled says
+        if user not in self.running:
+            self.running.append(user)
+        if user.num_computed_tokens == len(user.token_ids):
+            self.emit(TokensSampled((user.seq_id,)))
+            user.token_ids.append(len(user.token_ids) % 2)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.running))
+        num_new = data.draw(st.integers(1, len(user.token_ids) - user.num_computed_tokens))
+        if self.manager.can_append(user, num_new):
+            self.manager.may_append(user, num_new)
+            self.compute(user, num_new)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def reuse_more(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.running))
+        if len(user.token_ids) - user.num_computed_tokens > 1:
+            self.manager.reuse_more(user)
+            assert self.state.seqs[user.seq_id].num_computed_tokens == user.num_computed_tokens
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.running))
+        child = self.new_user(parent.token_ids.copy(), parent.cache_salt)
+        self.add(child, sample_index=1)
+        self.manager.fork(parent, child)
+        self.running.append(child)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.running))
+        dropped = user.num_computed_tokens
+        freed = self.manager.deallocate(user)
+        user.num_preemptions += 1
+        self.running.remove(user)
+        self.waiting.insert(0, user)
+        self.emit(RequestPreempted(user.seq_id, user.seq_id, 1, dropped, freed))
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.running + self.waiting))
+        seq = self.state.seqs[user.seq_id]
+        self.emit(RequestFinished(user.seq_id, "abort", seq.num_output_tokens))
+        self.manager.deallocate(user)
+        (self.running if user in self.running else self.waiting).remove(user)
+
+    @invariant()
+    def fold_gives_back_the_pool(self) -> None:
+        if hasattr(self, "manager"):
+            users = self.running + self.waiting
+            self.manager.check(users)  # type: ignore[arg-type]
+            assert_same_ledgers(self.manager, self.state, users)
+            assert [seq.seq_id for seq in self.state.waiting()] == [user.seq_id for user in self.waiting]
+
+
+TestFold = FoldMachine.TestCase
+TestFold.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_snapshot_is_not_changed_by_later_events() -> None:
+    state = PoolState()
+    state.apply(engine_started(4, 2))
+    manager = BlockManager(4, 2, emit=state.apply)
+    user = User(0, [1, 2, 3])
+    state.apply(RequestAdded(0, "r0", 0, 3, 16, False))
+    manager.allocate(user, manager.lookup(user), 3)
+    snapshot = state.copy()
+    manager.deallocate(user)
+    assert snapshot.ref_counts == [1, 1, 0, 0]
+    assert snapshot.seqs[0].block_table == [0, 1]
+    assert state.ref_counts == [0, 0, 0, 0]
+    assert list(state.free_block_ids) == [1, 2, 3, 0]  # the partial one first, the cached one last
+    snapshot.apply(BlocksReleased(0, (1, 0)))  # the snapshot goes on by itself
+    assert list(snapshot.free_block_ids) == list(state.free_block_ids)
+
+
+def test_three_states_add_up_and_unfilled_slots_are_counted() -> None:
+    state = PoolState()
+    state.apply(engine_started(4, 4))
+    manager = BlockManager(4, 4, emit=state.apply)
+    user = User(0, [1, 2, 3, 4, 5, 6])
+    state.apply(StepStarted(0, 0))
+    state.apply(RequestAdded(0, "r0", 0, 6, 16, False))
+    manager.allocate(user, manager.lookup(user), 6)
+    state.apply(StepScheduled(0, (0,), (6,), 0))
+    assert (state.num_used_blocks, state.num_cached_blocks, state.num_empty_blocks) == (2, 0, 2)
+    assert state.num_unfilled_slots() == 2
+    state.apply(TokensSampled((0,)))
+    state.apply(RequestFinished(0, "length", 1))
+    manager.deallocate(user)
+    state.apply(StepFinished(0, 1, 0, 0, 0, 0))
+    assert (state.num_used_blocks, state.num_cached_blocks, state.num_empty_blocks) == (0, 1, 3)
+    assert state.num_unfilled_slots() == 0
+    assert state.finished[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (BlocksAllocated(0, (1,)), "next free block is 0"),
+        (BlocksAllocated(0, (9,)), "next free block is 0"),
+        (BlocksAllocated(5, (0,)), "seq 5 is unknown"),
+        (BlocksReused(0, (0,)), "no lookup of seq 0"),
+        (BlockEvicted(0, 1), "holds hash None"),
+        (BlockEvicted(7, 1), "there is no block 7 in a pool of 3"),
+        (BlocksFilled(0, (0,), (5,)), "not neighbours in the block table"),
+        (BlocksReleased(0, (2,)), "not the block table"),
+        (PrefixLookedUp(0, "new", 5, 3, 0, 0, None, None, None, 0), "0 hits of 3 blocks, where 2 can be asked for"),
+        (RequestPreempted(0, 0, 1, 0, 0), "seq 0 is waiting, not running"),
+        (RequestFinished(0, "stop", 3), "0 output tokens, not 3"),
+        (StepScheduled(0, (0,), (1,), 0), "step 0 is not the one that runs"),
+        (engine_started(3, 2), "a second start"),
+        (engine_started(3, 2, part=3), "a second start"),
+    ],
+)
+def test_an_impossible_event_is_refused(event: object, message: str) -> None:
+    fold = pool_fold()
+    fold(engine_started(3, 2))
+    fold(RequestAdded(0, "r0", 0, 5, 16, False))
+    with pytest.raises(TraceError, match=message):
+        fold(event)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("eviction", "evicted", "taken", "message"),
+    [
+        ("lru", 1, (2, 1), None),
+        ("lru", 0, (2, 0), "block 0 was taken, but the next free block is 1"),
+        ("lfu", 0, (2, 0), None),
+        ("lfu", 0, (2, 1), "block 1 was taken, but the next free block is 0"),
+        ("lfu", 0, (0,), "block 0 was taken, but the next free block is 2"),
+    ],
+)
+def test_cached_blocks_are_evicted_only_when_no_empty_one_is_left_and_by_lru_if_the_engine_says_so(
+    eviction: str, evicted: int, taken: tuple[int, ...], message: str | None
+) -> None:
+    fold = pool_fold()
+    fold(engine_started(3, 1, eviction=eviction))
+    for event in (
+        RequestAdded(0, "r0", 0, 2, 1, False),
+        PrefixLookedUp(0, "new", 2, 2, 0, 0, 0, 7, "no_match", 0),
+        BlocksAllocated(0, (0, 1)),
+        BlocksFilled(0, (0, 1), (7, 8)),
+        RequestFinished(0, "abort", 0),
+        BlocksReleased(0, (1, 0)),  # block 1 is the least recently used one, and block 2 is empty
+        RequestAdded(1, "r1", 0, 2, 1, False),
+        PrefixLookedUp(1, "new", 2, 2, 0, 0, 0, 9, "no_match", 0),
+        BlockEvicted(evicted, 7 + evicted),
+    ):
+        fold(event)
+    with nullcontext() if message is None else pytest.raises(TraceError, match=message):
+        fold(BlocksAllocated(1, taken))
+
+
+def test_events_before_the_start_are_refused() -> None:
+    with pytest.raises(TraceError, match="before engine_started"):
+        pool_fold()(StepStarted(0, 0))
+
+
+def test_a_walk_over_a_hundred_thousand_blocks_ends_in_the_ledgers_of_the_manager() -> None:
+    rng = random.Random(0)
+    state = PoolState()
+    state.apply(engine_started(100_000, 16))
+    manager = BlockManager(100_000, 16, emit=state.apply)
+    users: list[User] = []
+    for seq_id in range(400):
+        user = User(seq_id, [rng.randrange(2) for _ in range(rng.randrange(1, 3000))])
+        state.apply(RequestAdded(seq_id, str(seq_id), 0, len(user.token_ids), 16, False))
+        hit = manager.lookup(user)
+        manager.allocate(user, hit, len(user.token_ids) - manager.num_computed_after(user, hit))
+        users.append(user)
+        if rng.random() < 0.5:
+            gone = users.pop(rng.randrange(len(users)))
+            state.apply(RequestFinished(gone.seq_id, "abort", 0))
+            manager.deallocate(gone)
+    assert_same_ledgers(manager, state, users)

@@ -1,0 +1,145 @@
+"""A trace file gives back the events, line by line, and says clearly what is wrong with it."""
+
+import random
+
+import msgspec
+import pytest
+from scripted import Simulation
+
+from pagedcli.errors import TraceError, UsageError
+from pagedcli.events import EngineStarted, Event, StepFinished
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.writer import TraceWriter
+
+SUFFIXES = [".jsonl", ".jsonl.zst"]
+
+
+def record(path, *, num_requests=12, num_blocks=12, **limits):
+    """A simulated run with sharing, forks, preemptions and evictions. Returns its events."""
+    rng = random.Random(3)
+    events: list[Event] = []
+    with TraceWriter(path) as writer:
+
+        def emit(event):
+            events.append(event)
+            writer(event)
+
+        sim = Simulation(num_blocks, 2, emit=emit, trace_tokens=True, **limits)
+        for index in range(num_requests):
+            sim.add([7] * rng.randrange(6) + [rng.randrange(3) for _ in range(rng.randrange(1, 6))], 4, n=1 + index % 2)
+        sim.run()
+    return events
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_gives_back_the_events(tmp_path, suffix):
+    path = tmp_path / f"run{suffix}"
+    events = record(path)
+    reader = TraceReader(path)
+    assert list(reader) == events
+    assert reader.line_number == len(events)
+    assert reader.notes == []
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_a_step_wrote_is_on_disk_when_the_step_is_over(tmp_path, suffix):
+    """The writer is never closed, as in a killed run."""
+    path = tmp_path / f"run{suffix}"
+    writer = TraceWriter(path)
+    sim = Simulation(12, 2, emit=writer)
+    sim.add([1, 2, 3])
+    sim.step()
+    reader = TraceReader(tmp_path / f"run.recording{suffix}")
+    assert isinstance(list(reader)[-1], StepFinished)
+    assert reader.line_number == writer.num_events
+    assert bool(reader.notes) == (suffix == ".jsonl.zst")  # an unfinished zstd frame is worth a note
+    assert writer.observer_ns > 0
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_cut_file_gives_a_prefix_of_the_events_and_a_note(tmp_path, suffix):
+    path = tmp_path / f"run{suffix}"
+    events = record(path)
+    whole = path.read_bytes()
+    for num_bytes in range(len(whole) // 3, len(whole) - 1, max(1, len(whole) // 40)):
+        path.write_bytes(whole[:num_bytes])
+        reader = TraceReader(path)
+        read = list(reader)
+        assert read == events[: len(read)]
+        assert len(read) < len(events) or reader.notes
+    assert reader.notes
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_file_and_line(tmp_path):
+    path = tmp_path / "run.jsonl"
+    record(path)
+    lines = path.read_bytes().split(b"\n")
+    lines[4] = lines[4][:-3]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(TraceError, match=r"run\.jsonl:5: "):
+        list(TraceReader(path))
+
+
+def test_a_wrong_type_and_an_unknown_event_are_named(tmp_path):
+    path = tmp_path / "run.jsonl"
+    record(path)
+    head = path.read_bytes().split(b"\n")[0]
+    path.write_bytes(head + b'\n{"event":"step_started","step":"0","time_ns":1}\n')
+    with pytest.raises(TraceError, match=r"run\.jsonl:2: Expected `int`, got `str` - at `\$\.step`"):
+        list(TraceReader(path))
+    path.write_bytes(head + b'\n{"event":"moon_landing"}\n')
+    with pytest.raises(TraceError, match=r"run\.jsonl:2: .*moon_landing"):
+        list(TraceReader(path))
+
+
+def test_another_schema_version_is_refused_with_the_version_that_wrote_it(tmp_path):
+    path = tmp_path / "run.jsonl"
+    started = next(event for event in record(path) if isinstance(event, EngineStarted))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(started, schema_version=99, pagedcli_version="7.1")))
+    with pytest.raises(TraceError, match="schema version 99") as caught:
+        list(TraceReader(path))
+    assert "7.1" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "empty"),
+        ("a.jsonl", b"hello\n", "not a trace"),
+        ("a.jsonl", b'{"prompt": "hi"}\n', "not a trace"),
+        ("a.jsonl", b'{"event":"step_started","step":0,"time_ns":1}\n', "begins with engine_started"),
+        ("a.jsonl.zst", b"not zstd at all", "damaged"),
+    ],
+)
+def test_files_that_are_no_traces(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        list(TraceReader(path))
+
+
+def test_names_and_paths_that_cannot_be(tmp_path):
+    with pytest.raises(UsageError, match="not named like a trace"):
+        TraceWriter(tmp_path / "run.txt")
+    with pytest.raises(UsageError, match="cannot read"):
+        list(TraceReader(tmp_path / "absent.jsonl"))
+    with pytest.raises(UsageError, match="cannot write"):
+        TraceWriter(tmp_path / "no" / "such" / "folder.jsonl")
+
+
+def test_hashes_of_64_bits_survive(tmp_path):
+    path = tmp_path / "run.jsonl"
+    events = record(path)
+    hashes = [h for event in events for h in getattr(event, "hashes", ())]
+    assert max(hashes) > 2**63  # more than a float or a signed integer holds
+    assert [h for event in TraceReader(path) for h in getattr(event, "hashes", ())] == hashes
+
+
+def test_an_empty_line_is_named_as_such(tmp_path):
+    path = tmp_path / "run.jsonl"
+    record(path, num_requests=2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for place in (1, 3):
+        path.write_bytes(b"".join([*lines[:place], b"\n", *lines[place:]]))
+        with pytest.raises(TraceError, match=rf"run\.jsonl:{place + 1}: an empty line"):
+            list(TraceReader(path))

@@ -1,0 +1,311 @@
+"""Each prefix lookup gets the reason that a person can check by hand, and the totals add up."""
+
+import random
+
+import pytest
+from scripted import Simulation
+
+from pagedcli.events import PrefixLookedUp
+from pagedcli.trace.fold import pool_fold
+from pagedcli.views.explain import Explainer
+from pagedcli.views.lookups import divergence_text
+
+
+class Explained:
+    """A simulation whose events are explained."""
+
+    def __init__(self, num_blocks=100, block_size=4, **limits):
+        self.explainer = Explainer()
+        limits = {"max_num_batched_tokens": 1000, "max_num_seqs": 8, "trace_tokens": True, **limits}
+        self.sim = Simulation(num_blocks, block_size, emit=pool_fold(self.explainer), **limits)
+
+    def run(self, *prompts, max_new_tokens=1, cache_salt=None):
+        """Each prompt alone, one after the other. Returns their lookups."""
+        done = len(self.explainer.lookups)
+        for prompt in prompts:
+            self.sim.add(prompt, max_new_tokens, cache_salt=cache_salt)
+            self.sim.run()
+        self.explainer.finish()
+        return self.explainer.lookups[done:]
+
+
+A, B, C, D = ([letter] * 4 for letter in range(4))
+
+
+def test_no_shared_prefix():
+    first, second = Explained().run(A + B, C + D)
+    assert (first.reason, second.reason) == ("no_shared_prefix", "no_shared_prefix")
+    assert second.why() == "no cached block matches the start of this prompt"
+    assert second.num_first == 2
+
+
+def test_a_shared_prefix_shorter_than_a_block():
+    _, second = Explained().run(A + B, [0, 0, 0, 9, *B])
+    assert second.reason == "shorter_than_block"
+    assert second.why() == "the shared prefix is shorter than a block: 3 more tokens shared, a block is 4"
+
+
+def test_a_prompt_that_goes_its_own_way_behind_some_blocks():
+    _, second = Explained().run(A + B + C, A + B + [2, 2, 9, 9] + D)
+    assert second.reason == "not_seen_before"
+    assert second.event.blocks_hit == 2
+    assert second.num_shared_tokens == 10
+    assert second.why() == "the next block had never been computed before: 2 more tokens shared, a block is 4"
+
+
+def test_everything_hit_but_the_last_token():
+    _, second, third = Explained().run(A + B, A + B, A + B + [5])
+    assert second.reason == third.reason == "all_hit"
+    assert second.event.tokens_hit == 7
+    assert "the last token is always computed" in second.why()
+    assert third.event.tokens_hit == 8
+    assert third.why() == "every full block was cached"
+
+
+def test_a_prompt_shorter_than_a_block():
+    (only,) = Explained().run([1, 2, 3])
+    assert only.reason == "no_full_block"
+
+
+def test_caching_off():
+    explained = Explained(enable_prefix_caching=False)
+    _, second = explained.run(A + B, A + B)
+    assert second.reason == "caching_off"
+    totals = explained.explainer.totals(own=False)
+    assert (totals.caching_off, totals.hit, totals.num_tokens) == (16, 0, 16)
+
+
+def test_the_same_tokens_under_another_salt():
+    explained = Explained()
+    explained.run(A + B, cache_salt="one")
+    (other,) = explained.run(A + B, cache_salt="two")
+    assert other.reason == "different_salt"
+    (same,) = explained.run(A + B, cache_salt="two")
+    assert same.reason == "all_hit"
+
+
+def test_evicted_tells_when_and_how_many_more_blocks():
+    explained = Explained(num_blocks=4)
+    (first, *_), (last,) = explained.run(A + B, C + D), explained.run([*A, 9])
+    assert first.reason == "no_shared_prefix"
+    assert last.reason == "all_hit"  # 4 blocks hold both
+    explained.run([5] * 16)  # takes the whole pool
+    (again,) = explained.run(A + B)
+    assert again.reason == "evicted"
+    assert again.evicted_step == 3
+    assert again.num_evicted == 2
+    assert again.why().startswith(
+        "the content had been cached, but was evicted at step 3; keeping it would take at least "
+    )
+
+
+def crowd(seed, *, num_blocks, one_by_one=False, block_size=2):
+    """A workload with shared heads, salts, samples and preemptions."""
+    rng = random.Random(seed)
+    explained = Explained(num_blocks, block_size, max_num_batched_tokens=9, max_num_seqs=4)
+    claims = Claims(explained)
+    heads = [[rng.randrange(4) for _ in range(rng.randrange(1, 9))] for _ in range(5)]
+    for number in range(40):
+        prompt = rng.choice(heads) + [rng.randrange(4) for _ in range(rng.randrange(0, 5))]
+        salt = rng.choice([None, None, None, "a", "b"])
+        explained.sim.add(prompt, rng.randrange(1, 6), n=1 + (number % 6 == 5), cache_salt=salt)
+        if one_by_one:
+            explained.sim.run()
+    explained.sim.run()
+    explained.explainer.finish()
+    return explained, claims
+
+
+class Claims:
+    """Checks with the real pool, at the moment of each lookup, what is said of it."""
+
+    def __init__(self, explained):
+        self.explained = explained
+        self.num_checked = dict.fromkeys(("different_salt", "unfindable", "evicted"), 0)
+        emit, manager = explained.sim.block_manager._emit, explained.sim.block_manager
+
+        def checking(event):
+            emit(event)
+            if isinstance(event, PrefixLookedUp) and event.reason != "continued":
+                self.check(explained.explainer.lookups[-1])
+
+        manager._emit = checking
+
+    def check(self, lookup):
+        manager, reason, event = self.explained.sim.block_manager, lookup.reason, lookup.event
+        if reason not in self.num_checked:
+            return
+        self.num_checked[reason] += 1
+        size = manager.block_size
+        seq = self.explained.sim.seqs[lookup.seq_id]
+        wanted = tuple(seq.token_ids[: (event.first_miss + 1) * size])
+        cached = {chain(manager.blocks[block_id].prefix) for block_id in manager.hash_to_block_id.values()}
+        same_hash = any(block.hash == event.missing_hash for block in manager.blocks)
+        if reason == "different_salt":
+            assert wanted in cached
+            assert not same_hash
+        else:
+            assert event.missing_hash not in manager.hash_to_block_id
+            assert same_hash == (reason == "unfindable")
+
+
+def chain(prefix):
+    """All tokens up to the end of a block, without the salt."""
+    tokens = []
+    while prefix is not None:
+        tokens[:0] = prefix.token_ids
+        prefix = prefix.parent
+    return tuple(tokens[2:] if tokens[0] == -1 else tokens)  # a salt of one letter is -1 and that letter
+
+
+@pytest.mark.parametrize("num_blocks", [9, 14, 30])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_is_said_of_a_miss_is_so_in_the_pool(num_blocks, one_by_one):
+    num_checked = [crowd(seed, num_blocks=num_blocks, one_by_one=one_by_one)[1].num_checked for seed in range(12)]
+    for reason in ("different_salt", "evicted") if num_blocks < 30 else ("different_salt",):
+        assert sum(counts[reason] for counts in num_checked) > 5
+
+
+@pytest.mark.parametrize("num_blocks", [9, 14, 30])
+def test_parts_of_parts_fit_and_a_finished_run_leaves_nothing_unknown(num_blocks):
+    for seed in range(12):
+        explainer = crowd(seed, num_blocks=num_blocks)[0].explainer
+        for own in (False, True):
+            totals = explainer.totals(own=own)
+            assert totals.first_seen_shared <= totals.first_seen
+            assert totals.last_block_shared <= totals.last_block
+            assert totals.not_known == 0
+            assert totals.reasons["not_known"] == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_pool_that_is_larger_by_fewer_blocks_does_not_hit(seed):
+    """Requests one after the other: with one block fewer than the least that is named, the lookup misses as well."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(50) for _ in range(4 * rng.randrange(1, 5))] for _ in range(6)]
+    prompts = [rng.choice(heads) + [rng.randrange(50) for _ in range(rng.randrange(1, 9))] for _ in range(30)]
+    lookups = Explained(num_blocks=9).run(*prompts)
+    evicted = [(place, lookup) for place, lookup in enumerate(lookups) if lookup.reason == "evicted"]
+    assert evicted
+    for place, lookup in evicted:
+        assert lookup.num_more_blocks is not None
+        fewer = Explained(num_blocks=9 + lookup.num_more_blocks - 1).run(*prompts)[place]
+        assert fewer.event.blocks_hit <= lookup.event.blocks_hit
+
+
+def test_what_two_sequences_compute_at_the_same_time_is_taken_over_block_by_block():
+    """Chunks of one block: each computes what the other has not, the first A and C, the second B."""
+    explained = Explained(max_num_batched_tokens=8, chunked_prefill_size=4)
+    explained.sim.add(A + B + C + [1], 1)
+    explained.sim.add(A + B + C + [2], 1)
+    explained.sim.run()
+    explained.explainer.finish()
+    first, second = explained.explainer.lookups
+    assert (first.reason, first.late_tokens_hit) == ("no_shared_prefix", 4)
+    assert (second.reason, second.event.tokens_hit, second.late_tokens_hit) == ("not_seen_before", 4, 4)
+    assert "4 tokens were reused later from another sequence" in second.why()
+    totals = explained.explainer.totals(own=False)
+    assert (totals.hit, totals.late_hit, totals.first_seen, totals.last_block, totals.ideal) == (4, 8, 12, 2, 12)
+
+
+def test_tokens_computed_twice_at_the_same_time_are_lost_in_flight():
+    """Chunks of half a block: both compute the first half of A, then the second takes over the whole of it."""
+    explained = Explained(max_num_batched_tokens=4, chunked_prefill_size=2)
+    explained.sim.add([*A, 1], 1)
+    explained.sim.add([*A, 2], 1)
+    explained.sim.run()
+    explained.explainer.finish()
+    _, second = explained.explainer.lookups
+    assert (second.reason, second.event.blocks_hit, second.late_tokens_hit) == ("in_flight", 0, 2)
+    totals = explained.explainer.totals(own=False)
+    assert (totals.hit, totals.late_hit, totals.in_flight, totals.first_seen, totals.ideal) == (0, 2, 2, 4, 4)
+
+
+def test_totals_add_up_and_the_ceiling_is_the_unlimited_cache():
+    rng = random.Random(2)
+    heads = [[rng.randrange(9) for _ in range(rng.randrange(4, 30))] for _ in range(5)]
+    prompts = [rng.choice(heads) + [rng.randrange(9) for _ in range(rng.randrange(1, 9))] for _ in range(60)]
+    small, large = Explained(num_blocks=12), Explained(num_blocks=10_000)
+    small.run(*prompts)
+    large.run(*prompts)
+    totals, unlimited = small.explainer.totals(own=False), large.explainer.totals(own=False)
+    parts = (
+        "hit",
+        "late_hit",
+        "evicted",
+        "in_flight",
+        "first_seen",
+        "last_block",
+        "last_token",
+        "caching_off",
+        "not_known",
+    )
+    assert sum(getattr(totals, part) for part in parts) == totals.num_tokens
+    assert totals.evicted > 0
+    assert unlimited.evicted == 0
+    assert totals.ideal == unlimited.ideal == unlimited.hit
+
+
+def test_lookups_after_a_preemption_stand_apart():
+    explained = Explained(num_blocks=20, block_size=2, max_num_seqs=3)
+    for index in range(3):
+        explained.sim.add(range(100 * index, 100 * index + 12), 6)
+    explained.sim.run()
+    explained.explainer.finish()
+    first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
+    assert first.num_lookups == 3
+    assert first.hit == 0
+    assert own.num_lookups >= 1
+    assert own.hit > 0
+
+
+def test_the_longest_shared_prefix_is_seen_without_tokens():
+    """240 shared tokens are 15 blocks of 16, and none of 256: the reason for 0 % hits."""
+    explained = Explained(num_blocks=10, block_size=256, trace_tokens=False)
+    shared = [3] * 240
+    explained.run(shared + [1] * 60, shared + [2] * 60)
+    assert explained.explainer.longest_shared_prefix() == 240
+    assert explained.explainer.totals(own=False).hit == 0
+
+
+def test_divergence_in_words():
+    explained = Explained(num_blocks=100)
+    explained.run([1, 2, 3, 4, 5, 6], [7, 7])
+    (lookup,) = explained.run([1, 2, 3, 9, 5])
+    assert lookup.divergence is not None
+    assert lookup.divergence.num_shared_tokens == 3
+    text = divergence_text(lookup.divergence, lambda ids: " ".join(map(str, ids)))
+    assert text.startswith('first divergence at token 3: earlier "1 2 3 4 5 6')
+    assert text.endswith('(request request-0) vs prompt "1 2 3 9 5"')
+    assert "[1, 2, 3, 9, 5]" in divergence_text(lookup.divergence, None)
+    (ended,) = explained.run([1, 2])
+    assert ended.divergence is not None
+    assert divergence_text(ended.divergence, None).endswith("vs prompt [1, 2] (its end)")
+
+
+def test_divergence_is_from_the_most_similar_of_all_earlier_sequences():
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(60)]
+    explained = Explained(num_blocks=1000)
+    lookups = explained.run(*prompts)
+    seqs = explained.sim.seqs
+    for place, lookup in enumerate(lookups[1:], 1):
+        earlier = [seq.token_ids for seq in seqs[:place]]
+        expected = max(shared(prompts[place], other) for other in earlier)
+        assert lookup.divergence is not None
+        assert lookup.divergence.num_shared_tokens == expected
+
+
+def shared(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_a_further_sample_that_finds_its_prompt_cached_hits_its_own_request():
+    """The sequence limit keeps the second sample from being forked: it waits and looks up what the first computed."""
+    explained = Explained(max_num_seqs=1)
+    explained.sim.add(A + B + [1], 2, n=2)
+    explained.sim.run()
+    explained.explainer.finish()
+    first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
+    assert (first.num_lookups, first.hit) == (1, 0)
+    assert (own.num_lookups, own.hit) == (1, 8)

@@ -1,0 +1,357 @@
+"""`replay --check` accepts honest traces and finds corrupted ones; time travel shows what a fresh fold shows."""
+
+import json
+import random
+import subprocess
+import sys
+from itertools import pairwise
+
+import msgspec
+import pytest
+from scripted import Simulation
+from trace_harness import EventList, check_events, simulated, write
+
+from pagedcli.errors import TraceError
+from pagedcli.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksFilled,
+    BlocksReleased,
+    BlocksReused,
+    Event,
+    PrefixLookedUp,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    RequestWaiting,
+    SequenceForked,
+    StepFinished,
+    StepScheduled,
+    StepStarted,
+    TokensSampled,
+)
+from pagedcli.show.perfetto import export_perfetto
+from pagedcli.trace.check import check_trace
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.fold import fold, pool_fold
+from pagedcli.trace.writer import TraceWriter
+from pagedcli.views.moment import Moment
+from pagedcli.views.names import NamedRequest
+from pagedcli.views.replay import Replay
+from pagedcli.views.stats import StepSeries
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Event]:
+    made = simulated()
+    kinds = {type(event) for event in made}
+    wanted = {PrefixLookedUp, BlocksReused, BlockEvicted, BlockCopied, SequenceForked, RequestPreempted, RequestWaiting}
+    assert wanted <= kinds, f"the run is too tame: no {wanted - kinds}"
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_blocks", [9, 14, 200])
+@pytest.mark.parametrize("caching", [True, False])
+def test_check_accepts_honest_traces(seed, num_blocks, caching):
+    result = check_events(simulated(num_blocks=num_blocks, seed=seed, caching=caching))
+    assert result.notes == ()
+    assert result.state.num_used_blocks == 0
+    assert result.state.num_cached_blocks + result.state.num_empty_blocks == num_blocks
+
+
+def test_check_accepts_what_a_killed_run_leaves(events):
+    """A trace may end anywhere, but for an unfinished group of events."""
+    last_step = max(i for i, event in enumerate(events) if isinstance(event, StepScheduled))
+    result = check_events(events[: last_step + 1])
+    assert "ends within step" in result.notes[0]
+
+
+def first(events, kind, nth=0):
+    return [i for i, event in enumerate(events) if isinstance(event, kind)][nth]
+
+
+def change(kind, nth=0, **changes):
+    """A corruption: fields of the nth event of a kind become what the functions make of them."""
+
+    def corrupt(events):
+        index = first(events, kind, nth)
+        event = events[index]
+        new = {name: make(getattr(event, name)) for name, make in changes.items()}
+        events[index] = msgspec.structs.replace(event, **new)
+
+    return corrupt
+
+
+def drop(kind, nth=0):
+    def corrupt(events):
+        del events[first(events, kind, nth)]
+
+    return corrupt
+
+
+def swap_with_next(kind, nth=0):
+    def corrupt(events):
+        index = first(events, kind, nth)
+        events[index], events[index + 1] = events[index + 1], events[index]
+
+    return corrupt
+
+
+def repeat(kind, nth=0):
+    def corrupt(events):
+        index = first(events, kind, nth)
+        events.insert(index, events[index])
+
+    return corrupt
+
+
+def hit_on_other_tokens(events):
+    seq_id = next(event.seq_id for event in events if isinstance(event, BlocksReused))
+    index = next(i for i, e in enumerate(events) if isinstance(e, RequestAdded) and e.seq_id == seq_id)
+    changed = (events[index].token_ids[0] + 1, *events[index].token_ids[1:])
+    events[index] = msgspec.structs.replace(events[index], token_ids=changed)
+
+
+CORRUPTIONS = {
+    "an eviction is lost": drop(BlockEvicted),
+    "a release is lost": drop(BlocksReleased, 2),
+    "a release is doubled": repeat(BlocksReleased, 1),
+    "another block is allocated": change(BlocksAllocated, 3, block_ids=lambda ids: (ids[0] ^ 1, *ids[1:])),
+    "allocated in another order": change(BlocksAllocated, block_ids=lambda ids: ids[::-1]),
+    "a hit is one block shorter": change(BlocksReused, block_ids=lambda ids: ids[:-1]),
+    "a lookup hits one more": change(PrefixLookedUp, 4, blocks_hit=lambda n: n + 1),
+    "released head first": change(BlocksReleased, 3, block_ids=lambda ids: ids[::-1]),
+    "a preemption dropped fewer tokens": change(RequestPreempted, num_tokens_dropped=lambda n: n - 1),
+    "a preemption freed one more block": change(RequestPreempted, num_blocks_freed=lambda n: n + 1),
+    "a block filled under another hash": change(BlocksFilled, 1, hashes=lambda hs: (hs[0] ^ 4, *hs[1:])),
+    "a filling is lost": drop(BlocksFilled, 2),
+    "a step is lost": drop(StepStarted, 3),
+    "a step computes one token more": change(StepScheduled, 2, num_new_tokens=lambda ns: (ns[0] + 1, *ns[1:])),
+    "a sampled token is lost": change(TokensSampled, 1, seq_ids=lambda ids: ids[1:], token_ids=lambda ids: ids[1:]),
+    "a request ends too early": change(RequestFinished, num_output_tokens=lambda n: n - 1),
+    "time runs backward": change(StepFinished, 5, time_ns=lambda ns: 0),
+    "one waits without need": change(RequestWaiting, num_free_blocks=lambda n: n + 1),
+    "a fork takes other blocks": change(SequenceForked, block_ids=lambda ids: ids[:-1]),
+    "a copy of another block": change(BlockCopied, source_block_id=lambda b: b ^ 1),
+    "events change places": swap_with_next(BlockEvicted),
+    "a prompt of another length": change(RequestAdded, 2, num_prompt_tokens=lambda n: n + 1),
+    "a hit on other tokens": hit_on_other_tokens,
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_check_finds_the_corruption(events, name):
+    corrupted = list(events)
+    CORRUPTIONS[name](corrupted)
+    with pytest.raises(TraceError, match=r"event \d+: "):
+        check_events(corrupted)
+
+
+def test_no_event_can_be_lost_unnoticed(events):
+    """Each event but the last is left out, one at a time."""
+    silent = []
+    for index in range(1, len(events) - 1):
+        try:
+            check_events(events[:index] + events[index + 1 :])
+        except TraceError:
+            continue
+        silent.append(type(events[index]).__name__)
+    assert silent == []
+
+
+def test_check_names_file_and_line(tmp_path, events):
+    corrupted = list(events)
+    index = first(corrupted, BlockEvicted)
+    del corrupted[index]
+    path = write(tmp_path / "run.jsonl.zst", corrupted)
+    with pytest.raises(TraceError, match=rf"run\.jsonl\.zst:{index + 1}: blocks_allocated: block \d+ still holds"):
+        check_trace(TraceReader(path))
+
+
+@pytest.mark.parametrize("num_requests", [2, 3, 7])
+@pytest.mark.parametrize("num_shared", [1, 15, 16, 33, 240])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_hits_follow_the_law(num_requests, num_shared, block_size):
+    """N requests that share P tokens, block S: hits = (N - 1) x floor(P / S) x S."""
+    moment = Moment()
+    sim = Simulation(
+        4000 // block_size + 20, block_size, emit=pool_fold(moment), max_num_batched_tokens=8192, max_num_seqs=8
+    )
+    for index in range(num_requests):
+        sim.add([5] * num_shared + [100 + index] * 3, 2)
+    sim.run()
+    expected = (num_requests - 1) * (num_shared // block_size) * block_size
+    assert moment.stats.run.from_others.tokens_hit == expected
+    assert moment.stats.run.own.num_lookups == 0
+
+
+def test_own_hits_after_a_preemption_are_not_hits_from_others():
+    """Requests without anything in common hit nothing from each other, whatever they find again of themselves."""
+    moment = Moment()
+    sim = Simulation(20, 2, emit=pool_fold(moment), max_num_seqs=3, max_num_batched_tokens=64)
+    for index in range(3):
+        sim.add(range(100 * index, 100 * index + 12), 6)
+    sim.run()
+    assert moment.stats.num_preemptions > 0
+    assert moment.stats.run.from_others.tokens_hit == 0
+    assert moment.stats.run.own.tokens_hit > 0
+
+
+def same(a: Moment, b: Moment) -> None:
+    snapshots = a.state.copy(), b.state.copy()  # in which no sequences are counted together
+    for name in ("ref_counts", "hashes", "free_block_ids", "seqs", "finished", "hash_to_block_id", "step"):
+        assert getattr(snapshots[0], name) == getattr(snapshots[1], name), name
+    assert list(a.state.free_block_ids) == list(b.state.free_block_ids)
+    assert a.summary() == b.summary()
+
+
+@pytest.mark.parametrize("snapshot_bytes", [100 << 20, 200_000])  # the second makes snapshots rare
+def test_any_walk_through_a_trace_shows_what_a_fresh_fold_shows(tmp_path, events, monkeypatch, snapshot_bytes):
+    monkeypatch.setattr("pagedcli.views.replay._SNAPSHOT_BYTES", snapshot_bytes)
+    fresh, moments = Moment(), []
+    for event in pool_fold(fresh).steps(EventList(events)):
+        if isinstance(event, StepScheduled):
+            moments.append(fresh.copy())
+    moments.append(fresh)
+    replay = Replay(TraceReader(write(tmp_path / "run.jsonl", events)))
+    assert replay.last_stop == len(moments) - 1
+    same(replay.moment, moments[-1])
+    rng = random.Random(1)
+    for stop in [0, replay.last_stop, *(rng.randrange(len(moments)) for _ in range(60))]:
+        same(replay.go(stop), moments[stop])
+        assert replay.position == stop
+    same(replay.go(-5), moments[0])
+    same(replay.go(10**6), moments[-1])
+
+
+def test_landmarks_are_the_steps_where_it_happened(tmp_path, events):
+    replay = Replay(TraceReader(write(tmp_path / "run.jsonl", events)))
+    expected = [moment.step for moment in all_steps(events) if moment.preemptions]
+    found = []
+    replay.go(0)
+    while (stop := replay.next_landmark("preemption")) is not None:
+        replay.go(stop)
+        found.append(replay.steps[stop])
+    if all_steps(events)[0].preemptions:
+        found.insert(0, replay.steps[0])
+    assert found == expected
+    back = replay.next_landmark("preemption", backward=True)
+    assert back is not None
+    assert replay.steps[back] == expected[-2]
+    assert replay.stop_of_step(3) is not None
+    assert replay.go(replay.stop_of_step(3)).state.step_number == 3
+    assert replay.stop_of_step(10**6) is None
+
+
+def all_steps(events):
+    moment, steps = Moment(), []
+    for event in pool_fold(moment).steps(EventList(events)):
+        if isinstance(event, StepFinished):
+            steps.append(moment.state.step)
+    return steps
+
+
+def test_a_damaged_trace_can_be_looked_at_up_to_the_damage(tmp_path, events):
+    corrupted = list(events)
+    index = first(corrupted, StepScheduled, 4)
+    corrupted.insert(index + 1, corrupted[index])
+    replay = Replay(TraceReader(write(tmp_path / "run.jsonl", corrupted)))
+    assert replay.damage is not None
+    assert f"run.jsonl:{index + 2}: step_scheduled" in replay.damage
+    assert replay.go(10**6).state.step_number == 4
+
+
+def test_following_a_request_keeps_all_its_events(events):
+    moment = Moment(follow=NamedRequest("request-2"))
+    seq_ids = {event.seq_id for event in events if isinstance(event, RequestAdded) and event.request_id == "request-2"}
+    fold(EventList(events), moment)
+    assert moment.follow_seq_ids == seq_ids
+    words = moment.last_words(1000)
+    assert any("add seq 2: request request-2" in line for line in words)
+    assert any("finish seq 2" in line for line in words)
+    assert not any("finish seq 3" in line for line in words)
+
+
+def slow_parts(events):
+    """The same run, each part of a step as long as the step."""
+    return [
+        msgspec.structs.replace(event, schedule_ns=900, forward_ns=900) if isinstance(event, StepFinished) else event
+        for event in events
+    ]
+
+
+def test_perfetto_export_has_a_row_per_sequence_and_the_counters(tmp_path, events):
+    path = tmp_path / "out.json"
+    with path.open("wb") as file:
+        export_perfetto(TraceReader(write(tmp_path / "run.jsonl", slow_parts(events))), file)
+    rows = json.loads(path.read_bytes())["traceEvents"]
+    named = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    added = [event for event in events if isinstance(event, RequestAdded)]
+    assert named == {f"seq {event.seq_id} (request {event.request_id})" for event in added}
+    phases = {row["name"] for row in rows if row["ph"] == "X"}
+    assert {"waiting", "prefill", "decode", "preempted", "forward"} <= phases
+    assert all(row["dur"] >= 0 for row in rows if row["ph"] == "X")
+    engine = [row for row in rows if row["ph"] == "X" and row["pid"] == 1]
+    ends = {}
+    for row in engine:
+        if row["name"].startswith("step "):
+            step_end = row["ts"] + row["dur"]
+            ends[row["name"]] = step_end
+        else:
+            assert row["ts"] + row["dur"] <= step_end, "a part ends with its step at the latest"
+    assert len(ends) == len(all_steps(events))
+    blocks = [row["args"] for row in rows if row["ph"] == "C" and row["name"] == "blocks"]
+    assert all(sum(args.values()) == 14 for args in blocks)
+    assert len(blocks) == len(all_steps(events))
+    slices: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["ph"] == "X" and row["pid"] == 2:
+            slices.setdefault(row["tid"], []).append((row["ts"], row["ts"] + row["dur"]))
+    assert len(slices) == len(added)
+    for phases_of_one in slices.values():
+        assert all(a[1] == b[0] for a, b in pairwise(sorted(phases_of_one))), "the phases leave no gap"
+
+
+def test_series_adds_up_to_the_totals(events):
+    moment, series = Moment(), StepSeries()
+    fold(EventList(events), moment, series)
+    columns = series.columns
+    assert len(series) == moment.stats.num_steps
+    assert sum(columns["new_tokens"]) == moment.stats.num_computed_tokens
+    assert sum(columns["sampled"]) == moment.stats.num_generated_tokens
+    assert sum(columns["hit_tokens"]) == moment.stats.run.from_others.tokens_hit
+    assert sum(columns["self_hit_tokens"]) == moment.stats.run.own.tokens_hit
+    assert sum(columns["preempted"]) == moment.stats.num_preemptions
+    assert max(columns["used"]) == moment.stats.peak_used_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+def test_a_million_events_are_checked_in_under_30_seconds_and_500_mb(tmp_path):
+    path = tmp_path / "run.jsonl"
+    rng = random.Random(1)
+    with TraceWriter(path) as writer:
+        limits = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+        sim = Simulation(2000, 16, emit=writer, check=False, **limits)
+        heads = [[rng.randrange(1000) for _ in range(rng.randrange(50, 400))] for _ in range(20)]
+        while writer.num_events < 1_000_000:
+            while len(sim.scheduler.waiting) < 8:
+                prompt = rng.choice(heads) + [rng.randrange(1000) for _ in range(rng.randrange(5, 300))]
+                sim.add(prompt, rng.randrange(5, 300), n=rng.choice([1, 1, 1, 3]))
+            sim.step()
+    code = (
+        "import sys, time; from pagedcli.cli.replay import StepFormat, _check; from pathlib import Path;"
+        "_check(Path(sys.argv[1]), StepFormat.TABLE);"
+        # not ru_maxrss, which a child inherits from the process that started it
+        "peak = [line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1];"
+        "print(time.process_time(), int(peak) // 1024, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    print(done.stdout)
+    seconds, megabytes, has_torch = done.stdout.splitlines()[-1].split()
+    assert "ok, 1,000," in done.stdout
+    assert float(seconds) < 30
+    assert int(megabytes) < 500
+    assert has_torch == "False"
