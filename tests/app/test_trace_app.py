@@ -1,5 +1,6 @@
 """The application on a running engine: pause, steps, goals, the end, and what must never end the run."""
 
+import json
 import sys
 import threading
 import time
@@ -10,7 +11,13 @@ from scripted import Simulation
 
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import LiveDeck
-from pagedcli.events import StepFinished
+from pagedcli.batch.job import Job
+from pagedcli.cli.session import run_job
+from pagedcli.cli.trace import both
+from pagedcli.config import load_config
+from pagedcli.events import StepFinished, StepStarted
+from pagedcli.trace.file import TraceReader
+from pagedcli.trace.writer import TraceWriter
 
 
 class Run:
@@ -231,3 +238,39 @@ def test_brackets_in_a_filter_are_no_markup():
         assert "with '[/x]'" in await press(pilot, "/", *"[/x]", "enter")
 
     run.under(script)
+
+
+def test_paused_time_is_no_time_of_the_run(tmp_path):
+    """Neither in its figures, nor in waiting and TTFT, nor on the clock of its recording."""
+    prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('{"prompt": "The fox", "max_tokens": 3}\n{"prompt": "Once upon a time", "max_tokens": 5}\n')
+    loaded = load_config(None, {"engine.num_gpu_blocks_override": 64})
+    deck = LiveDeck(paused=True)
+    job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
+    results = []
+
+    def work():
+        with TraceWriter(trace) as writer:
+            emit = both(writer, deck.on_event)
+            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=deck.clock_ns))
+        deck.finish()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert deck.has_started.wait(60)
+    deck.screen_is_open.set()
+    for _ in range(3):
+        time.sleep(1)
+        deck.step(1)
+    time.sleep(1)
+    deck.release()
+    thread.join(60)
+    assert results == [0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["elapsed_s"] < 2
+    assert summary["ttft_s"]["p99"] < 1
+    assert summary["queued_s"]["p99"] < 1
+    assert sum(summary["cache"]["waiting_s"].values()) < 1
+    times = [event.time_ns for event in TraceReader(trace) if isinstance(event, StepStarted | StepFinished)]
+    assert times[-1] - times[0] < 2e9
+    assert times == sorted(times)

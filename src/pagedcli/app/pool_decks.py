@@ -5,6 +5,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
@@ -23,6 +25,25 @@ _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
 _MOST_WAIT_S = 0.5  # each look at the run takes a core from its kernels for a moment
 _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may take
+
+
+class HeldClock:
+    """A monotonic clock in nanoseconds that stands still while it is held. For one thread."""
+
+    def __init__(self) -> None:
+        self._num_held_ns = 0  # so far
+
+    def __call__(self) -> int:
+        return time.perf_counter_ns() - self._num_held_ns
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The time within this context does not pass on the clock."""
+        now_ns = self()
+        try:
+            yield
+        finally:
+            self._num_held_ns += self() - now_ns
 
 
 class PoolDeck(Deck[Moment]):
@@ -86,14 +107,15 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
     """A running engine. `on_event` and `finish` belong to the engine's thread, all else to the screen's.
 
     The engine's thread leaves a copy of the moment when the screen asks for one, and waits here while paused or above
-    the chosen speed. It folds events only when a moment is due, many at once: folding each one between two kernels,
-    with cold caches, took three times as long. The view only observes: events that contradict each other end it, not
-    the run. `views` fold the same events.
+    the chosen speed; `clock_ns`, the engine's clock, stands still meanwhile. It folds events only when a moment is due,
+    many at once: folding each one between two kernels, with cold caches, took three times as long. The view only
+    observes: events that contradict each other end it, not the run. `views` fold the same events.
     """
 
     def __init__(self, *views: View[PoolState], follow: NamedRequest | None = None, paused: bool = False) -> None:
         super().__init__(paused=paused, speed=None)
         self.live = Moment(follow=follow)  # of the engine's thread, as of the last event that was folded
+        self.clock_ns = HeldClock()
         self.damage: str | None = None
         self._abort = False
         self._fold = pool_fold(self.live, *views)
@@ -125,7 +147,8 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
             self._catch_up()
             self._moment = self.live.copy()  # the empty pool: the first screen is laid out before the run begins
             self.has_started.set()
-            self.screen_is_open.wait()  # what is printed from now on must not fall between two screens
+            with self.clock_ns.held():
+                self.screen_is_open.wait()  # what is printed from now on must not fall between two screens
 
     def settled(self) -> PoolState | None:
         """The state after all events so far; None: they contradict each other."""
@@ -153,18 +176,23 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
                 self._moment, self._due_s = self.live.copy(), math.inf
             elif len(self._unfolded) >= _MOST_UNFOLDED:
                 self._catch_up()
-            while not self.stop_requested:
-                if not self.paused:
-                    pause_s = 0.0 if self.speed is None else self._last_step_s + 1 / self.speed - time.monotonic()
-                    if pause_s <= 0 or self._goal is not None:
-                        break
-                    self._changed.wait(pause_s)
-                elif self._steps_allowed:
-                    self._steps_allowed -= 1
-                    break
-                else:
-                    self._changed.wait()
+            with self.clock_ns.held():
+                self._wait_for_turn()
         self._last_step_s = time.monotonic()
+
+    def _wait_for_turn(self) -> None:
+        """Return when the user lets the step run: by its key, the speed or the end of the pause."""
+        while not self.stop_requested:
+            if not self.paused:
+                pause_s = 0.0 if self.speed is None else self._last_step_s + 1 / self.speed - time.monotonic()
+                if pause_s <= 0 or self._goal is not None:
+                    return
+                self._changed.wait(pause_s)
+            elif self._steps_allowed:
+                self._steps_allowed -= 1
+                return
+            else:
+                self._changed.wait()
 
     def finish(self) -> None:
         """The run has ended or failed."""

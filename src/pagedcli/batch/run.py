@@ -3,7 +3,6 @@
 Used by batch.job; does not use the terminal. An invalid line becomes an error row.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -137,9 +136,9 @@ class BatchRun:
 
     def run(self) -> BatchResult:
         """Serve every line. Finishes the sink if the run is complete, and abandons it if the run stops early."""
-        start_s = time.perf_counter()
+        start_ns = self._engine.clock_ns()
         try:
-            outcome = self._serve(start_s)
+            outcome = self._serve(start_ns)
         except BaseException:  # a full disk, a changed input, Ctrl-C twice
             self._sink.abandon()
             raise
@@ -147,10 +146,10 @@ class BatchRun:
             self._sink.finish(self._read.scan())
         else:
             self._sink.abandon()
-        self._update_stats(start_s)
+        self._update_stats(start_ns)
         return BatchResult(outcome, self.stats, dict(self._intake.parser.ignored))
 
-    def _serve(self, start_s: float) -> Outcome:
+    def _serve(self, start_ns: int) -> Outcome:
         engine, options = self._engine, self._options
         self.stats.num_resumed = self._sink.resumed_rows
         self.stats.num_resumed_failed = self._sink.resumed_failed_rows
@@ -165,7 +164,7 @@ class BatchRun:
                 continue
             for output in engine.step():
                 self._take_output(output)
-            self._update_stats(start_s)
+            self._update_stats(start_ns)
             if self._observe is not None:
                 self._observe(self.stats)
         return "interrupted"
@@ -311,7 +310,7 @@ class BatchRun:
         self.stats.num_failed += 1
         self.stats.error_codes[error.code] += 1
 
-    def _update_stats(self, start_s: float) -> None:
+    def _update_stats(self, start_ns: int) -> None:
         stats, engine = self.stats, self._engine
         stats.num_prompt_tokens = engine.stats.num_prompt_tokens
         stats.num_cached_tokens = engine.stats.num_cached_tokens
@@ -321,4 +320,4 @@ class BatchRun:
         stats.num_steps = engine.stats.num_steps
         stats.peak_used_blocks = engine.stats.peak_used_blocks
         stats.num_used_blocks = engine.plan.num_blocks - engine.block_manager.num_free_blocks
-        stats.elapsed_s = time.perf_counter() - start_s
+        stats.elapsed_s = (engine.clock_ns() - start_ns) * 1e-9

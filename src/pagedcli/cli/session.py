@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -34,11 +35,13 @@ def run_job(
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
     facts_of_events: Callable[[], RunFacts | None] = lambda: None,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
-    `facts_of_events` returns, once it has ended, what its events say about it; None: its counters do.
+    `facts_of_events` returns, once it has ended, what its events say about it; None: its counters do. `clock_ns` is the
+    clock of all times.
     Raises: PagedcliError for fatal errors.
     """
     work = OpenJob(job)
@@ -54,7 +57,7 @@ def run_job(
     if sink.resumed_rows:
         say(f"resuming: {plural(sink.resumed_rows, 'row')} done")
     try:
-        engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens)
+        engine = _load_engine(job, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
     except BaseException:
         sink.abandon()
         raise
@@ -141,11 +144,11 @@ def _say_resumable(sink: Sink) -> None:
         say(f"note: {sink.loss}")
 
 
-def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool) -> "LLMEngine":
+def _load_engine(job: Job, *, emit: Emit | None, trace_tokens: bool, clock_ns: Callable[[], int]) -> "LLMEngine":
     from pagedcli.runner.llm_engine import LLMEngine
 
     config = job.loaded.config.engine
-    engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens)
+    engine = LLMEngine(config, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
     say_plan(engine.plan, enable_prefix_caching=config.enable_prefix_caching)
     for note in engine.model.notes:
         say(f"note: {note}")

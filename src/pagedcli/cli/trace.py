@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -126,7 +127,7 @@ def _run_under_application(
     deck = LiveDeck(whole_run, follow=follow, paused=paused)
 
     def work() -> int:
-        return run(deck, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested)
+        return run(deck, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested, clock_ns=deck.clock_ns)
 
     try:
         return watch(PoolApp(deck, "pagedcli trace"), deck, work)
@@ -146,7 +147,9 @@ class EventView(Protocol):
         ...
 
 
-def _both(first: Emit, second: Emit) -> Emit:
+def both(first: Emit, second: Emit) -> Emit:
+    """An observer that passes each event on to both."""
+
     def emit(event: Event) -> None:
         first(event)
         second(event)
@@ -163,6 +166,7 @@ def _run(
     record_ids: bool,
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
     """Generate with a view, which folds the events into `whole_run`, too, and record a trace if the job names a file.
     Returns the exit code."""
@@ -171,7 +175,7 @@ def _run(
         writer = None
         if job.record is not None:
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
-            emit = _both(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
+            emit = both(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
 
         def facts() -> RunFacts | None:
             state = view.settled()
@@ -187,6 +191,7 @@ def _run(
             terminal_is_taken=terminal_is_taken,
             stop_requested=stop_requested,
             facts_of_events=facts,
+            clock_ns=clock_ns,
         )
     if writer is not None and writer.path.exists():
         say(f"trace: {writer.path}; view it with: pagedcli replay {job.record}")

@@ -35,7 +35,8 @@ class EngineCore:
     """Continuous batching over one paged KV cache.
 
     `emit` receives every change as an event (see pagedcli.events); with None no event is built. With `trace_tokens`
-    the events include token ids, which are private by default. `clock_ns` is the clock; a simulation passes its own.
+    the events include token ids, which are private by default. `clock_ns` is the clock of all times, in events and
+    outputs: a simulation passes its own, an application one that stands still while the run is paused.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class EngineCore:
     ) -> None:
         self.plan = plan
         self.executor = executor
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self._emit = None if emit is None else TimedEmit(emit, clock_ns)
         self.block_manager = BlockManager(
             plan.num_blocks,
@@ -179,9 +180,9 @@ class EngineCore:
         return finished
 
     def _step(self, step: int) -> None:
-        observed, clock = self._observer_ns(), StepClock(self._clock_ns, self._observer_ns)
+        observed, clock = self._observer_ns(), StepClock(self.clock_ns, self._observer_ns)
         if self._emit is not None:
-            self._emit(StepStarted(step, self._clock_ns()))
+            self._emit(StepStarted(step, self.clock_ns()))
         self.block_manager.begin_step()
         earlier, self._in_flight = self._in_flight, None
         if earlier is not None and earlier.has_beams:
@@ -216,7 +217,7 @@ class EngineCore:
         self._count(work, clock)
         if self._emit is not None:
             times = (clock.schedule_ns, clock.forward_ns, clock.sample_ns, self._observer_ns() - observed)
-            self._emit(StepFinished(step, self._clock_ns(), *times))
+            self._emit(StepFinished(step, self.clock_ns(), *times))
 
     def _may_run_ahead(self, work: ScheduledStep) -> bool:
         """Whether the step can be launched before the pending tokens are read."""
@@ -345,7 +346,7 @@ class EngineCore:
         self.stats.num_steps += 1
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)
-            self._emit(StepFailed(step, self._clock_ns(), seq_ids, cached_block_ids))
+            self._emit(StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
         self.scheduler.finish([seq for seq in unfinished if seq.finish_reason is not None])
         for request_id, request in list(self._requests.items()):
             request.count_unfinished()
@@ -368,7 +369,7 @@ class EngineCore:
         stats.sample_ns += clock.sample_ns
 
     def _now_s(self) -> float:
-        return self._clock_ns() * 1e-9
+        return self.clock_ns() * 1e-9
 
     def _observer_ns(self) -> int:
         return 0 if self._emit is None else self._emit.num_ns

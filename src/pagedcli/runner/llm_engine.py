@@ -1,5 +1,8 @@
 """The engine core over a model: loads the model of a configuration, and creates its executor."""
 
+import time
+from collections.abc import Callable
+
 from pagedcli.config import EngineConfig
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.events import Emit
@@ -13,13 +16,21 @@ class LLMEngine(EngineCore):
     Raises:  ConfigError, ModelError, BackendError.
     """
 
-    def __init__(self, config: EngineConfig, *, emit: Emit | None = None, trace_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        emit: Emit | None = None,
+        trace_tokens: bool = False,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
         self.config = config
         self._group = WorkerGroup(config) if config.tensor_parallel_size > 1 else None
         loaded = self._group.load() if self._group is not None else load_engine(config)
         self.spec, self.model, self.model_path = loaded.spec, loaded.model, loaded.model_path
         self.runner = loaded.runner
-        super().__init__(loaded.plan, self._group or self.runner, emit=emit, trace_tokens=trace_tokens)
+        executor = self._group or self.runner
+        super().__init__(loaded.plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
 
     def close(self) -> None:
         """Stop the processes of a tensor-parallel group; the engine is unusable afterwards."""
