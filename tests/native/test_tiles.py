@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,29 @@ def test_threads_and_chunks_never_change_a_bit_of_attention(emulated, block_size
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(results[0], result) for result in results)
+
+
+# sums of V run over pairs of 16 tokens counted from position 0, wherever the blocks are cut and the window begins
+@pytest.mark.parametrize("window", [None, 1, 13, 40, 100, 300])
+def test_block_sizes_chunks_and_company_never_change_a_bit_of_attention(emulated, window):
+    lengths = [(600, 70), (17, 17), (33, 1), (300, 7), (288, 1), (1, 1)]
+
+    def results(block_size):
+        case = Case(lengths, block_size, 4, 2, 64, BF16)
+        case.layer = replace(case.layer, window=window)
+        spec = AttentionSpec(CPU, BF16, block_size, 4, 2, 64)
+        backend = cpu.CpuAttention(spec, emulated)
+        crowd = run(backend, case)
+        for new in (1, 9):
+            alone = Case([(600, new)], block_size, 4, 2, 64, BF16)
+            alone.q, alone.k, alone.v = (case.of_sequence(x, 0) for x in (case.q, case.k, case.v))
+            alone.layer = case.layer
+            assert torch.equal(run(backend, alone), crowd[70 - new : 70]), new
+        return crowd
+
+    expected = results(16)
+    for block_size in (1, 3, 32, 48, 256):
+        assert torch.equal(results(block_size), expected), block_size
 
 
 def linear_inputs(tokens=100, rows=70, columns=352):

@@ -196,6 +196,7 @@ template <class A, class T> struct Attention {
                                               : take_tiles((tokens + VL - 1) / VL, next, tiles, ahead);
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
+                tiles.odd = t % (2 * VL) != 0;
                 end_values(w, std::min<int64_t>(VL, work.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
                 const State& state = split == it.split_begin && !keep ? w.total : w.split;
                 all_scores(w, rows, tiles, ahead, steps);

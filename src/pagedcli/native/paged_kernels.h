@@ -20,12 +20,12 @@ template <class T> struct Buffers {
     float *q_steps, *weight_steps;  // what one unit of a row's q and weights stands for, if they are whole numbers
     State split, total;
     typename T::Elem *key_pack, *value_pack;
-    typename T::Elem* value_end;  // for V of the last up to 32 tokens
+    typename T::Elem* value_copy;  // V that tile registers cannot read as it lies
     int64_t q_stride, rows;
 
     static size_t bytes(const Geometry& g, int64_t rows) {
         return 4096 + rows * (4 * (g.width() + 2) + 8 * KEYS + 4 * (2 * g.width() + 10)) +
-               (2 * (g.width() + 2 + SCALE<T>) * KEYS + g.width() * 2 * VL) * sizeof(typename T::Elem);
+               (3 * g.width() + 2 * (2 + SCALE<T>)) * KEYS * sizeof(typename T::Elem);
     }
     Buffers(Arena& arena, const Geometry& g, int64_t max_rows) : rows(max_rows) {
         arena.reserve(bytes(g, rows));
@@ -40,7 +40,7 @@ template <class T> struct Buffers {
             *s = {arena.take<float>(rows), arena.take<float>(rows), arena.take<float>(rows * g.width())};
         key_pack = arena.take<typename T::Elem>(KEYS * (g.head_dim + 1 + SCALE<T>));
         value_pack = arena.take<typename T::Elem>(KEYS * (g.width() + SCALE<T>));
-        value_end = arena.take<typename T::Elem>(2 * VL * g.width());
+        value_copy = arena.take<typename T::Elem>(KEYS * g.width());
     }
 };
 
@@ -50,7 +50,8 @@ template <class T> struct Buffers {
 template <class T> struct Tiles {
     int64_t count = 0, last_pairs = 0;  // pairs of tokens in the last one
     const typename T::Elem *keys[KEYS / VL], *values[KEYS / VL];
-    bool joined = false;            // tiles 2 n and 2 n + 1 follow each other in memory, both or as far as they go
+    bool joined = false;  // tiles 2 n and 2 n + 1 follow each other in memory, both or as far as they go
+    bool odd = false;     // the first one is the second of such two, counted from position 0
     const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, next to zeros: [width][PAIR]
 };
 

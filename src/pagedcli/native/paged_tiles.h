@@ -83,27 +83,35 @@ inline void all_scores(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF
     }
 }
 
-// The tokens of V that one product reads: 32 where two tiles follow each other in memory, else 16.
+// What one product reads: 32 tokens of V, counted from position 0 whatever the block size, as a product rounds its sums once.
 struct ValueTiles {
-    int64_t count;  // products
-    int tokens;     // of each
-    const char* at[KEYS / VL];
+    int64_t count = 0;  // products
+    const char *at[KEYS / VL / 2], *weights[KEYS / VL / 2];  // V of each, and the first row's weights for it
 };
 
-// The last tokens are copied where they do not fill a product: what follows them may be anything, and 0 x NaN is NaN.
+// Tokens of a product that are not one piece of memory, as blocks of 16 are not, are copied together. Zeros take the place
+// of tokens outside of the split (what lies there may be anything, and 0 x NaN is NaN); those before it after all others, so
+// that weights begin with the first tile.
 inline ValueTiles value_tiles(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles, int64_t width) {
-    const int64_t each = tiles.joined ? 2 : 1, count = (tiles.count + each - 1) / each, pair_bytes = width * 4;
-    ValueTiles values{count, (int)each * VL};
-    for (int64_t n = 0; n < count; n++) values.at[n] = (const char*)tiles.values[n * each];
-    const int64_t whole = (tiles.count - 1) % each * VL / 2;  // pairs before the last tile in the last product
-    const int64_t pairs = whole + tiles.last_pairs;
-    if (pairs == values.tokens / 2) return values;
-    char* last = (char*)w.value_end;
-    memcpy(last, values.at[count - 1], pairs * pair_bytes);
-    memset(last + pairs * pair_bytes, 0, (values.tokens / 2 - pairs) * pair_bytes);
-    if (tiles.half_pair) memcpy(last + pairs * pair_bytes, tiles.half_pair, pair_bytes);
-    values.at[count - 1] = last;
-    for (int64_t r = 0; tiles.count % each && r < rows; r++)  // no softmax wrote the weights of a tile that is not there
+    constexpr int64_t PAIRS = VL / 2;
+    const int64_t pair_bytes = width * 4;
+    ValueTiles values;
+    int64_t each = 0;  // tiles in the product
+    for (int64_t t = 0; t < tiles.count; t += each, values.count++) {
+        each = t == 0 && tiles.odd ? 1 : std::min<int64_t>(2, tiles.count - t);
+        const bool is_last = t + each == tiles.count;
+        const int64_t pairs = (each - 1) * PAIRS + (is_last ? tiles.last_pairs : PAIRS);
+        values.weights[values.count] = (const char*)w.weights + t * VL * 2;
+        values.at[values.count] = (const char*)tiles.values[t];
+        if (tiles.joined && pairs == 2 * PAIRS) continue;
+        char* copy = (char*)w.value_copy + values.count * 2 * PAIRS * pair_bytes;
+        values.at[values.count] = copy;
+        memcpy(copy, tiles.values[t], std::min(pairs, PAIRS) * pair_bytes);
+        if (pairs > PAIRS) memcpy(copy + PAIRS * pair_bytes, tiles.values[t + 1], (pairs - PAIRS) * pair_bytes);
+        memset(copy + pairs * pair_bytes, 0, (2 * PAIRS - pairs) * pair_bytes);
+        if (is_last && tiles.half_pair) memcpy(copy + pairs * pair_bytes, tiles.half_pair, pair_bytes);
+    }
+    for (int64_t r = 0; each == 1 && r < rows; r++)  // no softmax wrote the weights of a tile that is not there
         memset(w.weights + r * (KEYS / 2) + tiles.count * VL / 2, 0, VL * 2);
     return values;
 }
@@ -115,14 +123,13 @@ inline void add_values(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF
     TileRegisters registers;
     for (int64_t r = 0; r < rows; r += 2 * TILE_ROWS) {
         const TilePass pass(r, rows);
-        registers.shape(pass.rows0, pass.rows1, values.tokens * 2, values.tokens / 2);
-        const char* weights = (const char*)w.weights + r * WEIGHT_BYTES;
+        registers.shape(pass.rows0, pass.rows1, TILE_BYTES, TILE_ROWS);
         for (int64_t c = 0; c < width; c += 2 * VL)
             with_flags(pass.rows1, true, [&](auto two_rows, auto two_columns) {
                 zero_sums<two_rows(), two_columns()>(registers);
                 for (int64_t n = 0; n < values.count; n++) {
                     const char* v = values.at[n] + c * 4;
-                    multiply_block<two_rows(), two_columns()>(registers, weights + n * values.tokens * 2, WEIGHT_BYTES, v,
+                    multiply_block<two_rows(), two_columns()>(registers, values.weights[n] + r * WEIGHT_BYTES, WEIGHT_BYTES, v,
                                                               v + TILE_BYTES, width * 4);
                 }
                 for (int64_t n = 0; r == 0 && n < tiles.count; n++)
