@@ -1,5 +1,6 @@
 """The Python interface: `from pagedcli import LLM, SamplingParams`, with the signatures of vLLM and nano-vllm."""
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class LLM:
 
     `model` is a folder, a hub id or 'builtin', and `tokenizer` another folder or hub id; further keywords are the
     fields of EngineConfig (those of vLLM and nano-vllm). `emit` receives every change of the KV cache as an event, see
-    pagedcli.events.
+    pagedcli.events. Calls from several threads are served one after the other.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
@@ -106,6 +107,7 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
         self._num_requests = 0
+        self._turn = threading.Lock()  # of the thread whose call is served
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -137,7 +139,8 @@ class LLM:
 
         Implemented by a salt: the blocks stay until their space is needed, as any cached block does.
         """
-        self._num_resets += 1
+        with self._turn:
+            self._num_resets += 1
         return True
 
     def generate(
@@ -161,8 +164,9 @@ class LLM:
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("generate() needs either prompts or prompt_token_ids")
         prompts = _as_list(prompts if prompts is not None else prompt_token_ids)
-        all_params = self._per_prompt(sampling_params, len(prompts))
-        return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+        with self._turn:
+            all_params = self._per_prompt(sampling_params, len(prompts))
+            return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
 
     def chat(
         self,
@@ -194,9 +198,10 @@ class LLM:
         }
         arguments = {name: value for name, value in arguments.items() if value is not None}
         arguments |= chat_template_kwargs or {}
-        prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
-        all_params = self._per_prompt(sampling_params, len(prompts))
-        return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
+        with self._turn:
+            prompts = [self.tokenizer.encode_chat(read_messages(list(each)), arguments) for each in conversations]
+            all_params = self._per_prompt(sampling_params, len(prompts))
+            return self._run([self._request(*pair) for pair in zip(prompts, all_params, strict=True)], use_tqdm)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
         cache_salt = None

@@ -122,6 +122,20 @@ def test_the_last_bit_of_a_logprob_counts_unless_tolerated(outputs, tmp_path):
     assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", "--tolerance", "0.001", expect=0)["num_different"] == 0
 
 
+def test_other_listed_tokens_with_the_same_logprobs_are_found(outputs, tmp_path):
+    def change(rows):
+        first, second = rows[0]["logprobs"][2]["top_logprobs"][1:]
+        for field in ("token", "bytes"):
+            first[field], second[field] = second[field], first[field]
+
+    (row,) = changed(outputs, tmp_path, change)["differences"]
+    assert (row["kind"], row["token"], row["logprob_delta"]) == ("logprobs", 2, 0)
+    tokens = [each["token"] for each in rows_of(outputs / "out.jsonl")[0]["logprobs"][2]["top_logprobs"]]
+    assert row["a"] == str(tokens)
+    assert row["b"] == str([tokens[0], tokens[2], tokens[1]])
+    assert verify(outputs / "out.jsonl", tmp_path / "b.jsonl", "--tolerance", "0.001", expect=0)["num_different"] == 0
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [

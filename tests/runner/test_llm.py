@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -250,3 +251,18 @@ def test_a_structure_has_exactly_one_form():
         SamplingParams(regex="a", structured_outputs=StructuredOutputsParams(choice=["a"]))
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)
+
+
+def test_threads_that_share_an_llm_take_turns(llm):
+    prompts = [[f"Story {number} of thread {thread}" for number in range(6)] for thread in range(4)]
+    expected = [texts(llm, each) for each in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = pool.map(lambda each: texts(llm, each), prompts)
+            llm.reset_prefix_cache()
+            assert list(found) == expected
+
+
+def texts(llm, prompts):
+    answered = llm.chat([{"role": "user", "content": prompts[0]}], GREEDY, use_tqdm=False)
+    return [output["text"] for output in answered + llm.generate(prompts, GREEDY, use_tqdm=False)]

@@ -8,6 +8,8 @@ import torch
 from pagedcli.core.sampling_input import LogitChange, SamplingInput, uniform
 from pagedcli.core.sequence import Sequence
 from pagedcli.errors import ParameterError
+from pagedcli.layers import sampling
+from pagedcli.native import load_library
 from pagedcli.runner.sampler import change_logits, sample_tokens
 from pagedcli.runner.transfer import Upload
 from pagedcli.sampling_params import SamplingParams
@@ -239,3 +241,37 @@ def test_a_mixture_of_greedy_and_drawn_rows_finds_the_rows_without_numbers(logit
 def test_parameters_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ParameterError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+# ---------------------------------------------------------------------- ties
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_longer_list_of_tokens_begins_with_the_shorter_one(native, monkeypatch):
+    monkeypatch.setattr(sampling, "loaded_library", load_library if native else lambda: None)
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(40, 700, generator=generator) * 2).bfloat16().float()  # a hundred different values
+    logits[0] = -3.0
+    logits[1, 5:] = float("-inf")
+    scores = logits.log_softmax(-1)
+    values, tokens = sampling.top_tokens(scores, 700)
+    expected = scores.sort(dim=-1, descending=True, stable=True)  # stable: ties by token id
+    assert torch.equal(values, expected.values)
+    assert torch.equal(tokens, expected.indices)
+    for count in (0, 1, 5, 33, 64):
+        shorter = sampling.top_tokens(scores, count)
+        assert torch.equal(shorter[0], values[:, :count])
+        assert torch.equal(shorter[1], tokens[:, :count])
+
+
+def test_limits_of_other_rows_never_change_what_a_row_keeps():
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(64, 3000, generator=generator) * 2
+    k, p, m = torch.arange(1, 65), torch.full((64,), 0.7), torch.zeros(64)
+    together = sampling.smallest_kept(logits, torch.ones(64), k, p, m, most_k=None, only_min_p=False)
+    for row in range(64):
+        one = slice(row, row + 1)
+        alone = sampling.smallest_kept(
+            logits[one], torch.ones(1), k[one], p[one], m[one], most_k=row + 1, only_min_p=False
+        )
+        assert torch.equal(alone, together[one])

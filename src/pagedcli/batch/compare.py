@@ -24,6 +24,10 @@ Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "endin
 _AROUND = 24  # characters of text on either side of a difference
 
 
+Listed = tuple[list[float], list[Any]]
+"""Log-probabilities at one position: of its token, then of the likeliest; and which tokens these are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What can be compared of one sample; None: unknown."""
@@ -31,8 +35,8 @@ class Sample:
     text: str | None
     token_ids: list[int] | None
     tokens: list[str] | None  # their texts, from the log-probabilities
-    logprobs: list[list[float]] | None  # per token: its own, then those of the likeliest
-    prompt_logprobs: list[list[float]] | None  # the same of the prompt's tokens from the second on
+    logprobs: list[Listed] | None  # per token
+    prompt_logprobs: list[Listed] | None  # the same of the prompt's tokens from the second on
     ending: tuple[Any, Any]  # finish reason, stop reason
 
 
@@ -102,17 +106,22 @@ def _compare_logprobs(
     label: str,
     kind: Literal["logprobs", "prompt_logprobs"],
     index: int | None,
-    a: list[list[float]] | None,
-    b: list[list[float]] | None,
+    a: list[Listed] | None,
+    b: list[Listed] | None,
     tolerance: float,
 ) -> Difference | None:
     if a is None or b is None:
         return None
-    deltas = [_largest_delta(first, second) for first, second in zip(a, b, strict=True)]
+    deltas = [_largest_delta(first, second) for (first, _), (second, _) in zip(a, b, strict=True)]
     token = next((place for place, delta in enumerate(deltas) if not delta <= tolerance), None)
+    if token is not None:
+        texts = repr(a[token][0][0]), repr(b[token][0][0])
+        return Difference(label, kind, index, token, None, *texts, logprob_delta=max(deltas))
+    # within a tolerance above 0 neighbours in the list may change places
+    token = next((place for place, (x, y) in enumerate(zip(a, b, strict=True)) if x[1] != y[1] and not tolerance), None)
     if token is None:
         return None
-    return Difference(label, kind, index, token, None, repr(a[token][0]), repr(b[token][0]), logprob_delta=max(deltas))
+    return Difference(label, kind, index, token, None, str(a[token][1]), str(b[token][1]), logprob_delta=0.0)
 
 
 def _parting(a: Any, b: Any) -> int | None:
@@ -187,7 +196,8 @@ def _read_sample(sample: dict[str, Any], answer: str) -> Sample:
     if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # of the completions endpoint
         tokens = logprobs["tokens"]
         values = [
-            [own, *top.values()] for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+            ([own, *top.values()], list(top))
+            for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
         ]
     elif logprobs is not None:
         positions = logprobs["content"] if isinstance(logprobs, dict) else logprobs
@@ -201,8 +211,16 @@ def _read_sample(sample: dict[str, Any], answer: str) -> Sample:
     return Sample(text, sample.get("token_ids"), tokens, values, _values(prompt), ending)
 
 
-def _values(positions: list[dict[str, Any]]) -> list[list[float]]:
-    return [[each["logprob"], *(top["logprob"] for top in each["top_logprobs"])] for each in positions]
+def _values(positions: list[dict[str, Any]]) -> list[Listed]:
+    return [
+        ([each["logprob"], *(top["logprob"] for top in each["top_logprobs"])], list(map(_name, each["top_logprobs"])))
+        for each in positions
+    ]
+
+
+def _name(token: dict[str, Any]) -> str:
+    """Its text; its bytes where these are no text."""
+    return str(token["bytes"] if "\N{REPLACEMENT CHARACTER}" in token["token"] else token["token"])
 
 
 def row_of(label: str, answers: list[Answer]) -> ComparedRow:
@@ -216,10 +234,14 @@ def row_of(label: str, answers: list[Answer]) -> ComparedRow:
     return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
 
 
-def _own_values(positions: Iterable[TokenLogprobs | None] | None) -> list[list[float]] | None:
+def _own_values(positions: Iterable[TokenLogprobs | None] | None) -> list[Listed] | None:
     if positions is None:
         return None
-    return [[each.logprob, *(logprob for _, logprob in each.top)] for each in positions if each is not None]
+    return [
+        ([each.logprob, *(logprob for _, logprob in each.top)], [token_id for token_id, _ in each.top])
+        for each in positions
+        if each is not None
+    ]
 
 
 def pairs(

@@ -10,6 +10,7 @@ from pagedcli.native import loaded_library
 from pagedcli.native.structs import DTYPE_CODES, bind
 
 INVALID = -1  # in place of a token if a row's logits contain NaN or +inf, or only -inf
+_ROWS = 32  # whose 64-bit numbers are in memory at once
 NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
 
 
@@ -56,6 +57,38 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
     return tokens
 
 
+def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest scores of each row and their tokens, largest first, ties by token id: a longer list begins
+    with the shorter one. (torch.topk orders ties by `count`, here the largest of a step's rows.)
+
+    Shapes: scores [R, V] float32 -> [R, K] float32 and [R, K] int64, K at most V.
+    """
+    num_rows, vocab_size = scores.shape
+    count = min(count, vocab_size)
+    library = loaded_library()
+    if scores.is_cuda or library is None or count == 0:
+        starts = range(0, max(num_rows, 1), _ROWS)
+        found = [_top_tokens(scores[start : start + _ROWS], count) for start in starts]
+        values, tokens = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return values, tokens
+    scores = scores.contiguous()
+    values, tokens = torch.empty((num_rows, count)), torch.empty((num_rows, count), dtype=torch.int64)
+    bind(library.functions).decoder_top(
+        scores.data_ptr(), num_rows, vocab_size, count, values.data_ptr(), tokens.data_ptr(), torch.get_num_threads()
+    )
+    return values, tokens
+
+
+def _top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """By one 64-bit number per token: the float's bits in an order that integers share, then V - 1 - the token id."""
+    last = scores.shape[1] - 1
+    bits = scores.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    numbers = (ordered.long() << 32) + torch.arange(last, -1, -1, device=scores.device)
+    tokens = last - (numbers.topk(count).values & 0xFFFFFFFF)
+    return scores.gather(1, tokens), tokens
+
+
 def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None) -> Tensor:
     """choose_tokens for rows with a temperature above 0."""
     scores = logits.float()
@@ -89,7 +122,8 @@ def smallest_kept(
     floor = scores.max(-1).values + temperature * min_p.log()
     if only_min_p:
         return floor
-    log_mass = (scores / temperature[:, None]).logsumexp(-1)
+    scaled = scores / temperature[:, None]
+    log_mass = scaled.amax(-1) - scaled.log_softmax(-1).amax(-1)  # torch cuts the sum of a single row among threads
     vocab_size = logits.shape[1]
     count = min(most_k or vocab_size, vocab_size)
     if count == vocab_size > NUM_LIKELIEST and not logits.is_cuda:
@@ -116,8 +150,9 @@ def _kept_of_likeliest(
     inside = (likeliest >= floor[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])
     weights = (likeliest / temperature[:, None] - log_mass[:, None]).exp() * inside
     # top-p is relative to the total that earlier filters kept
-    mass = torch.where((top_k == 0) & (min_p == 0), 1.0, weights.sum(-1))
-    before = weights.cumsum(-1) - weights
+    up_to = weights.cumsum(-1)  # token by token, so that C, which depends on the other rows, never changes a bit
+    mass = torch.where((top_k == 0) & (min_p == 0), 1.0, up_to[:, -1])
+    before = up_to - weights
     # always keep the argmax, even if float32 rounds top-p to 0
     kept = inside & ((before < (top_p * mass)[:, None]) | (top_p == 1)[:, None] | (rank == 0))
     smallest = likeliest.masked_fill(~kept, float("inf")).amin(-1)

@@ -131,6 +131,24 @@ template <class T> void likeliest(const void* scores, int64_t num_rows, int64_t 
     });
 }
 
+// The k largest, largest first, equal ones by their place.
+void top_of_row(const float* x, int64_t n, int64_t k, float* values, int64_t* places) {
+    int64_t count = 0, i = 0;
+    auto put = [&](int64_t place) {
+        if (count == k && !(x[place] > values[k - 1])) return;
+        int64_t at = count < k ? count++ : k - 1;
+        for (; at > 0 && values[at - 1] < x[place]; at--) values[at] = values[at - 1], places[at] = places[at - 1];
+        values[at] = x[place], places[at] = place;
+    };
+    while (i < k) put(i++);
+    for (; i + 4 * VL <= n; i += 4 * VL) {
+        const vf top = max_of(max_of(loadf(x + i), loadf(x + i + VL)), max_of(loadf(x + i + 2 * VL), loadf(x + i + 3 * VL)));
+        if (!(max_in(top) > values[k - 1])) continue;
+        for (int64_t j = 0; j < 4 * VL; j++) put(i + j);
+    }
+    while (i < n) put(i++);
+}
+
 }  // namespace
 
 extern "C" {
@@ -149,5 +167,12 @@ void decoder_norm_rows(int64_t dtype, const void* x, const void* weight, int64_t
 // The index of the largest of each row [num_rows][size], the first one of equals; -1 where the largest is no number.
 void decoder_argmax(int64_t dtype, const void* scores, int64_t num_rows, int64_t size, int64_t* out, int threads) {
     with_activations(dtype, [&](auto type) { likeliest<decltype(type)>(scores, num_rows, size, out, threads); });
+}
+
+// The k largest of each row [num_rows][size], 0 < k <= size.
+void decoder_top(const float* scores, int64_t num_rows, int64_t size, int64_t k, float* values, int64_t* places, int threads) {
+    parallel_for(threads_for(threads, num_rows * size), num_rows, [&](int64_t r) {
+        top_of_row(scores + r * size, size, k, values + r * k, places + r * k);
+    });
 }
 }

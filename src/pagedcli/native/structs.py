@@ -92,6 +92,7 @@ def bind(library: ctypes.CDLL) -> Any:
         "decoder_forward": ([_pointer, _pointer], _int),
         "decoder_norm_rows": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_float, _pointer, _int], None),
         "decoder_argmax": ([_int64, _pointer, _int64, _int64, _pointer, _int], None),
+        "decoder_top": ([_pointer, _int64, _int64, _int64, _pointer, _pointer, _int], None),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagedcli.core.prompt_rows import PromptLogprobs, PromptRows
 from pagedcli.core.sequence import TokenLogprobs
+from pagedcli.layers.sampling import top_tokens
 from pagedcli.runner.transfer import Download, Upload
 
 _ROWS = 64  # whose logits are in memory at once
@@ -46,6 +47,6 @@ def score_prompts(
     parts = []
     for start in range(0, hidden.shape[0], _ROWS):
         logprobs = compute_logits(hidden[start : start + _ROWS]).float().log_softmax(-1)
-        top = logprobs.topk(min(num_top, logprobs.shape[1]))
-        parts.append((logprobs.gather(1, token_ids[start : start + _ROWS, None])[:, 0], top.values, top.indices))
+        own = logprobs.gather(1, token_ids[start : start + _ROWS, None])[:, 0]
+        parts.append((own, *top_tokens(logprobs, num_top)))
     return PromptScores(rows, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

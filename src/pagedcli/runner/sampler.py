@@ -13,7 +13,7 @@ from pagedcli.core.executor import StepTokens
 from pagedcli.core.sampling_input import LogitChange, SamplingInput
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.core.step_input import Bools
-from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept
+from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept, top_tokens
 from pagedcli.runner.prompt_scores import PromptScores
 from pagedcli.runner.transfer import Download, Upload
 
@@ -147,9 +147,9 @@ def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: U
     """Log-probabilities for rows that request them: [P] of the token, [P, K] of the likeliest, [P, K] their ids."""
     [rows] = upload([np.array(sampling.with_logprobs, dtype=np.int64)])
     logprobs = logits.index_select(0, rows).float().log_softmax(-1)
-    top = logprobs.topk(min(max(sampling.num_logprobs), logprobs.shape[1]))
+    values, ids = top_tokens(logprobs, max(sampling.num_logprobs))
     places = tokens.index_select(0, rows).clamp(min=0)[:, None]  # INVALID has none
-    return logprobs.gather(1, places)[:, 0], top.values, top.indices
+    return logprobs.gather(1, places)[:, 0], values, ids
 
 
 def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
@@ -161,5 +161,4 @@ def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload) -> tupl
     for change in sampling.changes:
         if change.row in places:
             change_logits(logprobs[places[change.row]], change, upload)
-    top = logprobs.topk(min(max(sampling.num_candidates), logprobs.shape[1]))
-    return top.values, top.indices
+    return top_tokens(logprobs, max(sampling.num_candidates))
