@@ -122,7 +122,7 @@ def memory(scale: Scale) -> Result:
     """What profile-memory predicts against what the engine measured, and whether the pool was really there."""
     from dataclasses import fields
 
-    from pagedcli.core.budget import ModelSizes, StepShape
+    from pagedcli.core.budget import ModelSizes
     from pagedcli.models.reading import read_spec
 
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ def memory(scale: Scale) -> Result:
     sizes = ModelSizes(**{field.name: getattr(spec, field.name) for field in fields(ModelSizes)})
     rows.append({"term": "weights", "predicted": sizes.num_parameters * itemsize, "measured": plan.weight_bytes})
     if plan.budget is not None:
-        step = StepShape.largest(plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len)
+        step = plan.limits.largest_step
         expected = sizes.activation_bytes(step, itemsize)
         rows.append({"term": "activations", "predicted": expected, "measured": plan.budget.activations})
         rows.append({"term": "graphs", "predicted": "", "measured": plan.budget.graphs})
@@ -154,7 +154,7 @@ def memory(scale: Scale) -> Result:
     exact = all(row["measured"] == row["predicted"] for row in rows if row["term"] in ("weights", "KV cache"))
     return (
         fits and exact,
-        f"{plan.num_blocks:,} blocks of {plan.block_size}; weights and pool as predicted: {exact}",
+        f"{plan.num_blocks:,} blocks of {plan.limits.block_size}; weights and pool as predicted: {exact}",
         rows,
     )
 

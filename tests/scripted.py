@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from pagedcli.core.engine_core import EngineCore
 from pagedcli.core.executor import StepTokens
+from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.sampling_params import SamplingParams
 
@@ -105,13 +106,14 @@ class ScriptedStep:
 
 
 def scripted_plan(num_blocks, block_size=2, **changes):
-    fields = {
-        "model": "none", "device": "none", "dtype": "float32", "backend": "none", "refused": (),
-        "block_size": block_size, "block_bytes": block_size * 4, "num_blocks": num_blocks, "num_blocks_reason": "test",
-        "max_model_len": num_blocks * block_size + 64, "max_num_seqs": 4, "max_num_batched_tokens": 8,
-        "weight_bytes": 0, "budget": None, "vocab_size": 1_000_000, **changes,
+    """A plan with changes of its own fields or of its limits."""
+    limits = {
+        "block_size": block_size, "num_blocks": num_blocks, "max_model_len": num_blocks * block_size + 64,
+        "max_num_seqs": 4, "max_num_batched_tokens": 8, "vocab_size": 1_000_000,
     }  # fmt: skip
-    return Plan(**fields)
+    limits |= {name: value for name, value in changes.items() if name in Limits.__dataclass_fields__}
+    others = {name: value for name, value in changes.items() if name not in Limits.__dataclass_fields__}
+    return Plan(**{"limits": Limits(**limits), "model": "none", "block_bytes": block_size * 4, **others})
 
 
 class Simulation(EngineCore):
@@ -119,9 +121,9 @@ class Simulation(EngineCore):
 
     def __init__(self, num_blocks, block_size=2, *, emit=None, trace_tokens=False, check=True, choose=rule, **changes):
         plan = scripted_plan(num_blocks, block_size, **changes)
-        width = -(-plan.max_model_len // block_size)
+        width = -(-plan.limits.max_model_len // block_size)
         executor = ScriptedExecutor(
-            num_blocks, block_size, plan.max_num_seqs, width, windows=plan.windows, choose=choose
+            num_blocks, block_size, plan.limits.max_num_seqs, width, windows=plan.limits.windows, choose=choose
         )
         self.seqs = []
         self._check = check

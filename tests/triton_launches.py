@@ -7,12 +7,12 @@ import torch
 from pretend_cuda import GPU, PretendGpu
 from triton_compile import NAMES, Compiled
 
-from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.base import PagedBatch, named_dtype
 from pagedcli.config import EngineConfig
 from pagedcli.models.layer_step import cache_groups
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
-from pagedcli.planning.decide import decide
+from pagedcli.planning.decide import attention_spec, decide
 from pagedcli.planning.machine import described_gpu
 
 TYPES = {**NAMES, torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
@@ -80,7 +80,8 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     (folder / "config.json").write_text(json.dumps(config))
     spec = read_spec(folder)
     engine = EngineConfig(model=str(folder), device="cuda", load_format="dummy", **options)
-    decided = decide(engine, spec, described_gpu(80 * 2**30, capability=capability))
+    gpu = described_gpu(80 * 2**30, capability=capability)
+    decided = decide(engine, spec, gpu)
     assert decided.backend == "triton", decided.refused
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
@@ -89,17 +90,17 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
                 if name.endswith("_kernel"):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))
         patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        backend = triton_paged.TritonAttention(decided.attention)
+        backend = triton_paged.TritonAttention(attention_spec(engine, spec, gpu))
         model = load_model(
-            folder, spec, backend=backend, dtype=decided.dtype, device=GPU, load_format="dummy",
+            folder, spec, backend=backend, dtype=named_dtype(decided.dtype), device=GPU, load_format="dummy",
             decoder=decided.decoder, max_model_len=1024,
         )  # fmt: skip
         own = model.spec
-        shape = backend.kv_shape(64, decided.block_size, own.num_kv_heads, own.head_dim)
+        shape = backend.kv_shape(64, decided.limits.block_size, own.num_kv_heads, own.head_dim)
         num_groups = len(cache_groups([layer.window for layer in model.attention_layers]))
-        cache = torch.empty((2, own.num_layers, *shape), dtype=decided.kv_dtype, device=GPU)
+        cache = torch.empty((2, own.num_layers, *shape), dtype=named_dtype(decided.kv_dtype), device=GPU)
         for lengths in steps:
-            batch, num_tokens = _batch(lengths, decided.block_size, num_groups)
+            batch, num_tokens = _batch(lengths, decided.limits.block_size, num_groups)
             ids = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
             hidden = model.forward(ids, ids, batch, cache)
             logits = model.compute_logits(hidden[: len(lengths)])

@@ -302,7 +302,7 @@ def test_a_run_takes_only_as_many_lines_as_the_engine_needs(harness):
 
     result, rows = harness.run(lines(), run={"observe": observe})
     assert len(rows) == result.stats.num_done == 1000
-    assert 0 < most_ahead <= 2 * harness.engine.plan.max_num_seqs
+    assert 0 < most_ahead <= 2 * harness.engine.limits.max_num_seqs
 
 
 def test_a_stop_request_ends_the_run_after_the_step_with_its_rows(harness):

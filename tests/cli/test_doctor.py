@@ -121,9 +121,13 @@ def test_what_an_engine_does_here_is_told():
 
 
 def test_graphs_scales_and_notes_of_a_plan_are_told():
-    from pagedcli.cli.engine_table import EngineFacts, engine_table
+    from pagedcli.cli.engine_table import engine_table
+    from pagedcli.core.limits import Limits
+    from pagedcli.core.plan import Plan
 
-    facts = EngineFacts(
+    plan = Plan(
+        limits=Limits(),
+        model="m",
         backend="triton",
         refused=("cpu: no compiler",),
         dtype="bfloat16",
@@ -133,7 +137,7 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
         no_graphs=None,
         notes=("slow",),
     )
-    assert [tuple(row.values()) for row in engine_table("here", facts).rows] == [
+    assert [tuple(row.values()) for row in engine_table("here", plan).rows] == [
         ("attention", "triton"),
         ("not used", "cpu: no compiler"),
         ("dtype", "bfloat16"),
@@ -147,7 +151,7 @@ def test_graphs_scales_and_notes_of_a_plan_are_told():
 def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_path):
     from model_zoo import tiny_model
 
-    from pagedcli.cli.engine_table import EngineFacts
+    from pagedcli.cli.engine_table import engine_table
     from pagedcli.config import EngineConfig
     from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import this_machine
@@ -158,6 +162,6 @@ def test_weights_that_could_not_be_packed_are_told_before_and_after_loading(tmp_
         attention_backend="sdpa", num_gpu_blocks_override=4,
     )  # fmt: skip
     engine = LLMEngine(config)
-    expected = EngineFacts.of_decisions(decide(config, engine.spec, this_machine()))
+    expected = decide(config, engine.spec, this_machine())
     assert expected.notes == ("linear layers are slow here: oneDNN cannot pack float16 weights",)
-    assert expected == EngineFacts.of_plan(engine.plan, engine.model.notes)
+    assert engine_table("", expected) == engine_table("", engine.plan)

@@ -10,7 +10,6 @@ import torch
 from cli_harness import pagedcli
 from model_zoo import cached_model, tiny_model
 
-from pagedcli.attention.base import dtype_name
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.reading import read_spec
@@ -60,12 +59,13 @@ def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_
     config = EngineConfig(**{"model": str(path), "device": "cpu", "max_num_batched_tokens": 64, **changes})
     engine = LLMEngine(config).plan
     decided = decide(config, read_spec(path), here)
-    assert (decided.backend, dtype_name(decided.dtype), decided.refused) == (
+    assert (decided.backend, decided.dtype, decided.refused) == (
         engine.backend,
         engine.dtype,
         engine.refused,
     )
-    assert (decided.max_model_len, decided.block_bytes) == (engine.max_model_len, engine.block_bytes)
+    assert replace(decided.limits, num_blocks=engine.num_blocks) == engine.limits
+    assert decided.block_bytes == engine.block_bytes
     if missing and "attention_backend" not in changes:
         assert engine.refused == ("cpu: no C++ compiler found",)
 
@@ -96,11 +96,11 @@ def test_plan_and_profile_memory_say_what_the_engine_does(changes, missing, tmp_
 def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec):
     pytest.importorskip("triton")
     decided = decide(EngineConfig(**config), spec, gpu)
-    assert (decided.backend, dtype_name(decided.dtype), dtype_name(decided.kv_dtype)) == expected
+    assert (decided.backend, decided.dtype, decided.kv_dtype) == expected
     found = forecast(EngineConfig(**config), spec, decided, gpu)
     assert found is not None
     assert found.num_blocks > 0
-    if decided.device.type == "cuda":
+    if not decided.on_cpu:
         assert (found.terms.graphs > 0) == (decided.backend == "triton")
 
 
@@ -145,7 +145,7 @@ def test_an_engine_creates_no_context_on_gpus_that_it_does_not_use(monkeypatch):
 def test_the_number_that_cuda_means_is_the_current_gpu(spec):
     gpu = Gpu(name="a", total_bytes=GIB, free_bytes=GIB, capability=(8, 0))
     there = Machine(total_bytes=GIB, available_bytes=GIB, gpus=(gpu, gpu), current_gpu=1, is_here=False)
-    assert decide(EngineConfig(device="cuda"), spec, there).device.index == 1
+    assert decide(EngineConfig(device="cuda"), spec, there).device == "cuda:1"
 
 
 def test_plan_refuses_quantized_weights_where_generate_does(tmp_path):
@@ -175,6 +175,6 @@ def test_doctor_and_bench_say_what_the_engine_does(tmp_path, monkeypatch):
 @pytest.mark.parametrize("there", [gpu_machine(gib=1), replace(gpu_machine(), gpus=(), available_bytes=GIB)])
 def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
     endless = replace(spec, max_position_embeddings=2**40)
-    assert decide(EngineConfig(), endless, there).max_model_len == 2**20
+    assert decide(EngineConfig(), endless, there).limits.max_model_len == 2**20
     with pytest.raises(ConfigError, match="max_model_len is 1099511627776: its tables"):
         decide(EngineConfig(max_model_len=2**40), endless, there)

@@ -40,7 +40,7 @@ def make_engine(path, *, padded, sizes=None, **config):
 
 
 def graphs_of(runner, kind=DecodeGraphs, **options):
-    return kind(runner.model, runner.state, runner.parallel, max_model_len=runner.max_model_len, **options)
+    return kind(runner.model, runner.state, runner.parallel, max_model_len=runner.limits.max_model_len, **options)
 
 
 class CountingGraphs(DecodeGraphs):

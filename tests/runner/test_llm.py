@@ -124,7 +124,7 @@ def test_an_unknown_keyword_names_the_nearest():
 
 def test_nano_vllms_keywords_are_known():
     llm = LLM(kvcache_block_size=8, num_kvcache_blocks=32, enforce_eager=True, max_model_len=200)
-    assert (llm.llm_engine.plan.block_size, llm.llm_engine.plan.num_blocks) == (8, 32)
+    assert (llm.llm_engine.limits.block_size, llm.llm_engine.plan.num_blocks) == (8, 32)
     assert LLM(num_kvcache_blocks=-1, kv_cache_memory_bytes="1MiB").llm_engine.plan.num_blocks > 0
 
 

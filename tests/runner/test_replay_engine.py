@@ -47,7 +47,7 @@ def add(engine, number, rng):
     prompt = [3] * rng.randrange(7) + [rng.randrange(3, 6) for _ in range(rng.randrange(1, 5))]
     max_tokens = 40 if number % 11 == 10 else rng.randrange(1, 9)
     params = SamplingParams(temperature=1.0, seed=number, max_tokens=max_tokens, n=rng.choice([1, 1, 2]))
-    too_long = len(prompt) + max_tokens - 1 > engine.plan.num_slots
+    too_long = len(prompt) + max_tokens - 1 > engine.plan.num_blocks * engine.limits.block_size
     with pytest.raises(RequestError) if too_long else nullcontext():
         engine.add_request(str(number), prompt, params, cache_salt="a" if number % 5 == 0 else None)
 

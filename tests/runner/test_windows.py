@@ -96,7 +96,7 @@ def test_samples_and_steps_ahead_on_padded_batches_give_the_same_tokens(name, tm
     engine = make_engine(path, **config, async_scheduling=True)
     runner = engine.runner
     runner.graphs = DecodeGraphs(
-        runner.model, runner.state, runner.parallel, max_model_len=runner.max_model_len, capture=False
+        runner.model, runner.state, runner.parallel, max_model_len=runner.limits.max_model_len, capture=False
     )
     assert run(engine, PROMPTS[:3], params) == expected
 

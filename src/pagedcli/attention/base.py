@@ -18,6 +18,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def named_dtype(name: str) -> torch.dtype:
+    """torch.bfloat16 for 'bfloat16'."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), f"{name} is no dtype"
+    return dtype
+
+
 @dataclass(slots=True)
 class PagedBatch:
     """One step's batch: for each sequence, new tokens after cached tokens. Covers whole prompts, chunks and decode.

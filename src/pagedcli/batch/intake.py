@@ -15,7 +15,7 @@ from pagedcli.batch.lines import Line
 from pagedcli.batch.requests import BatchRequest, RequestParser, RowHead, check_head, decode_line, read_head, request_of
 from pagedcli.batch.stats import SeenIds
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.admission import AdmissionLimits
+from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams, seed_for
 
@@ -67,7 +67,7 @@ class Refused:
 class Intake:
     """Prepares lines one by one; `parser.ignored` counts fields without effect."""
 
-    def __init__(self, tokenizer: Tokenizer, options: BatchOptions, limits: AdmissionLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: BatchOptions, limits: Limits) -> None:
         self.parser = RequestParser(options.defaults, strict=options.strict)
         self._tokenizer = tokenizer
         self._options = options

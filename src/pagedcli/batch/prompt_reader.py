@@ -10,12 +10,11 @@ from pagedcli.batch.intake import Intake, Prepared, PreparedPrompt, Refused
 from pagedcli.batch.job import batch_options, open_tokenizer
 from pagedcli.batch.sources import check_kept, open_source
 from pagedcli.config import EngineConfig, LoadedConfig
-from pagedcli.core.admission import AdmissionLimits, admit
+from pagedcli.core.admission import admit
+from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.decide import resolve_max_model_len
-
-_NO_LIMIT = 2**62  # tokens, if the model is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class PromptReader:
         input_name: str,
         folder: Path,
         spec: ModelSpec | None,
-        limits: AdmissionLimits | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """`spec` is None for a tokenizer without a model, `limits` for an engine whose pool is unknown."""
         config = loaded.config
@@ -88,7 +87,7 @@ class PromptReader:
         """How many tokens the prompt may generate. Raises: RequestError if a run would refuse it."""
         if self._grammars is not None:
             self._grammars.guides(prompt.params)  # a run also refuses grammars that do not compile
-        return admit(prompt.token_ids, prompt.params, self._limits)
+        return admit(self._limits, prompt.token_ids, prompt.params)
 
     def _planned(self, taken: Prepared, num_new_tokens: list[int]) -> Iterator[PlannedPrompt]:
         for prompt, num_new in zip(taken.prompts, num_new_tokens, strict=True):
@@ -103,14 +102,11 @@ class PromptReader:
             )
 
 
-def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> AdmissionLimits:
+def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:
     """What a request must fit into where the pool is not known; nor the model's length if `spec` is None."""
-    return AdmissionLimits(
-        _NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),
-        engine.block_size,
-        None,
-        None if spec is None else spec.vocab_size,
-        engine.max_num_seqs,
-        engine.max_num_batched_tokens,
-        engine.enable_prefix_caching,
+    return Limits.of(
+        engine,
+        max_model_len=NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),
+        max_num_batched_tokens=engine.max_num_batched_tokens or NO_LIMIT,
+        vocab_size=None if spec is None else spec.vocab_size,
     )

@@ -17,8 +17,7 @@ from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.admission import AdmissionLimits
-from pagedcli.core.plan import Plan
+from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -80,11 +79,11 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: Inpu
             yield line
 
 
-def read_ahead(plan: Plan) -> int:
+def read_ahead(limits: Limits) -> int:
     """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them."""
-    if plan.eviction != "next-use":
+    if limits.eviction != "next-use" or limits.num_blocks is None:
         return 0
-    return min(READ_AHEAD_POOLS * plan.num_slots, MOST_READ_AHEAD)
+    return min(READ_AHEAD_POOLS * limits.num_blocks * limits.block_size, MOST_READ_AHEAD)
 
 
 class BatchRun:
@@ -118,7 +117,7 @@ class BatchRun:
         self._observe = observe
         self._observe_row = observe_row
         self._stop_requested = stop_requested
-        self._intake = Intake(tokenizer, options, AdmissionLimits.of(engine.plan))
+        self._intake = Intake(tokenizer, options, engine.limits)
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
         if live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
@@ -126,9 +125,9 @@ class BatchRun:
         self._lines = wanted_lines(lines, options, self._read)
         self._in_work: dict[str, _Prompt] = {}  # by request id
         # one engine step may finish every running request: keep as many again tokenized and ready
-        self._max_in_work = 2 * engine.plan.max_num_seqs
+        self._max_in_work = engine.limits.max_in_work
         # unless more is wanted: next-use evicts by the requests that are in the queue
-        self._max_tokens_in_work = read_ahead(engine.plan) if options.read_ahead is None else options.read_ahead
+        self._max_tokens_in_work = read_ahead(engine.limits) if options.read_ahead is None else options.read_ahead
         self._num_tokens_in_work = 0
         self._window = PrefixWindow() if options.reorder == "prefix" else None
         self._exhausted = False  # whether the input has ended

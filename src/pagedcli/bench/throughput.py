@@ -22,8 +22,7 @@ from pagedcli.core.outputs import EngineStats, RequestOutput
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.packed_formats import Checkpoint
 from pagedcli.models.parameters import decoder_parameters
-from pagedcli.planning.decide import DTYPES, decide
-from pagedcli.planning.machine import this_machine
+from pagedcli.planning.decide import DTYPES
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -206,7 +205,7 @@ class _WeightBytes(NamedTuple):
 def _weight_bytes(engine: LLMEngine) -> _WeightBytes:
     itemsize, quantization, spec = DTYPES[engine.plan.dtype].itemsize, engine.config.quantization, engine.spec
     if spec.quantization is not None:
-        stored, kernels = Checkpoint(spec.quantization), decide(engine.config, spec, this_machine()).kernels
+        stored, kernels = Checkpoint(spec.quantization), engine.plan.kernels
         num_bytes, num_weights = 0, 0
         for parameter in decoder_parameters(spec, AS_STORED).values():
             if parameter.layer_format is not None:

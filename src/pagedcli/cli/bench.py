@@ -160,6 +160,7 @@ def kernels(
 
     Exit codes: 0 measured, 2 wrong usage.
     """
+    from pagedcli.attention.base import named_dtype
     from pagedcli.bench.busy import BusyWatch
     from pagedcli.bench.kernels import kernel_rows
     from pagedcli.bench.rates import measure_rates
@@ -174,8 +175,8 @@ def kernels(
     model = workload_config(engine_config, preset_workload("W1")).model
     engine_config = msgspec.structs.replace(engine_config, model=model, device="cpu")
     spec = read_spec(model_folder(engine_config))
-    decided = decide(engine_config, spec, this_machine())
-    dtype, quantization = decided.dtype, engine_config.quantization
+    plan = decide(engine_config, spec, this_machine())
+    dtype, quantization = named_dtype(plan.dtype), engine_config.quantization
     machine = measure_rates(dtype, int8=quantization is not None)
     attention = measure_rates(dtype) if quantization else None
     sizes = tokens or [1, 8, 32, 512]
@@ -187,7 +188,7 @@ def kernels(
             machine.limits,
             sizes,
             dtype=dtype,
-            kv_dtype=decided.kv_dtype,
+            kv_dtype=named_dtype(plan.kv_dtype),
             quantization=quantization,
             windows=windows,
             attention_limits=attention.limits if attention else None,

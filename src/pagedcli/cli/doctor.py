@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from pagedcli import __version__
-from pagedcli.cli.engine_table import EngineFacts, engine_table
+from pagedcli.cli.engine_table import engine_table
 from pagedcli.cli.options import FormatOption
 from pagedcli.errors import BackendError
 from pagedcli.show.tables import Column, Format, Table, count, decimal, print_tables, size
@@ -18,6 +18,7 @@ from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
     from pagedcli.attention.base import AttentionSpec
+    from pagedcli.core.plan import Plan
     from pagedcli.runner.self_test import CheckResult, LookUp
 
 _PACKAGES = (
@@ -56,20 +57,20 @@ def doctor(
     """  # fmt: skip
     from pagedcli.config import EngineConfig
     from pagedcli.models.reading import read_spec
-    from pagedcli.planning.decide import decide, model_folder
+    from pagedcli.planning.decide import attention_spec, model_folder
     from pagedcli.planning.machine import this_machine
 
     config = EngineConfig(device=device)
     machine = this_machine()
-    decided = decide(config, read_spec(model_folder(config)), machine)
-    chosen = decided.device
-    backends = _backend_rows(decided.attention, machine.missing)
-    results = _self_test(str(chosen), [row["backend"] for row in backends if row["available"]])
-    backend_tables = [_backends_table(backends, str(chosen)), _engine_table(str(chosen))]
+    attention = attention_spec(config, read_spec(model_folder(config)), machine)
+    chosen = str(attention.device)
+    backends = _backend_rows(attention, machine.missing)
+    results = _self_test(chosen, [row["backend"] for row in backends if row["available"]])
+    backend_tables = [_backends_table(backends, chosen), _engine_table(chosen)]
     tables = [_versions_table(), _devices_table(), _paths_table(), *backend_tables]
     tables.append(_self_test_table(results))
     failed = [result.check for result in results if not result.passed]
-    print_tables(tables, format_, facts={"device": str(chosen), "passed": not failed})
+    print_tables(tables, format_, facts={"device": chosen, "passed": not failed})
     if failed:
         say(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise typer.Exit(EXIT_FAILED)
@@ -229,8 +230,7 @@ def _engine_table(device: str) -> Table:
     from pagedcli.runner.llm_engine import LLMEngine
 
     try:
-        engine = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8))
-        found: EngineFacts | str = EngineFacts.of_plan(engine.plan, engine.model.notes)
+        found: Plan | str = LLMEngine(EngineConfig(device=device, num_gpu_blocks_override=8)).plan
     except Exception as error:  # report whatever broke and continue: a driver can raise anything
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
     return engine_table(f"Engine settings on {device}, with the built-in model", found)

@@ -1,12 +1,12 @@
 """`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedcli.cli.engine_table import EngineFacts, engine_table
+from pagedcli.cli.engine_table import engine_table
 from pagedcli.cli.options import PLAN_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt_model, scan_prompts
 from pagedcli.cli.share_table import share_table
@@ -21,7 +21,8 @@ from pagedcli.show.tables import Column, Format, Table, count, decimal, percent,
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.core.admission import AdmissionLimits
+    from pagedcli.core.limits import Limits
+    from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
 
 _MAX_SHOWN = 10
@@ -94,44 +95,33 @@ class _Pool:
     block_bytes: int
     num_blocks: int
     reason: str
-    limits: "AdmissionLimits"  # num_blocks None if none fits: rows are judged by the rest
+    limits: "Limits"  # num_blocks None if none fits: rows are judged by the rest
 
     @property
     def tables(self) -> TableShape:
         return self.limits.tables
 
 
-def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> tuple[_Pool | None, EngineFacts | str | None]:
+def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> "tuple[_Pool | None, Plan | str | None]":
     """The pool and engine on this machine, as far as they can be predicted. If the engine would refuse to start, its
     reason takes their place: the rest of the plan is still useful."""
     if spec is None:
         return None, None
-    from pagedcli.core.admission import AdmissionLimits
     from pagedcli.planning.decide import decide
     from pagedcli.planning.fitting import forecast
     from pagedcli.planning.machine import this_machine
 
     machine = this_machine(free_memory=True)
     try:
-        decided = decide(engine, spec, machine)
+        plan = decide(engine, spec, machine)
     except BackendError as error:
         return None, error.message
-    found = forecast(engine, spec, decided, machine)
+    found = forecast(engine, spec, plan, machine)
     pool = None
     if found is not None:
-        limits = AdmissionLimits(
-            decided.max_model_len,
-            decided.block_size,
-            found.num_blocks or None,
-            spec.vocab_size,
-            decided.max_num_seqs,
-            decided.max_num_batched_tokens,
-            engine.enable_prefix_caching,
-            decided.table_shape.windows,
-            decided.chunk_size,
-        )
-        pool = _Pool(str(decided.device), decided.block_bytes, found.num_blocks, found.reason, limits)
-    return pool, EngineFacts.of_decisions(decided)
+        limits = replace(plan.limits, num_blocks=found.num_blocks or None)
+        pool = _Pool(plan.device, plan.block_bytes, found.num_blocks, found.reason, limits)
+    return pool, plan
 
 
 def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[str, Any]:

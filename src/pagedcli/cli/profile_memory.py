@@ -74,11 +74,11 @@ def profile_memory(
     engine = loaded.config.engine
     described = read_described(gpu, gpu_memory, memory, used=used, peak=peak, current=current)
     profile = profile_here(engine, say) if described is None else profile_described(engine, described)
-    lengths, shared = {"model length": profile.decided.max_model_len}, None
+    lengths, shared = {"model length": profile.plan.limits.max_model_len}, None
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
-    if profile.decided.table_shape.has_windows:
+    if profile.plan.limits.tables.has_windows:
         tables.append(_group_table(profile, lengths))
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
@@ -94,7 +94,7 @@ def _no_blocks(profile: "Profile") -> ConfigError:
     """The error for a machine where no block fits, and what to change."""
     from pagedcli.planning.fitting import fitting_hint
 
-    missing = missing_memory(profile.terms, profile.decided.block_bytes, profile.holders)
+    missing = missing_memory(profile.terms, profile.plan.block_bytes, profile.holders)
     message, hint = missing or (profile.reason, profile.hint)
     return ConfigError(message, hint=fitting_hint(profile.fits) if profile.fits else hint)
 
@@ -112,7 +112,7 @@ def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> 
 
 
 def _labels(profile: "Profile") -> dict[str, tuple[str, str]]:
-    terms, notes, step = profile.terms, profile.notes, profile.decided.largest_step
+    terms, notes, step = profile.terms, profile.notes, profile.plan.limits.largest_step
     shape = f"largest step: {step.num_tokens:,} tokens in {step.num_seqs:,} sequences"
     labels = {
         "total": ("total", profile.device),
@@ -132,14 +132,14 @@ def _labels(profile: "Profile") -> dict[str, tuple[str, str]]:
 
 
 def _weights_dtype(profile: "Profile") -> str:
-    dtype = _name(profile.decided.dtype)
-    weights = profile.decided.weights
+    dtype = profile.plan.dtype
+    weights = profile.plan.weights
     return dtype if weights is None else f"{weights}, embedding and norms {dtype}"
 
 
 def _waterfall_table(profile: "Profile") -> Table:
     rows = list(waterfall_rows(profile.measured, profile.predicted, _labels(profile)))
-    pool_bytes = profile.num_blocks * profile.decided.block_bytes
+    pool_bytes = profile.num_blocks * profile.plan.block_bytes
     pool = {"term": "pool", "name": "KV cache", "difference": None, "note": profile.reason.partition(":")[0]}
     column = "predicted_bytes" if profile.measured is None else "measured_bytes"
     rows.append(pool | {"measured_bytes": None, "predicted_bytes": None} | {column: pool_bytes})
@@ -163,16 +163,13 @@ def _waterfall_table(profile: "Profile") -> Table:
     if profile.measured is not None and profile.predicted is not None:
         columns.append(Column("difference", "off by", percent))
     columns.append(Column("note", "what it is"))
-    decided = profile.decided
-    num_slots = profile.num_blocks // len(decided.groups) * decided.block_size
-    in_windows = ", and more where windows release blocks" if decided.table_shape.has_windows else ""
-    formula = block_formula(
-        profile.sizes, decided.block_size, _name(decided.kv_dtype), num_layers=group_size(decided.groups)
-    )
+    plan = profile.plan
+    num_slots = profile.num_blocks // len(plan.groups) * plan.limits.block_size
+    in_windows = ", and more where windows release blocks" if plan.limits.tables.has_windows else ""
+    formula = block_formula(profile.sizes, plan.limits.block_size, plan.kv_dtype, num_layers=group_size(plan.groups))
     notes = [
         f"bytes/block = {formula}",
-        f"{plural(profile.num_blocks, 'block')} of {size(decided.block_bytes)} = {plural(num_slots, 'token')}"
-        f"{in_windows}",
+        f"{plural(profile.num_blocks, 'block')} of {size(plan.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
     ]
     num_ranks = profile.config.tensor_parallel_size
     title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
@@ -180,7 +177,7 @@ def _waterfall_table(profile: "Profile") -> Table:
 
 
 def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> Table:
-    tables = profile.decided.table_shape
+    tables = profile.plan.limits.tables
     rows = list(concurrency_rows(lengths, num_blocks=profile.num_blocks, tables=tables, shared_tokens=shared))
     columns = [
         Column("at", "requests of"),
@@ -198,14 +195,14 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
 
 
 def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
-    decided = profile.decided
+    plan = profile.plan
     rows = list(
         group_rows(
             lengths,
-            groups=decided.groups,
-            tables=decided.table_shape,
-            block_bytes=decided.block_bytes,
-            chunk=decided.chunk_size,
+            groups=plan.groups,
+            tables=plan.limits.tables,
+            block_bytes=plan.block_bytes,
+            chunk=plan.limits.chunk_size,
         )
     )
     columns = [
@@ -220,8 +217,8 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
         Column("one_table_bytes", "without release", size),
     ]
     notes = [
-        f"a block holds {decided.block_size} tokens of {group_size(decided.groups)} layers; blocks: while it"
-        f" generates; in prefill: at most, with chunks of {decided.chunk_size:,} tokens",
+        f"a block holds {plan.limits.block_size} tokens of {group_size(plan.groups)} layers; blocks: while it"
+        f" generates; in prefill: at most, with chunks of {plan.limits.chunk_size:,} tokens",
         "without release: the same layers, if no block were released before the sequence ends",
     ]
     return Table("groups", "What one sequence holds, by window", columns, rows, notes)
@@ -233,8 +230,8 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
             num_requests,
             lengths,
             terms=profile.terms,
-            tables=profile.decided.table_shape,
-            block_bytes=profile.decided.block_bytes,
+            tables=profile.plan.limits.tables,
+            block_bytes=profile.plan.block_bytes,
             shared_tokens=shared,
         )
     )
@@ -273,13 +270,14 @@ def _fit_table(profile: "Profile") -> Table:
         Column("longest_request", "longest request", count),
         Column("max_concurrency", "at model length", decimal),
     ]
-    notes = [f"left for KV: all memory that nothing else needs; model length: {profile.decided.max_model_len:,} tokens"]
+    length = profile.plan.limits.max_model_len
+    notes = [f"left for KV: all memory that nothing else needs; model length: {length:,} tokens"]
     return Table("fits", "What fits, by weight format and KV dtype", columns, rows, notes)
 
 
 def _size_table(profile: "Profile") -> Table:
-    pool_bytes = profile.num_blocks * profile.decided.block_bytes
-    rows = list(size_rows(profile.sizes, pool_bytes, profile.decided.max_model_len, groups=profile.decided.groups))
+    pool_bytes = profile.num_blocks * profile.plan.block_bytes
+    rows = list(size_rows(profile.sizes, pool_bytes, profile.plan.limits.max_model_len, groups=profile.plan.groups))
     columns = [
         Column("kv_dtype", "KV dtype"),
         Column("block_size", "block size", count),
@@ -297,26 +295,21 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "model": profile.config.model,
         "device": profile.device,
-        "dtype": _name(profile.decided.dtype),
+        "dtype": profile.plan.dtype,
         "quantization": profile.config.quantization,
-        "kv_dtype": _name(profile.decided.kv_dtype),
-        "backend": profile.decided.backend,
+        "kv_dtype": profile.plan.kv_dtype,
+        "backend": profile.plan.backend,
         "measured": profile.measured is not None,
         "block_size": block_size,
-        "block_bytes": profile.decided.block_bytes,
+        "block_bytes": profile.plan.block_bytes,
         "num_kvcache_blocks": profile.num_blocks,
         "num_kvcache_blocks_reason": profile.reason,
-        "num_kvcache_tokens": profile.num_blocks // len(profile.decided.groups) * block_size,
-        "kv_cache_bytes": profile.num_blocks * profile.decided.block_bytes,
-        "max_model_len": profile.decided.max_model_len,
-        "activation_peak_tokens": profile.decided.largest_step.num_tokens,
-        "activation_peak_seqs": profile.decided.largest_step.num_seqs,
+        "num_kvcache_tokens": profile.num_blocks // len(profile.plan.groups) * block_size,
+        "kv_cache_bytes": profile.num_blocks * profile.plan.block_bytes,
+        "max_model_len": profile.plan.limits.max_model_len,
+        "activation_peak_tokens": profile.plan.limits.largest_step.num_tokens,
+        "activation_peak_seqs": profile.plan.limits.largest_step.num_seqs,
     }
     facts |= {f"{field.name}_bytes": getattr(terms, field.name) for field in fields(MemoryTerms)}
     facts |= {"loading_peak_bytes": profile.measured_loading, "predicted_loading_peak_bytes": profile.predicted_loading}
     return facts | {"room_bytes": terms.kv_cache, "shared_prefix_tokens": shared}
-
-
-def _name(dtype: Any) -> str:
-    """'bfloat16' for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")

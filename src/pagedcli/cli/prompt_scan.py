@@ -11,7 +11,7 @@ from pagedcli.planning.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
     from pagedcli.batch.intake import Refused
-    from pagedcli.core.admission import AdmissionLimits
+    from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = (
@@ -70,7 +70,7 @@ def scan_prompts(
     spec: "ModelSpec | None",
     *,
     shares: SharePlan | None = None,
-    limits: "AdmissionLimits | None" = None,
+    limits: "Limits | None" = None,
 ) -> PromptScan:
     """Survey the prompts of a file, and count the rows that a run would refuse.
 

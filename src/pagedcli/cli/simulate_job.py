@@ -47,9 +47,10 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
     plan = _plan(loaded, workload, recorded, block_size)
     if model is not None:
-        plan = replace(plan, windows=model.windows, block_bytes=model.block_bytes(block_size))
+        limits = replace(plan.limits, windows=model.windows)
+        plan = replace(plan, limits=limits, block_bytes=model.block_bytes(block_size))
     block_bytes = plan.block_bytes or None
-    sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.windows, chunk=plan.chunk_size)
+    sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.limits.windows, chunk=plan.limits.chunk_size)
     pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
     pools = parse_pools(pool, max(1, sweep.num_unique_blocks), block_bytes)
     schedule = _schedule(loaded, options, workload, model) if not options.no_schedule else None
@@ -207,7 +208,9 @@ def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload
 
 def _known(plan: Plan, schedule: Schedule | None, prompt_tokens: Ints, policy: Eviction) -> Ints | None:
     """What next-use knows of requests with these prompts, as in the runs."""
-    return None if schedule is None else known_ahead(prompt_tokens, replace(plan, eviction=policy), schedule)
+    if schedule is None:
+        return None
+    return known_ahead(prompt_tokens, replace(plan, limits=replace(plan.limits, eviction=policy)), schedule)
 
 
 def _weight_dtype(loaded: LoadedConfig) -> str:

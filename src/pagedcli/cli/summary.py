@@ -29,24 +29,25 @@ def say_model(model: str) -> None:
 
 def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
     """Print the plan, and why nothing faster is used."""
-    say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {plan.max_model_len:,} tokens per request")
+    length = plan.limits.max_model_len
+    say(f"plan: {plan.device}, {plan.dtype}, attention {plan.backend}, up to {length:,} tokens per request")
     for reason in plan.refused:
         say(f"  not used: {reason}")
     if plan.graph_sizes:
         say(f"CUDA graphs: decode steps of up to {plan.graph_sizes[-1]:,} sequences")
     elif plan.device != "cpu":
         say(f"no CUDA graphs: {plan.no_graphs}")
-    pool_bytes = plan.num_blocks * plan.block_bytes
+    pool_bytes, block_size = plan.num_blocks * plan.block_bytes, plan.limits.block_size
     say(
-        f"KV cache: {plural(plan.num_blocks, 'block')} of {plural(plan.block_size, 'token')}, {byte_text(pool_bytes)}"
+        f"KV cache: {plural(plan.num_blocks, 'block')} of {plural(block_size, 'token')}, {byte_text(pool_bytes)}"
         f" ({plan.num_blocks_reason})"
     )
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:
-        say(f"minimum cacheable prefix: {plural(plan.block_size, 'token')} (one block)")
-        if plan.eviction != "lru":
-            say(f"eviction: {plan.eviction}")
+        say(f"minimum cacheable prefix: {plural(block_size, 'token')} (one block)")
+        if plan.limits.eviction != "lru":
+            say(f"eviction: {plan.limits.eviction}")
     else:
         say("prefix caching is off")
 
@@ -85,14 +86,14 @@ def say_summary(result: BatchResult, facts: RunFacts | None = None) -> None:
 
 def engine_facts(engine: "LLMEngine", *, is_reordered: bool) -> RunFacts:
     """What the engine's counters say about a run."""
-    stats, plan, cache = engine.stats, engine.plan, engine.stats.cache
-    num_ideal = max(cache.num_ideal[plan.block_size], stats.num_cached_tokens)
+    stats, limits, cache = engine.stats, engine.limits, engine.stats.cache
+    num_ideal = max(cache.num_ideal[limits.block_size], stats.num_cached_tokens)
     counted = None if stats.num_evictions else (0, num_ideal - stats.num_cached_tokens)
     return RunFacts(
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        max_num_seqs=plan.max_num_seqs,
-        prefix_caching=plan.enable_prefix_caching,
+        block_size=limits.block_size,
+        num_blocks=engine.plan.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        prefix_caching=limits.enable_prefix_caching,
         is_reordered=is_reordered,
         num_steps=stats.num_steps,
         num_looked_up=cache.num_looked_up,
@@ -102,7 +103,7 @@ def engine_facts(engine: "LLMEngine", *, is_reordered: bool) -> RunFacts:
         num_evicted=None if counted is None else counted[0],
         num_in_flight=None if counted is None else counted[1],
         longest_shared=cache.longest_shared,
-        gains={size: max(0, ideal - num_ideal) for size, ideal in cache.num_ideal.items() if size < plan.block_size},
+        gains={size: max(0, ideal - num_ideal) for size, ideal in cache.num_ideal.items() if size < limits.block_size},
         num_generated=stats.num_generated_tokens,
         num_computed=stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_generated_tokens
         + stats.num_recomputed_tokens,

@@ -1,67 +1,13 @@
 """One rule for what a request may generate, and for which requests can never be served. Needs no torch."""
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 
-from pagedcli.core.groups import TableShape
-from pagedcli.core.plan import Plan
+from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """The limits that a request must fit into."""
-
-    max_model_len: int  # tokens, prompt and output
-    block_size: int  # tokens
-    num_blocks: int | None  # of the pool; None: unknown
-    vocab_size: int | None  # None: unknown
-    max_num_seqs: int | None = None  # that run at once; None: unknown
-    max_num_batched_tokens: int | None = None  # of a step; None: unknown
-    enable_prefix_caching: bool = True
-    windows: tuple[int | None, ...] = (None,)  # of each group of layers
-    chunk_size: int = 1  # most tokens of one sequence in a step
-
-    @classmethod
-    def of(cls, plan: Plan) -> "AdmissionLimits":
-        """Those of an engine."""
-        return cls(
-            plan.max_model_len,
-            plan.block_size,
-            plan.num_blocks,
-            plan.vocab_size,
-            plan.max_num_seqs,
-            plan.max_num_batched_tokens,
-            plan.enable_prefix_caching,
-            plan.windows,
-            plan.chunk_size,
-        )
-
-    @property
-    def tables(self) -> TableShape:
-        """The block tables of a sequence."""
-        return TableShape(self.block_size, self.windows)
-
-    def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
-        """Blocks that sequences of num_tokens with a common prompt take at most."""
-        return self.tables.blocks_of_request(
-            num_prompt, num_tokens, width, chunk=self.chunk_size, shares_prompt=self.enable_prefix_caching
-        )
-
-    def room_for(self, num_prompt: int, width: int) -> int:
-        """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
-        room = self.max_model_len - num_prompt
-        if self.num_blocks is not None:
-            shares = width > 1 and self.enable_prefix_caching
-            shared = self.tables.prompt_blocks(num_prompt) if shares else 0
-            own = (self.num_blocks - shared) // width
-            # the last generated token is never written to the cache
-            room = min(room, self.tables.longest(shared + own, self.chunk_size, self.max_model_len) - num_prompt + 1)
-        return room
-
-
-def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionLimits) -> int:
+def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) -> int:
     """Return how many tokens a request may generate.
 
     Raises: RequestError if it can never be served.
@@ -69,9 +15,9 @@ def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionL
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("empty_prompt", "the prompt has no tokens")
-    _check_ids(prompt_token_ids, params, limits.vocab_size)
+    _check_ids(limits, prompt_token_ids, params)
     width = params.beam_width or 1
-    _check_beams(width, params, limits)
+    _check_beams(limits, width, params)
     max_new_tokens = params.max_tokens
     if max_new_tokens is None:
         max_new_tokens = max(1, limits.room_for(num_prompt, width))
@@ -93,11 +39,11 @@ def admit(prompt_token_ids: Ids[int], params: SamplingParams, limits: AdmissionL
     return max_new_tokens
 
 
-def _check_beams(width: int, params: SamplingParams, limits: AdmissionLimits) -> None:
+def _check_beams(limits: Limits, width: int, params: SamplingParams) -> None:
     """All beams of a request are computed in the same step."""
-    budget = limits.max_num_batched_tokens
-    for name, limit in (("max_num_seqs", limits.max_num_seqs), ("max_num_batched_tokens", budget)):
-        if limit is not None and 1 < width > limit:
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        limit = getattr(limits, name)
+        if 1 < width > limit:
             flag = f"--{name.replace('_', '-')}"
             raise RequestError(
                 "invalid_parameter", f"beam_width is {width}, but {name} is {limit}", hint=f"raise {flag}"
@@ -109,7 +55,8 @@ def _check_beams(width: int, params: SamplingParams, limits: AdmissionLimits) ->
         )
 
 
-def _check_ids(prompt_token_ids: Ids[int], params: SamplingParams, vocab_size: int | None) -> None:
+def _check_ids(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) -> None:
+    vocab_size = limits.vocab_size
     end = float("inf") if vocab_size is None else vocab_size
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= end:
         wrong = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < end)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import Any
 
-from pagedcli.core.admission import AdmissionLimits, admit
+from pagedcli.core.admission import admit
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache_counters import CacheCounters
 from pagedcli.core.executor import Executor, StepTokens
@@ -52,33 +52,20 @@ class EngineCore:
         self.executor = executor
         self.clock_ns = clock_ns
         self._emit = None if emit is None else TimedEmit(emit, clock_ns)
+        self.limits = limits = plan.limits
         self.block_manager = BlockManager(
             plan.num_blocks,
-            plan.block_size,
-            windows=plan.windows,
-            enable_prefix_caching=plan.enable_prefix_caching,
-            eviction=plan.eviction,
+            limits.block_size,
+            windows=limits.windows,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            eviction=limits.eviction,
             emit=self._emit,
         )
-        self.scheduler = Scheduler(
-            self.block_manager,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            chunked_prefill_size=plan.chunked_prefill_size,
-            preemption_policy=plan.preemption_policy,
-            trace_tokens=trace_tokens,
-            emit=self._emit,
-        )
+        self.scheduler = Scheduler(limits, self.block_manager, trace_tokens=trace_tokens, emit=self._emit)
         self._forks = Forks(self.scheduler)
         self.runs_ahead = plan.runs_ahead
-        self.stats = EngineStats(cache=CacheCounters(plan.block_size))
-        self._builder = StepBuilder(
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            block_size=plan.block_size,
-            num_groups=len(plan.windows),
-        )
-        self._limits = AdmissionLimits.of(plan)
+        self.stats = EngineStats(cache=CacheCounters(limits.block_size))
+        self._builder = StepBuilder(limits)
         self._in_flight: StepInFlight | None = None
         self._requests: dict[str, Request] = {}
         self._finished: list[RequestOutput] = []  # not yet returned by step
@@ -110,7 +97,7 @@ class EngineCore:
         try:
             if request_id in self._requests:
                 raise RequestError("duplicate_request_id", f"request id {request_id!r} is in use")
-            max_new_tokens = admit(prompt_token_ids, params, self._limits)
+            max_new_tokens = admit(self.limits, prompt_token_ids, params)
         except RequestError as error:
             if self._emit is not None:
                 self._emit(RequestRefused(request_id, error.code, error.message, row_id))

@@ -9,9 +9,8 @@ from typing import Literal
 
 import pagedcli.events as ev
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.plan import PreemptionPolicy
+from pagedcli.core.limits import Limits
 from pagedcli.core.sequence import Sequence, SequenceStatus
-from pagedcli.errors import ConfigError
 
 WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
 
@@ -61,30 +60,20 @@ class Scheduler:
 
     def __init__(
         self,
+        limits: Limits,
         block_manager: BlockManager,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        chunked_prefill_size: int | None = None,
-        preemption_policy: PreemptionPolicy = "last",
         trace_tokens: bool = False,
         emit: ev.Emit | None = None,
     ) -> None:
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ConfigError(
-                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens {max_num_batched_tokens}: "
-                "both must be at least 1"
-            )
+        self.limits = limits
+        self.chunk_size = limits.chunk_size
         self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunk_size = chunked_prefill_size or max_num_batched_tokens
-        self.preemption_policy = preemption_policy
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._trace_tokens = trace_tokens
         self._emit = emit
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_beams = 0  # running
 
     @property
@@ -126,7 +115,7 @@ class Scheduler:
 
     def _schedule_running(self, work: ScheduledStep) -> int:
         """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget."""
-        budget = self.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         manager = self.block_manager
         for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
             if budget <= 0:
@@ -233,7 +222,7 @@ class Scheduler:
         candidates = [
             seq for seq in self.running[first:] if seq.beams is None or all(seq.beams is not group for group in kept)
         ]
-        if self.preemption_policy == "last" or not candidates:
+        if self.limits.preemption_policy == "last" or not candidates:
             return candidates[-1] if candidates else None
         return max(reversed(candidates), key=lambda seq: len(seq.block_table) - seq.block_table.count(None))
 
@@ -266,7 +255,7 @@ class Scheduler:
             if work.num_preempted or work.waits_for_tokens:
                 return "preemption"  # it would take the blocks that were just freed
             seq = self._next_waiting()
-            if num_rows + seq.num_rows > self.max_num_seqs:
+            if num_rows + seq.num_rows > self.limits.max_num_seqs:
                 return "max_num_seqs"
             if budget == 0:
                 return "token_budget"
@@ -309,7 +298,7 @@ class Scheduler:
         """Run a new sample that shares all its parent's blocks. False if the sequence limit is reached: the sample then
         waits in the queue and hits the prompt in the prefix cache."""
         self._report_added(child)
-        if not child.is_beam and self._num_rows >= self.max_num_seqs:  # a search has room for all its beams
+        if not child.is_beam and self._num_rows >= self.limits.max_num_seqs:  # a search has room for all its beams
             self.waiting.appendleft(child)
             self.block_manager.expect(child, first=True)
             return False
@@ -358,7 +347,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(requeued))
         for seq in self.waiting:
             self.block_manager.expect(seq)
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(self.limits.max_num_seqs - 1, -1, -1))
         return requeued
 
     def report_sampled(self, seqs: list[Sequence]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedcli.core.limits import Limits
 from pagedcli.core.prompt_rows import PromptRows, prompt_rows
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
@@ -49,12 +50,11 @@ class StepInput:
 class StepBuilder:
     """Builds step inputs from persistent block tables; only changed entries are written and sent."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
-        self.block_size = block_size
-        self._groups = np.arange(num_groups)[:, None]
-        self._one_each = np.arange(max_num_seqs + 1, dtype=np.int32)  # cu_q of sequences with one new token each
-        width = table_width(max_model_len, block_size) * num_groups
-        self._tables = np.zeros((max_num_seqs, width), dtype=np.int32)
+    def __init__(self, limits: Limits) -> None:
+        self.block_size = limits.block_size
+        self._groups = np.arange(len(limits.windows))[:, None]
+        self._tables = np.zeros(table_dimensions(limits), dtype=np.int32)
+        self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         """The input of a step, and the sequences that get a token, in the order of its logits.
@@ -159,9 +159,9 @@ def known_ids(entries: list[int | None]) -> list[int]:
     return ids[::-1]
 
 
-def table_width(max_model_len: int, block_size: int) -> int:
-    """Entries per group of a block table that serves sequences of max_model_len tokens."""
-    return -(-max_model_len // block_size)
+def table_dimensions(limits: Limits) -> tuple[int, int]:
+    """Rows and columns of the block tables of all running sequences."""
+    return limits.max_num_seqs, limits.tables.num_entries(limits.max_model_len)
 
 
 def _input_ids(work: ScheduledStep) -> Ints:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pagedcli.batch.intake import BatchOptions, Intake, Refused
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.admission import AdmissionLimits
+from pagedcli.core.limits import Limits
 from pagedcli.distributed.partition import Ints, PrefixKeys
 
 _PARTS_PER_WORKER = 8  # a whole part is the smallest piece that can be taken from a slow worker
 _MAX_PART_BYTES = 32 * 2**20  # a worker keeps the lines of its parts in memory
 MAX_PARTS = 500  # files that merge has open at once
-_NO_LIMIT = _LARGEST_ID = 2**31
+_LARGEST_ID = 2**31
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class InputPlan:
 def plan_input(lines: LineSource, tokenizer: Tokenizer, options: BatchOptions, block_size: int) -> InputPlan:
     """Read and tokenize every row. Raises: PagedcliError if the input cannot be read."""
     plan = InputPlan(PrefixKeys(block_size))
-    intake = Intake(tokenizer, options, AdmissionLimits(_NO_LIMIT, block_size, None, None))
+    intake = Intake(tokenizer, options, Limits(block_size=block_size))
     for line in lines:
         if options.limit is not None and line.index >= options.limit:
             break

@@ -54,7 +54,7 @@ class RowStream:
             self.engine.model_path, chat_template=chat_template, trust_remote_code=config.trust_remote_code
         )
         self.rows = make_rows(tokenizer)
-        self._came: queue.Queue[Line | None] = queue.Queue(maxsize=2 * config.max_num_seqs)  # None: the end
+        self._came: queue.Queue[Line | None] = queue.Queue(maxsize=self.engine.limits.max_in_work)  # None: the end
         self._lock = threading.Lock()  # of the two below
         self._receivers: dict[int, Receiver] = {}  # by row index
         self._error: BaseException | None = None

@@ -3,18 +3,17 @@ DecoderRequest."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.config import LoadFormat
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import WeightFormat
 from pagedcli.models.spec import ModelSpec
-
-LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 class CausalLM(Protocol):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.experts import weighted_sum
 from pagedcli.layers.fused import fused_layers, stores_in_one_pass
@@ -19,7 +20,7 @@ from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, Vocabula
 from pagedcli.layers.quantized import Weight
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
-from pagedcli.models.formats import AS_STORED, Kernels, LayerFormat, Modules
+from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
 from pagedcli.models.layer_step import layer_steps
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.rope import RopeSpec, rope_notes

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
@@ -18,7 +19,6 @@ from pagedcli.native import load_library
 
 # The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
 Modules = Sequence[Mapping[str, Tensor]]
-Kernels = Literal["cpu", "triton", "torch"]  # whose linear layers run: the project's on a CPU, its Triton ones, torch's
 Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
 DEVIATION = 0.02  # standard deviation of dummy weights
 FLOAT8_DEVIATION = 64.0  # of those stored as FP8, before their scales

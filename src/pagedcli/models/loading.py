@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from pagedcli.attention.base import AttentionBackend
+from pagedcli.config import LoadFormat
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
-from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, LoadFormat
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
 from pagedcli.models.formats import FORMATS, WeightFormat
 from pagedcli.models.packed_formats import Checkpoint
 from pagedcli.models.refusals import chunk_refusal, length_refusal

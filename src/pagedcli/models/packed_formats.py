@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import dtype_name
+from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
@@ -20,7 +21,6 @@ from pagedcli.models.formats import (
     DEVIATION,
     FLOAT8_DEVIATION,
     AsStored,
-    Kernels,
     LayerFormat,
     Modules,
     StoredTensor,

@@ -1,10 +1,9 @@
 """Decides how an engine will run, from a configuration, a model and a machine, before anything is loaded or allocated.
 
-The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Decisions;
-engine_plan.Plan adds what is measured after loading.
+The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-memory` and `bench` read its Plan, to
+which runner.loading adds what is measured after loading.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,14 +11,16 @@ import torch
 from pagedcli.attention.base import AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
-from pagedcli.core.budget import MemoryBudget, StepShape, block_bytes, blocks_for
-from pagedcli.core.groups import CacheGroup, TableShape, cache_groups, group_size
+from pagedcli.core.budget import MemoryBudget, block_bytes
+from pagedcli.core.groups import cache_groups, group_size
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import linear_kernels
-from pagedcli.models.formats import AS_STORED, Kernels
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
 from pagedcli.models.rope import rope_notes
@@ -35,62 +36,79 @@ LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for eve
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
-    """How an engine, or one rank of it, runs on a machine."""
-
-    device: torch.device
-    dtype: torch.dtype  # of weights and activations
-    kv_dtype: torch.dtype
-    attention: AttentionSpec  # requirements on the backend
-    backend: str
-    refused: tuple[str, ...]  # why faster backends were not chosen, one line each
-    decoder: str  # see models.loading
-    weights: str | None  # how those of linear layers are quantized
-    kernels: Kernels  # whose linear layers run
-    block_size: int  # tokens
-    groups: tuple[CacheGroup, ...]  # of layers that share blocks
-    block_bytes: int  # over all layers of a group, K and V
-    max_model_len: int  # tokens
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunk_size: int  # most tokens of one sequence in a step
-    runs_ahead: bool  # each step is launched before the tokens of the last one are read
-    graph_sizes: tuple[int, ...]  # batch sizes with a CUDA graph
-    no_graphs: str | None  # why there are none
-    notes: tuple[str, ...]  # further notes for the user
-
-    @property
-    def in_one_call(self) -> bool:
-        """Whether the native library runs a whole step."""
-        return self.decoder == IN_ONE_CALL
-
-    @property
-    def table_shape(self) -> TableShape:
-        """The block tables of a sequence."""
-        return TableShape.of(self.block_size, self.groups)
-
-    @property
-    def largest_step(self) -> StepShape:
-        """The step that sets the activation peak."""
-        return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
-
-
-def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Decisions:
-    """How a rank of the engine will run. `spec` is that of the whole model.
+def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> Plan:
+    """How a rank of the engine will run. `spec` is that of the whole model; what is known only once it is loaded keeps
+    its default.
 
     Raises: ConfigError, BackendError or ModelError for what cannot run there, with the reason.
     """
+    attention = attention_spec(config, spec, machine, rank=rank)
+    device, dtype = attention.device, attention.dtype
     max_model_len = resolve_max_model_len(config, spec)
-    check_length(spec, max_model_len)
-    spec = spec.within(max_model_len)
-    own = shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
+    spec, own = _of_rank(config, spec, rank)
+    groups = cache_groups([layer.window for layer in own.attention_layers])
+    limits = Limits.of(
+        config,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
+        windows=tuple(group.window for group in groups),
+        vocab_size=spec.vocab_size,
+    )
+    choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
+    stored = weight_format(config.quantization, spec)
+    decoder = choose_decoder(DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size))
+    gpu = machine.gpu(str(device))
+    available = machine.available_bytes if gpu is None else gpu.free_bytes
+    _check_tables(limits, own, itemsize=dtype.itemsize, available=available)
+    kernels = linear_kernels(spec, choice.kind)
+    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
+    if (note := stored.note(dtype, kernels)) is not None:
+        notes += (note,)
+    notes += rope_notes(spec.rope, max_model_len)
+    no_graphs = why_no_graphs(config, spec, device, choice.kind)
+    kv_dtype = dtype_name(attention.kv_dtype or dtype)
+    return Plan(
+        limits=limits,
+        model=config.model,
+        device=str(device),
+        dtype=dtype_name(dtype),
+        kv_dtype=kv_dtype,
+        backend=choice.name,
+        refused=choice.refused,
+        decoder=decoder,
+        weights=None if stored is AS_STORED else stored.name,
+        kernels=kernels,
+        in_one_call=decoder == IN_ONE_CALL,
+        groups=groups,
+        block_bytes=block_bytes(
+            num_layers=group_size(groups),
+            block_size=limits.block_size,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            kv_dtype=kv_dtype,
+        ),
+        # no gain where host and device are the same processor
+        runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
+        graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(limits.max_num_seqs)),
+        no_graphs=no_graphs,
+        notes=notes,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        seed=config.seed,
+    )
+
+
+def attention_spec(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int = 0) -> AttentionSpec:
+    """What a rank of the engine requires of its attention backend.
+
+    Raises: ConfigError or ModelError for a device, a dtype or a cache that is not there.
+    """
+    whole, own = _of_rank(config, spec, rank)
     device = rank_device(config, machine, rank)
-    gpu = machine.gpus[device.index] if device.type == "cuda" else None
-    dtype = resolve_dtype(config.dtype, spec)
+    gpu = machine.gpu(str(device))
+    dtype = resolve_dtype(config.dtype, whole)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, gpu)
-    _check_cache(config, spec, kv_dtype)
-    attention = AttentionSpec(
+    _check_cache(config, whole, kv_dtype)
+    return AttentionSpec(
         device=device,
         dtype=dtype,
         block_size=config.block_size,
@@ -101,48 +119,14 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         layers=frozenset(own.attention_layers),
         capability=gpu.capability if gpu is not None else None,
     )
-    groups = cache_groups([layer.window for layer in own.attention_layers])
-    choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
-    stored = weight_format(config.quantization, spec)
-    needs = DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size)
-    decoder = choose_decoder(needs)
-    available = machine.available_bytes if gpu is None else gpu.free_bytes
-    _check_tables(config, own, max_model_len, itemsize=dtype.itemsize, available=available)
-    kernels = linear_kernels(spec, choice.kind)
-    notes = () if kernels == "cpu" or spec.is_fallback else unpacked_note(device, dtype)
-    if (note := stored.note(dtype, kernels)) is not None:
-        notes += (note,)
-    notes += rope_notes(spec.rope, max_model_len)
-    no_graphs = why_no_graphs(config, spec, device, choice.kind)
-    return Decisions(
-        device=device,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        attention=attention,
-        backend=choice.name,
-        refused=choice.refused,
-        decoder=decoder,
-        weights=None if stored is AS_STORED else stored.name,
-        kernels=kernels,
-        block_size=config.block_size,
-        groups=groups,
-        block_bytes=block_bytes(
-            num_layers=group_size(groups),
-            block_size=config.block_size,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
-            kv_dtype=dtype_name(kv_dtype),
-        ),
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
-        chunk_size=config.chunked_prefill_size or resolve_max_num_batched_tokens(config, device.type),
-        # no gain where host and device are the same processor
-        runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,
-        graph_sizes=() if no_graphs is not None else tuple(bucket_sizes(config.max_num_seqs)),
-        no_graphs=no_graphs,
-        notes=notes,
-    )
+
+
+def _of_rank(config: EngineConfig, spec: ModelSpec, rank: int) -> tuple[ModelSpec, ModelSpec]:
+    """The whole model for requests of this length, and the rank's share of it."""
+    max_model_len = resolve_max_model_len(config, spec)
+    check_length(spec, max_model_len)
+    spec = spec.within(max_model_len)
+    return spec, shard_spec(spec, ParallelContext(rank, config.tensor_parallel_size))
 
 
 def model_folder(config: EngineConfig, *, weights: bool = True) -> Path:
@@ -265,18 +249,17 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
 
 
-def _check_tables(config: EngineConfig, spec: ModelSpec, max_model_len: int, *, itemsize: int, available: int) -> None:
+def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: int) -> None:
     """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
     the rotary embedding of every position, and a block table per sequence."""
     num_ropes = len(set(spec.layer_ropes)) or 1
-    rope_bytes = max_model_len * spec.head_dim * itemsize * num_ropes
-    num_groups = len(cache_groups([layer.window for layer in spec.attention_layers]))
-    block_table_bytes = config.max_num_seqs * blocks_for(max_model_len, config.block_size) * num_groups * 4
+    rope_bytes = limits.max_model_len * spec.head_dim * itemsize * num_ropes
+    block_table_bytes = limits.max_num_seqs * limits.tables.num_entries(limits.max_model_len) * 4
     if rope_bytes + block_table_bytes > available:
         needed = (rope_bytes + block_table_bytes) / 2**30
         raise ConfigError(
-            f"max_model_len is {max_model_len}: its tables of positions and blocks take {needed:,.2f} GiB, but only"
-            f" {available / 2**30:,.2f} GiB are available",
+            f"max_model_len is {limits.max_model_len}: its tables of positions and blocks take {needed:,.2f} GiB, but"
+            f" only {available / 2**30:,.2f} GiB are available",
             hint="lower --max-model-len or --max-num-seqs",
         )
 
@@ -285,14 +268,14 @@ def _check_tables(config: EngineConfig, spec: ModelSpec, max_model_len: int, *, 
 
 
 def choose_num_blocks(
-    config: EngineConfig, decided: Decisions, *, available: int, budget: MemoryBudget | None
+    config: EngineConfig, plan: Plan, *, available: int, budget: MemoryBudget | None
 ) -> tuple[int, str]:
     """Number of blocks in the pool, and the reason for it.
 
     `budget` is a GPU's memory; on a CPU it is None, and `available` is the free host memory in bytes.
     Raises: ConfigError if no block fits, or if the requested pool exceeds the memory.
     """
-    block_bytes = decided.block_bytes
+    block_bytes, limits = plan.block_bytes, plan.limits
     if budget is not None:
         available = budget.available
     if config.num_gpu_blocks_override is not None:
@@ -303,7 +286,7 @@ def choose_num_blocks(
         num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
     else:
         num_bytes = min(CPU_KV_BYTES, available // 2)
-        most = decided.table_shape.most_blocks(decided.max_model_len, decided.chunk_size) * config.max_num_seqs
+        most = limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
         num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
         if most < num_blocks:
             num_blocks, reason = most, "max_num_seqs x max_model_len"

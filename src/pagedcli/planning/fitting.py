@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagedcli.attention.base import dtype_name
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import MemoryTerms
-from pagedcli.core.groups import TableShape
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.models.formats import FORMATS
 from pagedcli.models.spec import ModelSpec
-from pagedcli.planning.decide import Decisions, decide
+from pagedcli.planning.decide import decide
 from pagedcli.planning.forecast import Forecast, forecast_pool, predict_terms
 from pagedcli.planning.machine import Machine
 
@@ -32,14 +32,12 @@ class Fit:
     weights: int
     room: int  # left for the KV cache; negative: that much is missing
     block_bytes: int  # of the KV cache
-    tables: TableShape
-    chunk_size: int  # most tokens of one sequence in a step
-    max_model_len: int  # tokens
+    limits: Limits
 
     @property
     def token_bytes(self) -> int:
         """Of the KV cache, over all layers, as long as no window has passed the token."""
-        return self.block_bytes * self.tables.num_groups // self.tables.block_size
+        return self.block_bytes * self.limits.tables.num_groups // self.limits.block_size
 
     @property
     def num_tokens(self) -> int:
@@ -49,16 +47,18 @@ class Fit:
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request that fits."""
-        if not self.tables.has_windows:
-            return min(self.num_tokens, self.max_model_len)
-        return self.tables.longest(max(0, self.room) // self.block_bytes, self.chunk_size, self.max_model_len)
+        limits = self.limits
+        if not limits.tables.has_windows:
+            return min(self.num_tokens, limits.max_model_len)
+        return limits.tables.longest(max(0, self.room) // self.block_bytes, limits.chunk_size, limits.max_model_len)
 
     @property
     def num_sequences(self) -> float:
         """Requests of max_model_len tokens that fit at once."""
-        if not self.tables.has_windows:
-            return self.num_tokens / self.max_model_len
-        return self.tables.concurrency(max(0, self.room) // self.block_bytes, self.max_model_len)
+        tables = self.limits.tables
+        if not tables.has_windows:
+            return self.num_tokens / self.limits.max_model_len
+        return tables.concurrency(max(0, self.room) // self.block_bytes, self.limits.max_model_len)
 
 
 def fits(config: EngineConfig, spec: ModelSpec, machine: Machine) -> list[Fit]:
@@ -70,44 +70,42 @@ def fits(config: EngineConfig, spec: ModelSpec, machine: Machine) -> list[Fit]:
         for cache in caches:
             changed = msgspec.structs.replace(config, quantization=quantization, kv_cache_dtype=cache)
             try:
-                decided = decide(changed, spec, machine)
+                plan = decide(changed, spec, machine)
             except PagedcliError:  # not there: decide says why if it is asked for it
                 continue
-            fit = _fit(config, changed, spec, decided, machine)
+            fit = _fit(config, changed, spec, plan, machine)
             found.setdefault((fit.weight_format, fit.kv_dtype), fit)
     own, *others = found.values()
     return [own, *sorted(others, key=lambda fit: (-fit.weights, -fit.token_bytes))]
 
 
-def _fit(config: EngineConfig, changed: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> Fit:
+def _fit(config: EngineConfig, changed: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Fit:
     flags = []
     if changed.quantization != config.quantization:
         flags.append(f"--quantization {changed.quantization}" if changed.quantization else "no --quantization")
     if changed.kv_cache_dtype != config.kv_cache_dtype:
         flags.append(f"--kv-cache-dtype {changed.kv_cache_dtype}")
-    terms = predict_terms(changed, spec, decided, machine)
+    terms = predict_terms(changed, spec, plan, machine)
     return Fit(
         flags=" ".join(flags),
-        weight_format=decided.weights or dtype_name(decided.dtype),
-        kv_dtype=dtype_name(decided.kv_dtype),
+        weight_format=plan.weights or plan.dtype,
+        kv_dtype=plan.kv_dtype,
         weights=terms.weights,
         room=terms.kv_cache,
-        block_bytes=decided.block_bytes,
-        tables=decided.table_shape,
-        chunk_size=decided.chunk_size,
-        max_model_len=decided.max_model_len,
+        block_bytes=plan.block_bytes,
+        limits=plan.limits,
     )
 
 
-def forecast(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> Forecast | None:
+def forecast(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Forecast | None:
     """What the model would get on the machine; None for a model that runs through transformers."""
     if spec.is_fallback:
         return None
-    terms = predict_terms(config, spec, decided, machine)
+    terms = predict_terms(config, spec, plan, machine)
     refusal = weights_refusal(config, spec, terms, machine)
     if refusal is not None:
         return Forecast(terms, 0, refusal.message, refusal.hint)
-    return forecast_pool(config, decided, terms)
+    return forecast_pool(config, plan, terms)
 
 
 def weights_refusal(config: EngineConfig, spec: ModelSpec, terms: MemoryTerms, machine: Machine) -> ConfigError | None:

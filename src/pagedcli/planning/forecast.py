@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from pagedcli.attention.base import dtype_name
 from pagedcli.config import EngineConfig
-from pagedcli.core.budget import MemoryBudget, MemoryTerms, ModelSizes
+from pagedcli.core.budget import ITEMSIZE, MemoryBudget, MemoryTerms, ModelSizes
+from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
@@ -17,7 +17,7 @@ from pagedcli.models.packed_formats import Checkpoint
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
-from pagedcli.planning.decide import Decisions, choose_num_blocks
+from pagedcli.planning.decide import choose_num_blocks
 from pagedcli.planning.machine import Machine
 
 CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
@@ -43,12 +43,13 @@ def model_sizes(config: EngineConfig, spec: ModelSpec) -> ModelSizes:
     return ModelSizes(**{**sizes, "vocab_size": -(-spec.vocab_size // num_ranks)})
 
 
-def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, machine: Machine) -> MemoryTerms:
+def predict_terms(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> MemoryTerms:
     """Every term of the device's memory, computed from sizes and the machine's free memory."""
-    sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
-    weights = weight_bytes(config, spec, decided)
-    activations = sizes.activation_bytes(decided.largest_step, itemsize, native=decided.in_one_call)
-    if decided.device.type == "cpu":
+    sizes, itemsize = model_sizes(config, spec), ITEMSIZE[plan.dtype]
+    weights = weight_bytes(config, spec, plan)
+    activations = sizes.activation_bytes(plan.limits.largest_step, itemsize, native=plan.in_one_call)
+    gpu = machine.gpu(plan.device)
+    if gpu is None:
         return MemoryTerms(
             total=machine.total_bytes,
             others=machine.total_bytes - machine.available_bytes,
@@ -56,7 +57,6 @@ def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, mac
             weights=weights,
             activations=activations,
         )
-    gpu = machine.gpus[decided.device.index]
     return MemoryTerms(
         total=gpu.total_bytes,
         reserve=gpu.total_bytes - int(gpu.total_bytes * config.gpu_memory_utilization),
@@ -64,13 +64,13 @@ def predict_terms(config: EngineConfig, spec: ModelSpec, decided: Decisions, mac
         runtime=CUDA_CONTEXT,
         weights=weights,
         activations=activations,
-        graphs=predict_graphs(sizes, decided),
+        graphs=predict_graphs(sizes, plan),
     )
 
 
-def weight_bytes(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> int:
+def weight_bytes(config: EngineConfig, spec: ModelSpec, plan: Plan) -> int:
     """Bytes of one rank's weights in memory."""
-    itemsize = decided.dtype.itemsize
+    itemsize = ITEMSIZE[plan.dtype]
     if spec.quantization is None:
         return model_sizes(config, spec).weight_bytes(itemsize, quantization=config.quantization)
     stored, rank = Checkpoint(spec.quantization), ParallelContext(0, config.tensor_parallel_size)
@@ -80,25 +80,25 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> i
             if parameter.layer_format is None:
                 total += math.prod(shape) * itemsize
             else:
-                total += stored.of(name.removesuffix(".weight")).kept_bytes(shape, itemsize, decided.kernels)
+                total += stored.of(name.removesuffix(".weight")).kept_bytes(shape, itemsize, plan.kernels)
     return total
 
 
-def predict_graphs(sizes: ModelSizes, decided: Decisions) -> int:
+def predict_graphs(sizes: ModelSizes, plan: Plan) -> int:
     """Bytes of all CUDA graphs: their nodes, and one shared memory pool for a step's tensors."""
-    if not decided.graph_sizes:
+    if not plan.graph_sizes:
         return 0
-    largest = decided.graph_sizes[-1]
-    tensors = sizes.step_bytes(largest, decided.dtype.itemsize) + sizes.logits_bytes(largest, decided.dtype.itemsize)
-    return tensors + GRAPH_BYTES * len(decided.graph_sizes)
+    largest = plan.graph_sizes[-1]
+    tensors = sizes.step_bytes(largest, ITEMSIZE[plan.dtype]) + sizes.logits_bytes(largest, ITEMSIZE[plan.dtype])
+    return tensors + GRAPH_BYTES * len(plan.graph_sizes)
 
 
-def forecast_pool(config: EngineConfig, decided: Decisions, terms: MemoryTerms) -> Forecast:
+def forecast_pool(config: EngineConfig, plan: Plan, terms: MemoryTerms) -> Forecast:
     """The pool that the engine would create within these terms."""
-    budget = None if decided.device.type == "cpu" else budget_of(terms, config.gpu_memory_utilization)
+    budget = None if plan.on_cpu else budget_of(terms, config.gpu_memory_utilization)
     available = terms.total - terms.others - terms.runtime - terms.weights
     try:
-        num_blocks, reason = choose_num_blocks(config, decided, available=available, budget=budget)
+        num_blocks, reason = choose_num_blocks(config, plan, available=available, budget=budget)
     except ConfigError as error:
         return Forecast(terms, 0, error.message, error.hint)
     return Forecast(terms, num_blocks, reason, None)
@@ -116,21 +116,21 @@ def budget_of(terms: MemoryTerms, utilization: float) -> MemoryBudget:
     )
 
 
-def loading_peak(config: EngineConfig, spec: ModelSpec, decided: Decisions, folder: Path) -> int:
+def loading_peak(config: EngineConfig, spec: ModelSpec, plan: Plan, folder: Path) -> int:
     """Peak host bytes of this process while it loads a model on a CPU: the weights and their sources. Includes pages
     of a mapped checkpoint, which the system drops when memory is short."""
-    sizes, itemsize = model_sizes(config, spec), decided.dtype.itemsize
-    weights = weight_bytes(config, spec, decided)
+    sizes, itemsize = model_sizes(config, spec), ITEMSIZE[plan.dtype]
+    weights = weight_bytes(config, spec, plan)
     if config.load_format == "dummy":
         return HOST_PROCESS + max(weights, sizes.num_parameters * itemsize) + sizes.table_bytes(itemsize)
     checkpoint = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return HOST_PROCESS + weights + checkpoint - mapped_weights(config, spec, decided)
+    return HOST_PROCESS + weights + checkpoint - mapped_weights(config, spec, plan)
 
 
-def mapped_weights(config: EngineConfig, spec: ModelSpec, decided: Decisions) -> int:
+def mapped_weights(config: EngineConfig, spec: ModelSpec, plan: Plan) -> int:
     """Bytes of weights that are read from the mapped checkpoint: an embedding table not shared with the packed output
     layer."""
     keeps_embedding = config.quantization is not None or not spec.tie_word_embeddings
-    if config.load_format == "dummy" or spec.dtype != dtype_name(decided.dtype) or not keeps_embedding:
+    if config.load_format == "dummy" or spec.dtype != plan.dtype or not keeps_embedding:
         return 0
-    return model_sizes(config, spec).table_bytes(decided.dtype.itemsize)
+    return model_sizes(config, spec).table_bytes(ITEMSIZE[plan.dtype])

@@ -33,6 +33,11 @@ class Machine:
     is_here: bool = True  # False: described by flags; all software is installed except what `missing` names
     missing: Mapping[str, str] = field(default_factory=dict)  # attention backend -> why it cannot run there
 
+    def gpu(self, device: str) -> Gpu | None:
+        """The GPU that a device's full name means, cuda:N; None for the CPU."""
+        kind, _, index = device.partition(":")
+        return self.gpus[int(index)] if kind == "cuda" else None
+
 
 def this_machine(*, free_memory: bool = False) -> Machine:
     """This machine as it is now.

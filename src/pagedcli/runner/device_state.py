@@ -3,7 +3,6 @@
 Owned by one ModelRunner; its eager steps and its CUDA graphs work on the same memory.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,11 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
-from pagedcli.core.groups import CacheGroup, group_size
-from pagedcli.core.step_input import StepInput, table_width
-from pagedcli.models.spec import ModelSpec
+from pagedcli.core.budget import blocks_for
+from pagedcli.core.groups import cache_groups, group_size
+from pagedcli.core.limits import Limits
+from pagedcli.core.step_input import StepInput, table_dimensions
+from pagedcli.models.base import CausalLM
 from pagedcli.native.memory import ask_for_huge_pages
 from pagedcli.runner.transfer import Upload
 
@@ -26,36 +27,35 @@ class DeviceState:
     block_size: int  # tokens
     num_groups: int  # of layers, see core.groups
     kv_cache: Tensor  # [2, layers of a group, N, ...]
-    tables: Tensor  # [max_num_seqs, W * groups] int32, block table of each row
-    last_tokens: Tensor  # [max_num_seqs] int64, of the last launched step
+    tables: Tensor  # [rows, W * groups] int32, block table of each running sequence
+    last_tokens: Tensor  # [rows] int64, of the last launched step
     upload: Upload
 
     @classmethod
     def allocate(
         cls,
-        spec: ModelSpec,
-        groups: Sequence[CacheGroup],
+        model: CausalLM,
         backend: AttentionBackend,
+        limits: Limits,
         *,
         device: torch.device,
         kv_dtype: torch.dtype,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
     ) -> "DeviceState":
         """The cache is not cleared: no backend may read a slot that no sequence owns."""
-        layer_shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        assert limits.num_blocks is not None, "the pool has its size"
+        groups = cache_groups([layer.window for layer in model.attention_layers])
+        shape = (limits.num_blocks, limits.block_size, model.spec.num_kv_heads, model.spec.head_dim)
+        layer_shape = backend.kv_shape(*shape)
         kv_cache = torch.empty((2, group_size(groups), *layer_shape), dtype=kv_dtype, device=device)
         ask_for_huge_pages(kv_cache)
-        width = table_width(max_model_len, block_size) * len(groups)
+        rows, columns = table_dimensions(limits)
         return cls(
             device=device,
-            block_size=block_size,
+            block_size=limits.block_size,
             num_groups=len(groups),
             kv_cache=kv_cache,
-            tables=torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device),
-            last_tokens=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+            tables=torch.zeros((rows, columns), dtype=torch.int32, device=device),
+            last_tokens=torch.zeros(rows, dtype=torch.int64, device=device),
             upload=Upload(device),
         )
 
@@ -71,7 +71,7 @@ class DeviceState:
 
         Shapes:  table_rows [B]; slots [groups, T]; rest: the other fields of PagedBatch.
         """
-        width = table_width(max_total, self.block_size)
+        width = blocks_for(max_total, self.block_size)
         tables = self.tables[:, : width * self.num_groups].index_select(0, table_rows)
         of_groups: tuple[Tensor, ...] = (tables,)
         if self.num_groups > 1:

@@ -8,63 +8,40 @@ import os
 import shutil
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend
-from pagedcli.config import EngineConfig
 from pagedcli.core.budget import MemoryBudget, MemoryTerms, StepShape
-from pagedcli.core.groups import TableShape, cache_groups
+from pagedcli.core.groups import TableShape
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens, smallest_kept
-from pagedcli.models.base import CausalLM
-from pagedcli.planning.decide import resolve_max_num_batched_tokens
 from pagedcli.planning.machine import host_memory
-from pagedcli.runner.model_runner import ModelRunner
+from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
 
 _PROC = Path("/proc")
 
 
-def measure_budget(
-    config: EngineConfig,
-    model: CausalLM,
-    backend: AttentionBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
-    parallel: ParallelContext,
-) -> MemoryBudget | None:
+def measure_budget(spec: RunnerSpec, utilization: float) -> MemoryBudget | None:
     """The terms of total x utilization - used - peak + current on a CUDA device; None on a CPU, where the pool has a
     fixed size. Runs the largest step that the limits allow, then frees its memory.
     """
+    device, limits = spec.device, spec.limits
     if device.type != "cuda":
         return None
-    backend.reserve(config.max_num_seqs, max_model_len)
+    spec.backend.reserve(limits.max_num_seqs, limits.max_model_len)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current = torch.cuda.memory_allocated(device)
-    num_tokens = resolve_max_num_batched_tokens(config, device.type)
-    step = StepShape.largest(num_tokens, config.max_num_seqs, max_model_len)
-    windows = [layer.window for layer in model.attention_layers]
-    runner = ModelRunner(
-        model,
-        backend,
-        device=device,
-        kv_dtype=dtype,
-        num_blocks=step_blocks(step, TableShape.of(config.block_size, cache_groups(windows))),
-        block_size=config.block_size,
-        max_num_seqs=step.num_seqs,
-        max_model_len=max_model_len,
-        parallel=parallel,
-    )
+    step = limits.largest_step
+    limits = replace(limits, num_blocks=step_blocks(step, limits.tables), max_num_seqs=step.num_seqs)
+    runner = ModelRunner(replace(spec, limits=limits))
     taken = measure_step(runner, step)
     assert taken is not None, "a CUDA device reports its memory"
     peak = current + taken
@@ -73,34 +50,16 @@ def measure_budget(
     free, total = torch.cuda.mem_get_info(device)
     return MemoryBudget(
         total=total,
-        utilization=config.gpu_memory_utilization,
+        utilization=utilization,
         used=total - free,
         peak=peak,
         current=current,
     )
 
 
-def graph_bytes(
-    config: EngineConfig,
-    model: CausalLM,
-    backend: AttentionBackend,
-    device: torch.device,
-    kv_dtype: torch.dtype,
-    max_model_len: int,
-    parallel: ParallelContext,
-) -> int:
+def graph_bytes(spec: RunnerSpec) -> int:
     """Device memory of the graphs: all are captured once on a cache of one block, then dropped."""
-    runner = ModelRunner(
-        model,
-        backend,
-        device=device,
-        kv_dtype=kv_dtype,
-        num_blocks=1,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        parallel=parallel,
-    )
+    device, runner = spec.device, ModelRunner(replace(spec, limits=replace(spec.limits, num_blocks=1)))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
@@ -159,7 +118,7 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
     CPU outside Linux). Overwrites the first step_blocks blocks of the runner's cache.
     """
     work = _prompts(runner, step)
-    runner.kv_cache[:, :, : step_blocks(step, runner.tables)].zero_()  # every slot is owned in this step
+    runner.kv_cache[:, :, : step_blocks(step, runner.limits.tables)].zero_()  # every slot is owned in this step
     on_cuda = runner.device.type == "cuda"
     before = _reset_cuda_peak(runner.device) if on_cuda else reset_host_peak()
     logits, _ = runner.execute(work)
@@ -188,7 +147,7 @@ def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
     work, next_block = ScheduledStep(), 0
     for row, length in enumerate(step.lengths):
         seq = Sequence(row, str(row), [0] * length, SamplingParams(), max_new_tokens=1)
-        count = runner.tables.num_entries(length)
+        count = runner.limits.tables.num_entries(length)
         seq.row, seq.block_table = row, list(range(next_block, next_block + count))
         next_block += count
         work.seqs.append(seq)

@@ -12,11 +12,12 @@ import torch
 
 from pagedcli.config import EngineConfig, parse_bytes
 from pagedcli.core.budget import MemoryTerms, ModelSizes
+from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.decide import Decisions, choose_num_blocks, decide, model_folder
+from pagedcli.planning.decide import choose_num_blocks, decide, model_folder
 from pagedcli.planning.fitting import Fit, fits, weights_refusal
 from pagedcli.planning.forecast import Forecast, forecast_pool, loading_peak, mapped_weights, model_sizes, predict_terms
 from pagedcli.planning.machine import Machine, available_memory, described_gpu, described_host, this_machine
@@ -31,7 +32,7 @@ class Profile:
     """A machine with a model on it, measured, predicted or both."""
 
     config: EngineConfig
-    decided: Decisions
+    plan: Plan
     sizes: ModelSizes
     device: str
     measured: MemoryTerms | None
@@ -104,12 +105,12 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
     spec = read_spec(model_folder(config, weights=False), trust_remote_code=config.trust_remote_code)
     machine = given.machine(config.tensor_parallel_size)
     config = msgspec.structs.replace(config, device="cpu" if given.capability is None else "cuda")
-    decided = decide(config, spec, machine)
+    plan = decide(config, spec, machine)
     if spec.is_fallback and given.current is None:
         raise UsageError(
             f"the memory of {spec.architecture} is not predicted", hint="give --used, --peak and --current as well"
         )
-    predicted = predict_terms(config, spec, decided, machine)
+    predicted = predict_terms(config, spec, plan, machine)
     notes = dict(_PREDICTED)
     weights, activations = predicted.weights, predicted.activations
     if given.peak is not None and given.current is not None:
@@ -128,13 +129,13 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
         graphs=predicted.graphs if given.peak is None else 0,  # the given numbers describe the whole machine
     )
     found = () if given.current is not None else tuple(fits(config, spec, machine))
-    return _predicted(config, spec, decided, terms, device=f"{given.name}, described by flags", notes=notes, fits=found)
+    return _predicted(config, spec, plan, terms, device=f"{given.name}, described by flags", notes=notes, fits=found)
 
 
 def _predicted(
     config: EngineConfig,
     spec: ModelSpec,
-    decided: Decisions,
+    plan: Plan,
     terms: MemoryTerms,
     *,
     device: str,
@@ -142,10 +143,10 @@ def _predicted(
     fits: tuple[Fit, ...],
 ) -> Profile:
     """A profile without measurements."""
-    pool = forecast_pool(config, decided, terms)
+    pool = forecast_pool(config, plan, terms)
     return Profile(
         config=config,
-        decided=decided,
+        plan=plan,
         sizes=model_sizes(config, spec),
         device=device,
         measured=None,
@@ -167,35 +168,35 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
     folder = model_folder(config)
     spec = read_spec(folder, trust_remote_code=config.trust_remote_code)
     machine = this_machine(free_memory=True)
-    decided = decide(config, spec, machine)
-    on_cpu = decided.device.type == "cpu"
-    predicted = predict_terms(config, spec, decided, machine) if not spec.is_fallback else None
+    plan = decide(config, spec, machine)
+    on_cpu = plan.on_cpu
+    predicted = predict_terms(config, spec, plan, machine) if not spec.is_fallback else None
     found = () if predicted is None else tuple(fits(config, spec, machine))
     if predicted is not None and (why := _why_not_measured(config, spec, predicted, machine, folder)):
         say(f"{why}: predicting")
-        notes = {**_PREDICTED, "others": ", ".join(map(str, other_holders(decided.device)))}
-        return _predicted(config, spec, decided, predicted, device=str(decided.device), notes=notes, fits=found)
+        notes = {**_PREDICTED, "others": ", ".join(map(str, other_holders(torch.device(plan.device))))}
+        return _predicted(config, spec, plan, predicted, device=plan.device, notes=notes, fits=found)
     say(f"loading {config.model} and running the largest step")
     if on_cpu:
         reset_host_peak()
-    loaded = _load(config, decided)
+    loaded = _load(config, plan)
     measured_loading = host_peak() if on_cpu else None
     measured = measure_terms(
         loaded.runner,
         loaded.plan,
-        decided.largest_step,
-        mapped_weights=mapped_weights(config, spec, decided),
+        plan.limits.largest_step,
+        mapped_weights=mapped_weights(config, spec, plan),
         expected_activations=predicted.activations if predicted is not None else 0,
     )
     loaded.close()
     if predicted is not None:  # the other terms cannot be predicted independently
         own = {name: getattr(predicted, name) for name in ("weights", "activations", "graphs")}
         predicted = MemoryTerms(**{item.name: getattr(measured, item.name) for item in fields(MemoryTerms)} | own)
-    pool = _pool(config, decided, measured, loaded)
-    holders = ", ".join(map(str, other_holders(decided.device)))
+    pool = _pool(config, plan, measured, loaded)
+    holders = ", ".join(map(str, other_holders(torch.device(plan.device))))
     return Profile(
         config=config,
-        decided=decided,
+        plan=plan,
         sizes=model_sizes(config, spec),
         device=loaded.plan.device,
         measured=measured,
@@ -207,7 +208,7 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
         fits=found,
         holders=holders,
         measured_loading=measured_loading,
-        predicted_loading=loading_peak(config, spec, decided, folder) if on_cpu and predicted is not None else None,
+        predicted_loading=loading_peak(config, spec, plan, folder) if on_cpu and predicted is not None else None,
     )
 
 
@@ -221,23 +222,23 @@ def _why_not_measured(
     return None
 
 
-def _pool(config: EngineConfig, decided: Decisions, measured: MemoryTerms, loaded: LLMEngine) -> Forecast:
+def _pool(config: EngineConfig, plan: Plan, measured: MemoryTerms, loaded: LLMEngine) -> Forecast:
     """The pool that the engine would get: on a CPU from free memory, on a GPU from its budget."""
     try:
-        num_blocks, reason = choose_num_blocks(config, decided, available=available_memory(), budget=loaded.plan.budget)
+        num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), budget=loaded.plan.budget)
     except ConfigError as error:
         return Forecast(measured, 0, error.message, error.hint)
     return Forecast(measured, num_blocks, reason, None)
 
 
-def _load(config: EngineConfig, decided: Decisions) -> LLMEngine:
+def _load(config: EngineConfig, plan: Plan) -> LLMEngine:
     """The engine with a pool just large enough for the largest step."""
-    if config.tensor_parallel_size > 1 and decided.device.type == "cpu":
+    if config.tensor_parallel_size > 1 and plan.on_cpu:
         raise UsageError(
             f"memory is measured for one CPU process, not for {config.tensor_parallel_size}",
             hint="use --tensor-parallel-size 1",
         )
-    num_blocks = step_blocks(decided.largest_step, decided.table_shape)
+    num_blocks = step_blocks(plan.limits.largest_step, plan.limits.tables)
     try:
         return LLMEngine(msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks))
     except torch.OutOfMemoryError as error:

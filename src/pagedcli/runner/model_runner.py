@@ -3,11 +3,13 @@
 Used by LLMEngine, and by each worker of a tensor-parallel group. Owns the state of its device (device_state.py).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
-from pagedcli.core.groups import TableShape, cache_groups
+from pagedcli.core.limits import Limits
 from pagedcli.core.sampling_input import SamplingInput
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
@@ -20,39 +22,27 @@ from pagedcli.runner.prompt_scores import PromptScores, score_prompts
 from pagedcli.runner.sampler import SampledTokens, sample_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """What a ModelRunner runs, and within which limits."""
+
+    model: CausalLM  # of this rank
+    backend: AttentionBackend
+    parallel: ParallelContext
+    device: torch.device
+    kv_dtype: torch.dtype
+    limits: Limits
+
+
 class ModelRunner:
     """Runs steps on one device."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        backend: AttentionBackend,
-        *,
-        device: torch.device,
-        kv_dtype: torch.dtype,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        parallel: ParallelContext,
-    ) -> None:
-        self.model = model
-        self.parallel = parallel
-        self.block_size = block_size
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        groups = cache_groups([layer.window for layer in model.attention_layers])
-        self.tables = TableShape.of(block_size, groups)
+    def __init__(self, spec: RunnerSpec) -> None:
+        self.model = spec.model
+        self.parallel = spec.parallel
+        self.limits = spec.limits
         self.state = DeviceState.allocate(
-            model.spec,
-            groups,
-            backend,
-            device=device,
-            kv_dtype=kv_dtype,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
+            spec.model, spec.backend, spec.limits, device=spec.device, kv_dtype=spec.kv_dtype
         )
         self.graphs: DecodeGraphs | None = None
 
@@ -67,9 +57,8 @@ class ModelRunner:
 
     def make_graphs(self, *, capture: bool) -> None:
         """Serve decode steps with CUDA graphs from now on; see DecodeGraphs."""
-        self.graphs = DecodeGraphs(
-            self.model, self.state, self.parallel, max_model_len=self.max_model_len, capture=capture
-        )
+        max_model_len = self.limits.max_model_len
+        self.graphs = DecodeGraphs(self.model, self.state, self.parallel, max_model_len=max_model_len, capture=capture)
 
     @torch.inference_mode()
     def launch(self, step: StepInput, sampling: SamplingInput) -> SampledTokens:
@@ -153,11 +142,5 @@ class ModelRunner:
         work.changed = work.seqs
         for seq in work.seqs:
             seq.synced_blocks = 0
-        builder = StepBuilder(
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            num_groups=self.state.num_groups,
-        )
-        step, sampled = builder.build(work)
+        step, sampled = StepBuilder(self.limits).build(work)
         return self.forward(step), sampled

@@ -100,7 +100,8 @@ class SimulatedCore(EngineCore):
     def add(self, request: TraceRequest) -> None:
         """Queue a request. Raises: RequestError if it can never be served."""
         if request.token_ids is None:
-            self._prefixes = synthetic_prefixes(request, self._hash_size, self.plan.block_size, len(self.plan.windows))
+            tables = self.limits.tables
+            self._prefixes = synthetic_prefixes(request, self._hash_size, tables.block_size, tables.num_groups)
             token_ids = [0] * request.num_prompt_tokens  # only their number matters
         else:
             self._prefixes = []

@@ -10,7 +10,8 @@ import msgspec
 from pagedcli.batch.intake import BatchOptions, Intake, PreparedPrompt, Refused
 from pagedcli.batch.sources import open_source
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.admission import AdmissionLimits, admit
+from pagedcli.core.admission import admit
+from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError, TraceError, UsageError
 from pagedcli.simulation.reading import TraceLines
 from pagedcli.simulation.requests import MAX_TOKENS, TraceRequest, Workload
@@ -20,7 +21,7 @@ def read_prompts(
     name: str,
     tokenizer: Tokenizer,
     options: BatchOptions,
-    limits: AdmissionLimits,
+    limits: Limits,
     outputs: "dict[int, RowOutput] | None" = None,
 ) -> Workload:
     """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
@@ -37,7 +38,7 @@ def read_prompts(
                 raise taken.error
             if any(prompt.params.beam_width is not None for prompt in taken.prompts):
                 raise RequestError("unsupported", "beam search, which simulate does not model")
-            max_tokens = [admit(prompt.token_ids, prompt.params, limits) for prompt in taken.prompts]
+            max_tokens = [admit(limits, prompt.token_ids, prompt.params) for prompt in taken.prompts]
         except RequestError as error:
             workload.add_bad(f"{name}:{line.number}", error.message)
             continue

@@ -4,12 +4,14 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from pagedcli.batch.run import LEAST_TOKENS, read_ahead
+from pagedcli.core.limits import Limits
 from pagedcli.core.outputs import RequestOutput
-from pagedcli.core.plan import Plan, PreemptionPolicy
+from pagedcli.core.plan import Plan
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.simulation.accesses import Bools, Ints, num_warmup
@@ -30,7 +32,7 @@ class Schedule:
 
     def tokens_ahead(self, plan: Plan) -> int:
         """Prompt tokens in work, unless twice max_num_seqs requests are more."""
-        return read_ahead(plan) if self.read_ahead is None else self.read_ahead
+        return read_ahead(plan.limits) if self.read_ahead is None else self.read_ahead
 
 
 @dataclass(slots=True)
@@ -65,43 +67,18 @@ class RunResult:
 
     def hit_blocks(self, warmup: float = 0.0) -> tuple[int, int]:
         """(full blocks that hit, full blocks of the prompts)."""
-        served, size = self.served(warmup), self.plan.block_size
+        served, size = self.served(warmup), self.plan.limits.block_size
         cached = np.asarray(self.cached_tokens)[served]
         # of a prompt that hits in whole, the last token is computed
         return int((-(-cached // size)).sum()), int((self.prompt_tokens[served] // size).sum())
 
 
-def plan_for(
-    workload: Workload,
-    *,
-    num_blocks: int,
-    block_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    chunked_prefill_size: int | None = None,
-    preemption_policy: PreemptionPolicy = "last",
-    windows: tuple[int | None, ...] = (None,),
-) -> Plan:
-    """The plan of a simulated engine that serves every request which the pool can hold."""
+def plan_for(workload: Workload, **limits: Any) -> Plan:
+    """The plan of a simulated engine with these Limits, which serves every request that the pool can hold."""
     return Plan(
+        limits=Limits(max_model_len=workload.longest, vocab_size=VOCAB_SIZE, **limits),
         model="simulation",
-        device="none",
-        dtype="none",
-        backend="none",
-        refused=(),
-        block_size=block_size,
-        block_bytes=0,
-        num_blocks=num_blocks,
         num_blocks_reason="simulated",
-        max_model_len=workload.longest,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        weight_bytes=0,
-        budget=None,
-        vocab_size=VOCAB_SIZE,
-        chunked_prefill_size=chunked_prefill_size,
-        preemption_policy=preemption_policy,
-        windows=windows,
     )
 
 
@@ -131,7 +108,7 @@ def known_ahead(prompt_tokens: Ints, plan: Plan, schedule: Schedule) -> Ints:
     counted = np.maximum(prompt_tokens, LEAST_TOKENS)
     total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counted)])
     by_tokens = np.searchsorted(total, total[:-1] + schedule.tokens_ahead(plan))
-    ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.max_num_seqs)
+    ends: Ints = np.maximum(by_tokens, np.arange(len(counted)) + plan.limits.max_num_seqs)
     return np.minimum(ends, len(counted))
 
 
@@ -145,7 +122,7 @@ class _Driver:
         self._core = core
         self._requests = workload.requests
         self._speed = schedule.speed
-        self._max_unfinished = 2 * core.plan.max_num_seqs
+        self._max_unfinished = core.limits.max_in_work
         self._tokens_ahead = schedule.tokens_ahead(core.plan)
         self._num_tokens = 0  # of unfinished prompts
         self._next = 0

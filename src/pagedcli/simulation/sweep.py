@@ -155,11 +155,11 @@ class Sweep:
         """A real run."""
         run = simulate(self.workload, plan, schedule, emit=emit, observe=observe)
         known = known_ahead(self.accesses.prompt_tokens, plan, schedule)
-        bounds = self._bounds(plan.num_blocks, self._hits(plan.num_blocks, plan.eviction, known))
+        bounds = self._bounds(plan.num_blocks, self._hits(plan.num_blocks, plan.limits.eviction, known))
         hits = np.maximum(np.asarray(run.cached_tokens), 0)
         parts = split(self.accesses, hits, bounds, run.served(self.warmup))
         tokens = run.hit_tokens(self.warmup)
-        return SweepPoint(plan.num_blocks, plan.eviction, run, run.hit_blocks(self.warmup), tokens, parts)
+        return SweepPoint(plan.num_blocks, plan.limits.eviction, run, run.hit_blocks(self.warmup), tokens, parts)
 
     def _hits(self, num_blocks: int, policy: Eviction, known: Ints | None = None) -> Ints:
         """[R] blocks that hit without running requests."""
@@ -195,4 +195,5 @@ def points(
                 if observe is not None:
                     observe(num_blocks, policy, num_done)
 
-            yield sweep.scheduled(replace(plan, num_blocks=num_blocks, eviction=policy), schedule, emit, finished)
+            limits = replace(plan.limits, num_blocks=num_blocks, eviction=policy)
+            yield sweep.scheduled(replace(plan, limits=limits), schedule, emit, finished)

@@ -1,0 +1,85 @@
+"""What requests, steps and the cache of an engine must fit into: one record for admission, scheduler, step builder,
+runner, simulations and the laws of traces. Made by planning.decide; needs no torch.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pagedcli.config import EngineConfig, PreemptionPolicy
+from pagedcli.core.budget import StepShape
+from pagedcli.core.groups import TableShape
+from pagedcli.errors import ConfigError
+from pagedcli.events import EngineStarted, Eviction
+
+NO_LIMIT = 2**62  # where an engine's own limits are not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of an engine, and how it decides within them. None: not known, or none.
+
+    Fields have the names of the configuration and of EngineStarted.
+    """
+
+    max_model_len: int = NO_LIMIT  # tokens of a request, prompt and output together
+    max_num_seqs: int = NO_LIMIT  # sequences that run at once
+    max_num_batched_tokens: int = NO_LIMIT  # tokens of a step
+    chunked_prefill_size: int | None = None  # tokens of one prompt per step; None: as many as fit in the step
+    block_size: int = 16  # tokens
+    num_blocks: int | None = None  # of the pool; None: not measured yet
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
+    vocab_size: int | None = None
+    enable_prefix_caching: bool = True
+    eviction: Eviction = "lru"
+    preemption_policy: PreemptionPolicy = "last"
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
+            raise ConfigError(
+                f"max_num_seqs is {self.max_num_seqs} and max_num_batched_tokens {self.max_num_batched_tokens}: "
+                "both must be at least 1"
+            )
+
+    @classmethod
+    def of(cls, source: EngineConfig | EngineStarted, **changes: Any) -> "Limits":
+        """What a configuration or the first event of a trace says, with changes. Of a configuration, max_model_len and
+        max_num_batched_tokens have to be among the changes if they are left to the engine."""
+        known = {item.name: getattr(source, item.name) for item in fields(cls) if hasattr(source, item.name)}
+        return cls(**{**known, **changes})
+
+    @property
+    def chunk_size(self) -> int:
+        """Most tokens of one sequence in a step."""
+        return self.chunked_prefill_size or self.max_num_batched_tokens
+
+    @property
+    def tables(self) -> TableShape:
+        """The block tables of a sequence."""
+        return TableShape(self.block_size, self.windows)
+
+    @property
+    def max_in_work(self) -> int:
+        """Requests to have ready: a step may finish all that run, and as many more can start at once."""
+        return 2 * self.max_num_seqs
+
+    @property
+    def largest_step(self) -> StepShape:
+        """The step that sets the activation peak."""
+        return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
+
+    def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
+        """Most blocks that `width` sequences with a common prompt hold while each grows to num_tokens."""
+        return self.tables.blocks_of_request(
+            num_prompt, num_tokens, width, chunk=self.chunk_size, shares_prompt=self.enable_prefix_caching
+        )
+
+    def room_for(self, num_prompt: int, width: int) -> int:
+        """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
+        room = self.max_model_len - num_prompt
+        if self.num_blocks is not None:
+            shares = width > 1 and self.enable_prefix_caching
+            shared = self.tables.prompt_blocks(num_prompt) if shares else 0
+            own = (self.num_blocks - shared) // width
+            # the last generated token is never written to the cache
+            room = min(room, self.tables.longest(shared + own, self.chunk_size, self.max_model_len) - num_prompt + 1)
+        return room
