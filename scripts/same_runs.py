@@ -539,7 +539,7 @@ def show_difference(name: str, a: bytes, b: bytes) -> None:
 def compare(a: Path, b: Path) -> int:
     """Print what differs between two recordings. Returns 1 if anything does, else 0.
 
-    Runs that only one of them has are named; they are a difference, too, unless --only chose the runs.
+    Runs that only one of them has (see --only) are named, and are no difference.
     """
     for folder in (a, b):
         if not (folder / "models.txt").exists():

@@ -197,6 +197,7 @@ def write_models(folder: Path) -> None:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     demo = next((ROOT / "src" / "pagedcli").glob("**/demo/tokenizer.json")).parent
     shutil.copytree(demo, folder / "demo", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for name, (class_name, differences) in MODELS.items():
