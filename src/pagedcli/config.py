@@ -29,6 +29,10 @@ BUILTIN_MODEL = "builtin"
 _model, _cache, _batching, _rows = (partial(key, panel) for panel in ("Model", "KV cache", "Batching", "Rows"))
 
 
+# affects_rows=False: the value changes how fast and where tokens are computed, but not which. For `revision` and
+# `trust_remote_code`: the model's files are in the fingerprint themselves.
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine: model, memory and limits. Field names are the flags of vLLM and nano-vllm.
 
@@ -36,7 +40,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: Annotated[str, _model("Model folder, hub id, or builtin: the demo model", metavar="MODEL")] = BUILTIN_MODEL
-    revision: Annotated[str | None, _model("Branch, tag or commit of a hub model", metavar="REV")] = None
+    revision: Annotated[
+        str | None, _model("Branch, tag or commit of a hub model", metavar="REV", affects_rows=False)
+    ] = None
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
         Quantization | None,
@@ -45,17 +51,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     load_format: Annotated[LoadFormat, _model("dummy: random weights; needs only config.json")] = "auto"
-    trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model")] = False
-    device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE")] = "auto"
-    attention_backend: Annotated[str, _model("Attention backend; auto: the fastest one available", metavar="NAME")] = (
-        "auto"
-    )
-    enforce_eager: Annotated[bool, _model("Disable CUDA graphs")] = False
-    tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1)] = 1
+    trust_remote_code: Annotated[bool, _model("Run Python code that comes with the model", affects_rows=False)] = False
+    device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...", metavar="DEVICE", affects_rows=False)] = "auto"
+    attention_backend: Annotated[
+        str, _model("Attention backend; auto: the fastest one available", metavar="NAME", affects_rows=False)
+    ] = "auto"
+    enforce_eager: Annotated[bool, _model("Disable CUDA graphs", affects_rows=False)] = False
+    tensor_parallel_size: Annotated[int, _model("GPUs to split the model over", at_least=1, affects_rows=False)] = 1
 
-    block_size: Annotated[int, _cache("Tokens per KV block", at_least=1)] = 16
+    block_size: Annotated[int, _cache("Tokens per KV block", at_least=1, affects_rows=False)] = 16
     num_gpu_blocks_override: Annotated[
-        int | None, _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1)
+        int | None,
+        _cache("Number of KV blocks, on any device", default="as many as fit", at_least=1, affects_rows=False),
     ] = None
     kv_cache_dtype: Annotated[
         KvCacheDtype,
@@ -68,12 +75,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             metavar="BYTES",
             default="by gpu_memory_utilization; up to 4GiB on a CPU",
             at_least=1,
+            affects_rows=False,
         ),
     ] = None
-    gpu_memory_utilization: Annotated[float, _cache("Fraction of GPU memory to use", above=0, at_most=1)] = 0.9
-    enable_prefix_caching: Annotated[bool, _cache("Reuse the KV blocks of shared prefixes")] = True
+    gpu_memory_utilization: Annotated[
+        float, _cache("Fraction of GPU memory to use", above=0, at_most=1, affects_rows=False)
+    ] = 0.9
+    enable_prefix_caching: Annotated[bool, _cache("Reuse the KV blocks of shared prefixes", affects_rows=False)] = True
     eviction: Annotated[
-        Eviction, _cache("Which cached block to evict; next-use: the one that the waiting requests need last")
+        Eviction,
+        _cache(
+            "Which cached block to evict; next-use: the one that the waiting requests need last", affects_rows=False
+        ),
     ] = "lru"
 
     max_model_len: Annotated[
@@ -82,19 +95,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Maximum tokens per request, prompt and output together", default="the model's own limit", at_least=1
         ),
     ] = None
-    max_num_seqs: Annotated[int, _batching("Maximum number of running sequences", at_least=1)] = 256
+    max_num_seqs: Annotated[int, _batching("Maximum number of running sequences", at_least=1, affects_rows=False)] = 256
     max_num_batched_tokens: Annotated[
         int | None,
-        _batching("Maximum tokens per step", default="2048 (512 on a CPU), at least max_num_seqs", at_least=1),
+        _batching(
+            "Maximum tokens per step",
+            default="2048 (512 on a CPU), at least max_num_seqs",
+            at_least=1,
+            affects_rows=False,
+        ),
     ] = None
     chunked_prefill_size: Annotated[
-        int | None, _batching("Maximum tokens of one prompt per step", default="as many as fit in the step", at_least=1)
+        int | None,
+        _batching(
+            "Maximum tokens of one prompt per step",
+            default="as many as fit in the step",
+            at_least=1,
+            affects_rows=False,
+        ),
     ] = None
     preemption_policy: Annotated[
-        PreemptionPolicy, _batching("Sequence to preempt when blocks run out; last: the newest")
+        PreemptionPolicy, _batching("Sequence to preempt when blocks run out; last: the newest", affects_rows=False)
     ] = "last"
     async_scheduling: Annotated[
-        bool | None, _batching("Launch each step before reading the previous step's tokens", default="on CUDA only")
+        bool | None,
+        _batching(
+            "Launch each step before reading the previous step's tokens", default="on CUDA only", affects_rows=False
+        ),
     ] = None
 
     seed: Annotated[int, key("Sampling", "Random seed; each row derives its own. Also seeds dummy weights")] = 0
@@ -129,21 +156,27 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     output_metrics: Annotated[
         bool, _rows("Add metrics to each row: seconds queued, to the first token, per token, in all; preemptions")
     ] = False
-    order: Annotated[Order, _rows("Order of the rows")] = "input"
+    order: Annotated[Order, _rows("Order of the rows", affects_rows=False)] = "input"
     reorder: Annotated[
-        Reorder, _rows("prefix: process rows with shared prefixes together; output order is unchanged")
+        Reorder,
+        _rows("prefix: process rows with shared prefixes together; output order is unchanged", affects_rows=False),
     ] = "none"
     read_ahead: Annotated[
         int | None,
         _rows(
-            "Prompt tokens to read and queue ahead, which eviction next-use knows; a row counts as at least 128",
+            "Prompt tokens to queue ahead of the engine, for eviction next-use to look at; each row counts as at least 128",
             metavar="TOKENS",
             default="8 times the pool with next-use (at most 4194304), otherwise 2 * max_num_seqs rows",
             at_least=0,
+            affects_rows=False,
         ),
     ] = None
-    limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1)] = None
-    max_errors: Annotated[int | None, _rows("Stop after this many error rows; --resume continues", at_least=1)] = None
+    limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1, affects_rows=False)] = (
+        None
+    )
+    max_errors: Annotated[
+        int | None, _rows("Stop after this many error rows; --resume continues", at_least=1, affects_rows=False)
+    ] = None
     strict: Annotated[bool, _rows("Turn rows with unknown fields into error rows instead of only reporting them")] = (
         False
     )

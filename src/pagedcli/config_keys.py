@@ -21,6 +21,7 @@ class Key:
     metavar: str | None  # placeholder of the value in help texts; None: by its type
     default: str | None  # meaning of None, for help texts
     has_flag: bool  # False: in configuration files only
+    affects_rows: bool  # whether another value may give other rows: then it is part of a run's fingerprint
     at_least: float | None
     above: float | None
     at_most: float | None
@@ -53,12 +54,16 @@ def key(
     metavar: str | None = None,
     default: str | None = None,
     has_flag: bool = True,
+    affects_rows: bool = True,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
 ) -> msgspec.Meta:
-    """The annotation of a struct field (see Key). The range is not left to msgspec, whose message omits the value."""
-    made = Key(panel, description, metavar, default, has_flag, at_least, above, at_most)
+    """The annotation of a struct field (see Key). The range is not left to msgspec, whose message omits the value.
+
+    A key affects rows unless it says otherwise: `--resume` then refuses another value, so forgetting is safe.
+    """
+    made = Key(panel, description, metavar, default, has_flag, affects_rows, at_least, above, at_most)
     return msgspec.Meta(description=description, extra={"key": made})
 
 

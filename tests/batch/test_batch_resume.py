@@ -17,7 +17,7 @@ from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import PagedcliError
+from pagedcli.errors import PagedcliError, UsageError
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -235,3 +235,35 @@ def test_two_interrupts_stop_at_once_and_keep_the_finished_rows(tmp_path, monkey
 
     header = json.loads(journal_path(tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert Journal.resume(journal_path(tmp_path / "out.jsonl"), header["fingerprint"]).num_rows >= 10
+
+
+def texts(row):
+    """What a row says, without the ids, which digest the input."""
+    body = (row.get("response") or {}).get("body", row)
+    return [body.get(name) for name in ("text", "outputs", "choices", "error")]
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_resume_from_a_shorter_stdin_is_refused_and_keeps_the_journal(uninterrupted, tmp_path, monkeypatch, kept):
+    """A pipe that delivers fewer rows than the journal has answers to is another input, not the end of the run."""
+    every_line = [line + "\n" for line in lines()]
+
+    def stdin(some):
+        path = tmp_path / "stdin"
+        path.write_text("".join(some))
+        monkeypatch.setattr("sys.stdin", path.open())
+        return Job(load_config(None, FLAGS), "-", tmp_path / "out.jsonl", resume=journal_path(out).exists())
+
+    out = tmp_path / "out.jsonl"
+    calls = iter(range(10**6))
+    assert run_job(stdin(every_line), stop_requested=lambda: next(calls) > 40) == 130
+    journal = journal_path(out).read_bytes()
+    num_rows = journal.count(b"\n") - 1
+    assert num_rows > kept
+    with pytest.raises(UsageError, match=f"the input ends after {kept} rows") as raised:
+        run_job(stdin(every_line[:kept]))
+    assert "--overwrite" in raised.value.hint
+    assert journal_path(out).read_bytes() == journal
+    assert not out.exists()
+    assert run_job(stdin(every_line)) == 3
+    assert [texts(row) for row in rows_of(out)] == [texts(row) for row in uninterrupted[1]]

@@ -1,6 +1,7 @@
 """The fingerprint of a run: everything that determines its rows. A resumed run must have the same one.
 
-Excludes block size, pool size, batch limits, device and attention backend, which do not change tokens.
+It derives from the configuration: every key is in it that does not say `affects_rows=False`, as block size, pool size,
+batch limits, device and attention backend do.
 """
 
 import re
@@ -14,8 +15,14 @@ from pagedcli import __version__
 from pagedcli.batch.lines import InputScan
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config
+from pagedcli.config_keys import keys_of
 from pagedcli.errors import UsageError
 
+_ALWAYS = (
+    *("pagedcli", "model", "model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "max_model_len"),
+    *("tokenizer", "chat_template", "system_prompt", "sampling", "seed", "shard", "field", "id_field", "output_field"),
+    *("keep", "output", "output_metrics", "strict"),
+)
 _PIECE_BYTES, _NUM_PIECES = 2**16, 64  # read of each weights file; one of up to 4 MiB is read whole
 
 
@@ -24,34 +31,43 @@ HINT_OTHER_RUN = "use --resume with the same input and settings, or --overwrite 
 
 def run_fingerprint(config: Config, folder: Path, tokenizer: Tokenizer, *, shard: str) -> dict[str, str]:
     """Named digests and values, except those of the input."""
-    run, engine = config.run, config.engine
-    sampling = {
-        f"sampling.{name}": msgspec.json.encode(value).decode()
-        for name, value in msgspec.structs.asdict(config.sampling).items()
-    }
-    return {
+    entries = {
         "pagedcli": __version__,
-        "model": engine.model,
         "model files": _model_digest(folder),
-        "dtype": engine.dtype,
-        "quantization": str(engine.quantization),
-        "kv_cache_dtype": engine.kv_cache_dtype,
-        "load_format": engine.load_format,
-        "max_model_len": str(engine.max_model_len),
         "tokenizer": tokenizer.digest(),
-        "chat_template": _digest(tokenizer.chat_template or ""),
-        "system_prompt": _digest(run.system_prompt or ""),
-        **sampling,
-        "seed": str(engine.seed),
         "shard": shard,
-        "field": str(run.field),
-        "id_field": str(run.id_field),
-        "output_field": run.output_field,
-        "keep": str(run.keep),
-        "output": "token_ids" if run.output_token_ids else "text",
-        "output_metrics": str(run.output_metrics).lower(),
-        "strict": str(run.strict).lower(),
+        **_settings(config),
+        "chat_template": _digest(tokenizer.chat_template or ""),
+        "system_prompt": _digest(config.run.system_prompt or ""),
+        "output": "token_ids" if config.run.output_token_ids else "text",
     }
+    return {name: entries[name] for name in sorted(entries, key=_place)}
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """Every key of the configuration that affects rows. One that _ALWAYS lacks is there only if it is not at its
+    default, so that a journal written before the key existed can be resumed."""
+    settings = {}
+    for section in ("engine", "run"):
+        values: msgspec.Struct = getattr(config, section)
+        defaults = type(values)()
+        for name, (_, declared) in keys_of(type(values)).items():
+            value = getattr(values, name)
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if name in _ALWAYS:
+                settings[name] = text
+            elif declared.affects_rows and value != getattr(defaults, name):
+                settings[f"{section}.{name}"] = text
+    for name, value in msgspec.structs.asdict(config.sampling).items():
+        settings[f"sampling.{name}"] = msgspec.json.encode(value).decode()
+    settings.pop("run.output_token_ids", None)  # under the name "output"
+    return settings
+
+
+def _place(name: str) -> int:
+    """The place of a name in a fingerprint: as in the first journals, and new names at the end."""
+    section = name.partition(".")[0]
+    return _ALWAYS.index(section) if section in _ALWAYS else len(_ALWAYS)
 
 
 def input_fingerprint(scan: InputScan | None) -> dict[str, str]:

@@ -104,6 +104,11 @@ class Journal:
             )
         return True
 
+    @property
+    def end_index(self) -> int:
+        """One more than the largest index of a row: the input must have at least as many."""
+        return len(self._offsets)
+
     def append(self, index: int, line_digest: int, row: bytes, *, ok: bool) -> None:
         """Add a row; `flush` writes it."""
         self._remember(index, self._end + self._buffered_bytes, ok=ok)

@@ -12,13 +12,15 @@ from typing import BinaryIO, Literal, Protocol, cast
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.csv_rows import csv_lines
+from pagedcli.batch.fingerprint import HINT_OTHER_RUN
 from pagedcli.batch.journal import Journal
 from pagedcli.batch.lines import InputScan
 from pagedcli.batch.outputs import is_csv
 from pagedcli.batch.parquet import ParquetRows
 from pagedcli.batch.run_record import SCHEMA_VERSION, LineDigest, RunRecord, write_record
-from pagedcli.errors import PagedcliError
+from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
+from pagedcli.printable import plural
 
 Order = Literal["input", "completion"]
 _MAX_HELD_ROWS = 10_000  # finished rows waiting in memory for an earlier one
@@ -125,8 +127,18 @@ class FileSink:
         self.journal.flush()
 
     def finish(self, read: InputScan) -> None:
-        """Write the record and the output, then delete the journal. Raises: PagedcliError."""
+        """Write the record and the output, then delete the journal.
+
+        Raises: UsageError if the journal has rows beyond the end of the input, and is kept; PagedcliError.
+        """
         journal = self.journal
+        if read.num_rows < journal.end_index:
+            self.abandon()
+            raise UsageError(
+                f"the input ends after {plural(read.num_rows, 'row')}, but {journal.path} has the answer to row"
+                f" {journal.end_index - 1:,}: this is not the input of that run",
+                hint=HINT_OTHER_RUN,
+            )
         try:
             journal.flush(sync=True)
             self._write_output(read)
