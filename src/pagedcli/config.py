@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
-from pagedcli.config_keys import check_ranges, key
+from pagedcli.config_keys import check_ranges, key, keys_of
 from pagedcli.errors import ConfigError
 from pagedcli.events import Eviction
 from pagedcli.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ PreemptionPolicy = Literal["last", "largest"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
 BUILTIN_MODEL = "builtin"
+_MOST_YAML_BYTES, _MOST_YAML_VALUES = 2**20, 100_000
 _model, _cache, _batching, _rows = (partial(key, panel) for panel in ("Model", "KV cache", "Batching", "Rows"))
 
 
@@ -164,7 +165,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     read_ahead: Annotated[
         int | None,
         _rows(
-            "Prompt tokens to queue ahead of the engine, for eviction next-use to look at; each row counts as at least 128",
+            "Prompt tokens to queue ahead, for eviction next-use to look at; each row counts as at least 128",
             metavar="TOKENS",
             default="8 times the pool with next-use (at most 4194304), otherwise 2 * max_num_seqs rows",
             at_least=0,
@@ -221,17 +222,27 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
         where = f"{path}: " if path is not None else ""
-        raise ConfigError(f"{where}{error}", hint=_nearest_key(str(error))) from error
+        raise ConfigError(f"{where}{_in_words(str(error))}", hint=_nearest_key(str(error))) from error
     return LoadedConfig(config, sources)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(_MOST_YAML_BYTES + 1)
+        if len(text) > _MOST_YAML_BYTES:
+            raise ConfigError(f"{path} is over {_MOST_YAML_BYTES >> 20} MiB: not a configuration")
+        document = yaml.safe_load(text.decode())
+        if _num_values(document, {}) > _MOST_YAML_VALUES:
+            raise ConfigError(f"{path} has over {_MOST_YAML_VALUES:,} values: not a configuration")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply: not a configuration") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except ValueError as error:  # a number of 5,000 digits, the 32nd of a month
+        raise ConfigError(f"{path} is not valid YAML: {str(error).partition(';')[0]}") from error
     document = {} if document is None else document
     if not isinstance(document, dict) or not all(isinstance(v, dict | None) for v in document.values()):
         raise ConfigError(
@@ -241,8 +252,44 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {section: values or {} for section, values in document.items()}
 
 
+def _num_values(value: Any, known: dict[int, int]) -> int:
+    """How many values a document has with all aliases written out. Raises: RecursionError if it contains itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        each_value = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_values(each, known) for each in each_value)
+    return known[id(value)]
+
+
 def _leaf_keys(document: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"{section}.{name}" for section, values in document.items() for name in values]
+
+
+_KINDS = {"int": "a whole number", "str": "text", "float": "a number", "bool": "true or false", "null": "null"}
+_KINDS |= {"array": "a list", "object": "a mapping", "date": "a date", "datetime": "a date with a time"}
+
+
+def _in_words(message: str) -> str:
+    """A decoder's message in the words of a configuration file: `Expected `int`, got `str` - at `$.engine.seed``."""
+    what, _, place = message.partition(" - at ")
+    name = place.rpartition("`$")[2].strip("`.") or "the file"
+    if "`key`" in place:
+        return f"a key of {name} is of the wrong type"
+    if match := re.fullmatch("Expected `(.+)`, got `(.+)`", what):
+        wanted = " or ".join(_KINDS.get(kind, kind) for kind in match[1].split(" | "))
+        given = "a fraction" if match[2] == "float" else _KINDS.get(match[2], match[2])
+        return f"{name} must be {wanted}, not {given}"
+    if match := re.fullmatch("Object contains unknown field `(.*)`", what):
+        return f"unknown key {match[1]!r} in {name}"
+    if match := re.fullmatch("Invalid enum value (.*)", what):
+        section, _, key_name = name.partition(".")
+        struct: type[msgspec.Struct] = type(getattr(Config(), section))
+        declared = keys_of(struct).get(key_name)
+        type_ = "" if declared is None else str(declared[0])
+        known = re.findall(r"'([^']*)'", type_) + ["true", "false"] * ("bool" in type_)
+        return f"{name} is {match[1]}" + (f", known: {', '.join(known)}" if known else "")
+    return what
 
 
 def _nearest_key(message: str) -> str | None:

@@ -5,7 +5,9 @@ Used by every command and package that writes files, whatever their content.
 
 import errno
 import os
+import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +50,9 @@ def check_distinct(reads: Mapping[str, Path | None], writes: Mapping[str, Path |
         taken.append((what, path))
 
 
-def check_new(what: str, path: Path | None, *, replaceable: bytes | None = None) -> None:
+def check_new(
+    what: str, path: Path | None, *, replaceable: bytes | None = None, hint: str = "use --overwrite, or another name"
+) -> None:
     """Refuse to replace a file, except one that begins with `replaceable`, or an empty one. Raises: UsageError."""
     if path is None or is_stream(path) or not os.path.lexists(path):
         return
@@ -56,7 +60,7 @@ def check_new(what: str, path: Path | None, *, replaceable: bytes | None = None)
         with suppress(OSError), path.open("rb") as file:
             if replaceable.startswith(file.read(len(replaceable))):
                 return
-    raise UsageError(f"{what}: {path} already exists", hint="use --overwrite, or another name")
+    raise UsageError(f"{what}: {path} already exists", hint=hint)
 
 
 def is_stream(path: Path) -> bool:
@@ -83,9 +87,12 @@ class PendingFile:
         if self._is_direct:
             self.temporary = path
         else:
+            _remove_leftovers(self.path)
             hidden = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
             self.temporary = hidden if temporary is None else temporary
         self.file: BinaryIO = self.temporary.open("wb" if self._is_direct else "x+b")
+        if not self._is_direct:
+            _lock(self.file)
 
     def commit(self) -> None:
         """Flush to the disk and rename."""
@@ -123,6 +130,41 @@ def whole_file(path: Path, *, overwrite: bool, durable: bool = True) -> Iterator
             with suppress(OSError):
                 pending.discard()
             raise
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a process is writing this PendingFile right now."""
+    try:
+        with path.open("rb") as file:
+            return not _lock(file)
+    except OSError:
+        return False
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file until it is closed or its process has ended. Returns False if another has locked it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no advisory locks
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed processes have left of this file under hidden names."""
+    pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.tmp")
+    with suppress(OSError):
+        for each in path.parent.iterdir():
+            if not pattern.fullmatch(each.name) or time.time() - each.stat().st_mtime < 1:  # perhaps not locked yet
+                continue
+            if not is_in_use(each):
+                each.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

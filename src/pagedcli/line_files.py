@@ -23,6 +23,8 @@ _MOST_LINE_BYTES = 1 << 26  # a prompt of a million token ids takes 7 MB
 _MOST_RATIO = 1000
 _FREE_BYTES = 1 << 28  # of decompressed data before the ratio is checked
 _ZSTD_LEVEL = 3
+MOST_BLANK_LINES = 1_000_000  # one after another: a small compressed file may hold billions
+_BLANK_BYTES = 64  # a longer line is not looked at
 
 
 class LineWriter:
@@ -77,9 +79,13 @@ class LineReader:
         self._what = what
 
     def __iter__(self) -> Iterator[bytes]:
-        self.line_number = 0
+        self.line_number = num_blank = 0
         for line in self._split():
             self.line_number += 1
+            if len(line) > _BLANK_BYTES or line.strip():
+                num_blank = 0
+            elif (num_blank := num_blank + 1) > MOST_BLANK_LINES:
+                raise TraceError(f"{self.path} has over {MOST_BLANK_LINES:,} blank lines in a row: not a {self._what}")
             yield line
 
     def _split(self) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Number
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from pagedcli.core import outputs as engine_outputs
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import ConfigError
 from pagedcli.events import Emit
-from pagedcli.llm_keywords import engine_config, refuse_unsupported
+from pagedcli.llm_keywords import engine_config, refuse_unsupported, token_ids_of
 from pagedcli.models.config_json import read_json
 from pagedcli.models.hub import resolve_model
 from pagedcli.runner.llm_engine import LLMEngine
@@ -154,9 +154,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; the results are in the order of the prompts.
 
-        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the last two optionally
-        with a "cache_salt"; `prompt_token_ids` takes token ids instead of `prompts`. `sampling_params` is one for all,
-        one per prompt, or None for get_default_sampling_params().
+        A prompt is text, token ids (a list, or a NumPy array or tensor of one dimension), {"prompt": text} or
+        {"prompt_token_ids": ids}, the last two optionally with a "cache_salt"; `prompt_token_ids` takes token ids
+        instead of `prompts`. `sampling_params` is one for all, one per prompt, or None for
+        get_default_sampling_params().
         Raises: RequestError, before anything is generated, if a request can never be served; ValueError; TypeError for
         an unknown or unsupported keyword.
         """
@@ -212,9 +213,10 @@ class LLM:
                 raise ValueError(f"a prompt has no field {unknown[0]!r}, known: {', '.join(_PROMPT_KEYS)}")
             if "prompt_token_ids" not in prompt and "prompt" not in prompt:
                 raise ValueError("a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'")
-            prompt = prompt.get("prompt_token_ids") or prompt["prompt"]
+            given = prompt.get("prompt_token_ids")
+            prompt = prompt["prompt"] if given is None else given
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(text) if text is not None else [int(token_id) for token_id in prompt]
+        token_ids = self.tokenizer.encode(text) if text is not None else token_ids_of(prompt)
         checkers = StopCheckers(self.tokenizer, token_ids, params) if params.stop_strings else None
         guides = self._grammars_of_model().guides(params) if params.guided else None
         if self._num_resets:
@@ -320,8 +322,11 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray):
+        raise TypeError(f"a prompt is text or token ids, not {type(prompts).__name__}")
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
+    is_one = bool(prompts) and (isinstance(prompts[0], Number) or getattr(prompts[0], "ndim", None) == 0)
+    return [prompts] if is_one else prompts
 
 
 def _progress(num_requests: int) -> tuple[Callable[[int], None], Callable[[], None]]:

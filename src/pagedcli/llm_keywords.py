@@ -1,9 +1,11 @@
-"""Keywords of the Python interface: those of vLLM and nano-vllm, as fields of EngineConfig or refused by name.
+"""Arguments of the Python interface: prompts of token ids, and the keywords of vLLM and nano-vllm, as fields of
+EngineConfig or refused by name.
 
 Used by llm and distributed.generator; needs no torch.
 """
 
 import difflib
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,3 +69,23 @@ def refuse_unsupported(method: str, options: Mapping[str, Any]) -> None:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
         if value not in (None, False, 0, {}):
             raise TypeError(f"{method}() does not support {name!r}: {_UNSUPPORTED[name]}")
+
+
+def token_ids_of(prompt: Any) -> list[int]:
+    """The token ids of a prompt that is not text. Raises: TypeError, ValueError."""
+    if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__iter__"):
+        raise TypeError(f"a prompt is text or token ids, not {type(prompt).__name__}")
+    if (num_dimensions := getattr(prompt, "ndim", 1)) != 1:
+        raise ValueError(f"the token ids of a prompt have one dimension, this array has {num_dimensions}")
+    token_ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    try:
+        return [_token_id(token_id) for token_id in token_ids]
+    except TypeError as error:
+        wrong = next(each for each in token_ids if not hasattr(each, "__index__") or isinstance(each, bool))
+        raise TypeError(f"a token id is a whole number, not {wrong!r}") from error
+
+
+def _token_id(given: Any) -> int:
+    if isinstance(given, bool):
+        raise TypeError
+    return operator.index(given)

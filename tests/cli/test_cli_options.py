@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from pagedcli import __version__
 from pagedcli.cli.main import COMMANDS, app
 from pagedcli.cli.options import FLAGS
 from pagedcli.config import Config, EngineConfig, RunConfig, load_config
+from pagedcli.errors import ConfigError
 from pagedcli.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,3 +128,37 @@ def test_the_look_inside_configuration_shows_sharing_and_preemption():
     assert result.exit_code == 0, result.stderr
     assert "preemptions  0" not in result.stderr
     assert "0 of them cached" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("engine: " + "[" * 3000 + "]" * 3000, "is nested too deeply"),
+        ("engine: &a {b: *a}", "is nested too deeply"),
+        ("#" * 2**21, "is over 1 MiB"),
+        (
+            "a: &a [1,2,3,4,5,6,7,8,9]\n"
+            + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghijk")),
+            "has over 100,000 values",
+        ),
+        ("engine:\n  seed: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+        ("engine:\n  block_size: x\n", "engine.block_size must be a whole number, not text"),
+        ("engine:\n  block_size: 1.5\n", "engine.block_size must be a whole number, not a fraction"),
+        ("run:\n  chat_template: 7\n", "run.chat_template must be text or null, not a whole number"),
+        ("engine:\n  dtype: bf16\n", "engine.dtype is 'bf16', known: auto, float32, bfloat16, float16"),
+        ("sampling:\n  early_stopping: maybe\n", "sampling.early_stopping is 'maybe', known: never, true, false"),
+        ("sampling:\n  temprature: 1\n", "unknown key 'temprature' in sampling"),
+        ("samplin:\n  n: 1\n", "unknown key 'samplin' in the file"),
+        ("sampling:\n  logit_bias: {x: 1}\n", "a key of sampling.logit_bias is of the wrong type"),
+        ("engine:\n  block_size: 0\n", "block_size is 0, allowed: 1 or more"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_wrong_file_is_refused_in_words(tmp_path, text, what):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    assert what in raised.value.message
+    assert "`" not in raised.value.message
+    assert "$" not in raised.value.message

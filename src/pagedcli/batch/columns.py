@@ -44,7 +44,7 @@ class Columns:
     @classmethod
     def of(cls, run: RunConfig, *, kind: OutputKind = "jsonl") -> "Columns":
         """The columns of a configuration. Raises: UsageError if two output columns have the same name."""
-        names = tuple(name.strip() for name in (run.keep or "").split(",") if name.strip())
+        names = tuple(dict.fromkeys(name.strip() for name in (run.keep or "").split(",") if name.strip()))
         keep_all = names == (ALL,)
         columns = cls(
             prompt=run.field,

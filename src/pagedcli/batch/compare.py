@@ -19,6 +19,7 @@ from pagedcli.batch.rows import Answer
 from pagedcli.core.prefixes import num_equal
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import UsageError
+from pagedcli.printable import plural
 
 Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs"]
 _AROUND = 24  # characters of text on either side of a difference
@@ -76,7 +77,7 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> Differ
     if a.num_prompt_tokens != b.num_prompt_tokens:
         return differ("prompt", f"{a.num_prompt_tokens} prompt tokens", f"{b.num_prompt_tokens} prompt tokens")
     if len(a.samples) != len(b.samples):
-        return differ("samples", f"{len(a.samples)} samples", f"{len(b.samples)} samples")
+        return differ("samples", plural(len(a.samples), "sample"), plural(len(b.samples), "sample"))
     for index, (first, second) in enumerate(zip(a.samples, b.samples, strict=True)):
         found = _compare_samples(a.label, index if len(a.samples) > 1 else None, first, second, tolerance)
         if found is not None:

@@ -4,6 +4,7 @@ Python interface; the only place that talks to llguidance.
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 16  # compiled grammars: lines of one file mostly share a few
 _MAX_LEXER_STATES = 50_000  # of one grammar, at 1 to 2 kB each
+# larger ones take seconds to minutes to compile, during which no row advances
+_MAX_CHOICES = 10_000
+_MAX_PROPERTIES, _MAX_ALL_PROPERTIES = 2_000, 5_000  # of one object of a schema, and of all; time grows with the square
+_MAX_TEXT = 2**20  # characters of a schema, regular expression or grammar
 # JSON on one line. With free white space some models write it until their tokens run out, and all spend tokens on line
 # ends. A schema may allow it: {"x-guidance": {"whitespace_flexible": true}, ...}.
 _JSON_STYLE: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -152,6 +157,7 @@ def _grammar(structure: StructuredOutputsParams) -> str:
     """A request's grammar in llguidance's format."""
     from llguidance import LLMatcher, regex_to_lark
 
+    _check_size(structure)
     if structure.regex is not None:
         # \d as in JSON Schema: 0 to 9, not the 600 digits of Unicode; llguidance does not accept an empty pattern
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(structure.regex, 'd') or '()'}/")
@@ -162,9 +168,46 @@ def _grammar(structure: StructuredOutputsParams) -> str:
     schema = {"type": "object"} if structure.json is None else structure.json
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
+        _check_schema(text)
         return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE, overrides={"lenient": False})
     except (ValueError, RecursionError) as error:
         raise RequestError("invalid_schema", f"the schema cannot be used: {_one_line(str(error))}") from error
+
+
+def _check_size(structure: StructuredOutputsParams) -> None:
+    """Raises: RequestError for a grammar that would take too long to compile."""
+    for kind, text in (("regex", structure.regex), ("grammar", structure.grammar)):
+        if text is not None and len(text) > _MAX_TEXT:
+            raise RequestError(f"invalid_{kind}", f"the {kind} has {len(text):,} characters, allowed: {_MAX_TEXT:,}")
+    choices = structure.choice or ()
+    if len(choices) > _MAX_CHOICES or sum(map(len, choices)) > _MAX_TEXT:
+        raise RequestError(
+            "invalid_choice",
+            f"there are {len(choices):,} choices with {sum(map(len, choices)):,} characters,"
+            f" allowed: {_MAX_CHOICES:,} with {_MAX_TEXT:,}",
+        )
+
+
+def _check_schema(text: str) -> None:
+    """The same for the text of a JSON schema. Raises: RequestError."""
+    if len(text) > _MAX_TEXT:
+        raise RequestError("invalid_schema", f"the schema has {len(text):,} characters, allowed: {_MAX_TEXT:,}")
+    num_properties = [0]
+
+    def count(fields: dict[str, object]) -> dict[str, object]:
+        found = fields.get("properties")
+        if isinstance(found, dict):
+            num_properties.append(len(found))
+        return fields
+
+    with suppress(ValueError, RecursionError):  # no JSON: the library says why
+        json.loads(text, object_hook=count)
+    if max(num_properties) > _MAX_PROPERTIES or sum(num_properties) > _MAX_ALL_PROPERTIES:
+        raise RequestError(
+            "invalid_schema",
+            f"the schema has {sum(num_properties):,} properties, {max(num_properties):,} of them in one object,"
+            f" allowed: {_MAX_ALL_PROPERTIES:,} and {_MAX_PROPERTIES:,}",
+        )
 
 
 def _one_line(message: str) -> str:

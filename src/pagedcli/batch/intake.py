@@ -86,7 +86,7 @@ class Intake:
                 return None
             check_head(document, head, columns)
             request = self.parser.parse(request_of(document, columns), head)
-            prompts = encode_request(self._tokenizer, request, self._options.system_prompt)
+            prompts = self._encode(request)
         except RequestError as error:
             return None if done else Refused(head, error)
         prepared = [
@@ -110,20 +110,21 @@ class Intake:
                 changes["max_tokens"] = room
         return msgspec.structs.replace(params, **changes) if changes else params
 
+    def _encode(self, request: BatchRequest) -> list[list[int]]:
+        """Token ids of each prompt; a system prompt turns text prompts into chats. Raises: RequestError."""
+        if request.messages is not None:
+            return [self._encode_chat(request, request.messages)]
+        return [
+            prompt if not isinstance(prompt, str) else self._encode_text(request, prompt) for prompt in request.prompts
+        ]
 
-def encode_request(tokenizer: Tokenizer, request: BatchRequest, system_prompt: str | None) -> list[list[int]]:
-    """Token ids of each prompt of a request; a system prompt turns text prompts into chats. Raises: RequestError."""
+    def _encode_text(self, request: BatchRequest, text: str) -> list[int]:
+        if self._options.system_prompt is not None:
+            return self._encode_chat(request, [{"role": "user", "content": text}])
+        return self._tokenizer.encode_within(text, self._limits.max_model_len)
 
-    def encode_chat(messages: list[Message]) -> list[int]:
-        return tokenizer.encode_chat(with_system_prompt(messages, system_prompt), request.chat_template_kwargs)
-
-    if request.messages is not None:
-        return [encode_chat(request.messages)]
-    return [
-        prompt
-        if not isinstance(prompt, str)
-        else tokenizer.encode(prompt)
-        if system_prompt is None
-        else encode_chat([{"role": "user", "content": prompt}])
-        for prompt in request.prompts
-    ]
+    def _encode_chat(self, request: BatchRequest, messages: list[Message]) -> list[int]:
+        messages = with_system_prompt(messages, self._options.system_prompt)
+        text = self._tokenizer.render_chat(messages, request.chat_template_kwargs)
+        # the template has already written the special tokens
+        return self._tokenizer.encode_within(text, self._limits.max_model_len, add_special_tokens=False)

@@ -73,6 +73,8 @@ class Job:
             raise UsageError("--resume and --overwrite exclude each other")
         if self.resume and self.output_file is None:
             raise UsageError("--resume needs an output file: give one with -o")
+        if self.output is not None and (self.output.is_dir() or not self.output.name):
+            raise UsageError(f"the output is {self.output}, which is a folder", hint="-o takes the name of a file")
         reads = input_files(self.input_name)
         others = {"--metrics": self.metrics, "--summary-json": self.summary_json, "--record": self.record}
         writes = others if self.output_file is None else {**output_files(self.output_file), **others}

@@ -21,6 +21,8 @@ import xxhash
 
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import is_stream
+from pagedcli.line_files import MOST_BLANK_LINES
+from pagedcli.printable import plural
 
 MAX_LINE_BYTES = 16 * 2**20  # several million tokens of text
 _BOM = b"\xef\xbb\xbf"
@@ -91,7 +93,7 @@ class LineSource:
             num_rows += 1
             yield line
         if scanned is not None and num_rows < len(scanned):
-            raise self._changed(f"it had {len(scanned):,} rows and now ends after {num_rows:,}")
+            raise self._changed(f"it had {plural(len(scanned), 'row')} and now ends after {num_rows:,}")
 
     def scan(self) -> InputScan | None:
         """Digest and number of rows, from one pass over the file; None for an input that can be read only once."""
@@ -117,15 +119,21 @@ class LineSource:
             file, self._opened = self._opened or self._open(), None
             with file:
                 index = 0
+                num_blank = 0
                 for number, content in enumerate(_read_lines(file), 1):
                     if content is not None and not content.strip():
+                        num_blank += 1
+                        if num_blank > MOST_BLANK_LINES:
+                            raise PagedcliError(f"{self.name} has over {MOST_BLANK_LINES:,} blank lines in a row")
                         continue
+                    num_blank = 0
                     yield Line(index, number, content, xxhash.xxh64_intdigest(content or b""))
                     index += 1
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise PagedcliError(f"{self.name} is damaged after line {number}: {error}") from error
         except OSError as error:
-            raise PagedcliError(f"cannot read {self.name} after line {number}: {error.strerror}") from error
+            name = "standard input" if self.name == "-" else self.name
+            raise PagedcliError(f"cannot read {name} after line {number}: {error.strerror}") from error
 
     def _open(self) -> BinaryIO:
         if self.name == "-":

@@ -17,6 +17,7 @@ from pagedcli.batch.run_record import RunRecord, check_unchanged, read_record
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.printable import plural
 
 _MAX_NAMED = 5  # in a message
 
@@ -91,7 +92,7 @@ def _read_shards(paths: list[Path]) -> list[tuple[Path, RunRecord]]:
         expected = len(range(shard.number - 1, num_rows, shard.num_shards))
         if shard.num_rows != expected:
             raise UsageError(
-                f"{path} has {shard.num_rows:,} rows, but of {num_rows:,} in all it must have {expected:,}"
+                f"{path} has {plural(shard.num_rows, 'row')}, but of {num_rows:,} in all it must have {expected:,}"
             )
     return shards
 

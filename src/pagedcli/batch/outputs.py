@@ -15,6 +15,7 @@ from pagedcli.batch.lines import InputDigest, LineSource
 from pagedcli.batch.run_record import RECORD_BEGINNING, LineDigest, RunRecord, read_record, record_path
 from pagedcli.errors import UsageError
 from pagedcli.files import check_new
+from pagedcli.printable import plural
 
 
 def is_csv(path: Path) -> bool:
@@ -49,7 +50,7 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
             f"{partial} contains the rows of a stopped run",
             hint="continue it with --resume, or start over with --overwrite",
         )
-    check_new("the output", path)
+    check_new("the output", path, hint="use --overwrite, another name, or --resume if this is an output of this run")
 
 
 def is_to_be_replaced(path: Path) -> bool:
@@ -81,7 +82,11 @@ def check_finished(
         read.add(line)
     now, before = read.scan(), record.input
     if now != before:
-        what = f"{before.num_rows:,} rows -> {now.num_rows:,} rows" if now.num_rows != before.num_rows else "changed"
+        what = (
+            f"{plural(before.num_rows, 'row')} -> {plural(now.num_rows, 'row')}"
+            if now.num_rows != before.num_rows
+            else "changed"
+        )
         raise UsageError(f"{path} is of a run on another input; input: {what}", hint=HINT_OTHER_RUN)
     if read_header(journal_path(path)) is not None:
         journal_path(path).unlink()

@@ -4,6 +4,7 @@ Used by batch.sources and batch.sinks; loads pyarrow only when a Parquet file is
 row group.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,7 +15,7 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import METRICS, Columns
-from pagedcli.batch.lines import Line, LineSource
+from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.errors import PagedcliError, UsageError
 
@@ -61,6 +62,8 @@ class ParquetSource(LineSource):
             if not schema.equals(self.schema):
                 raise UsageError(f"{path} and {self._paths[0]} have different columns")
         names = self.schema.names
+        if repeated := [column for column, number in Counter(names).items() if number > 1]:
+            raise UsageError(f"{name} has two columns with the name {repeated[0]!r}", hint="rename one of them")
         prompts = {"prompt", "messages", "body"} if columns.prompt is None else {columns.prompt}
         if not prompts & set(names):
             wanted = "'prompt', 'messages' or 'body'" if columns.prompt is None else repr(columns.prompt)
@@ -76,7 +79,9 @@ class ParquetSource(LineSource):
         for batch in self.batches(self.columns):
             for document in lines_of(batch):
                 content = msgspec.json.encode(document)
-                yield Line(index, index + 1, content, xxhash.xxh64_intdigest(content))
+                is_good = len(content) <= MAX_LINE_BYTES
+                digest = xxhash.xxh64_intdigest(content if is_good else b"")
+                yield Line(index, index + 1, content if is_good else None, digest)
                 index += 1
 
     def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
@@ -110,8 +115,30 @@ def _schema_of(path: Path) -> Any:
 
 def lines_of(batch: Any) -> Iterator[dict[str, Any]]:
     """The lines of a record batch or a table whose columns a line may have."""
-    for row in batch.to_pylist():
-        yield _line(row)
+    names = batch.schema.names
+    for row in zip(*(_values(name, batch.column(name)) for name in names), strict=True):
+        yield _line(dict(zip(names, row, strict=True)))
+
+
+def _values(name: str, column: Any) -> list[Any]:
+    """A column as Python values; times that Python does not have (nanoseconds, the year 10000) as text.
+
+    Raises: UsageError if a nested column has such times.
+    """
+    import pyarrow as pa
+
+    type_, wrong = column.type, (pa.ArrowException, ValueError, OverflowError)
+    if getattr(type_, "unit", "") == "ns":  # to_pylist needs pandas for these
+        coarse = pa.time64("us") if pa.types.is_time(type_) else pa.duration("us")
+        type_ = pa.timestamp("us", type_.tz) if pa.types.is_timestamp(type_) else coarse
+    values: list[Any]
+    try:
+        values = (column.cast(type_) if type_ != column.type else column).to_pylist()
+    except wrong as error:
+        if not pa.types.is_temporal(type_):
+            raise UsageError(f"the column {name!r} of type {type_} cannot be read: {error}") from error
+        values = column.cast(pa.string()).to_pylist()
+    return values
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +152,7 @@ def _plain(name: str, value: Any) -> Any:
     if name in _JSON_FIELDS and isinstance(value, str):
         try:
             return msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return value  # the request parser reports the error
     if isinstance(value, dict):
         return {key: _plain("", item) for key, item in value.items() if item is not None or key == "content"}

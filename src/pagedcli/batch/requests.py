@@ -16,6 +16,7 @@ from pagedcli.sampling_params import SamplingParams
 
 Shape = Literal["plain", "chat.completion", "text_completion"]
 
+_MAX_PROMPTS = 10_000  # of one line
 _SHAPES: dict[str, Shape] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 _ALIASES = {
@@ -237,6 +238,8 @@ def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
         raise RequestError(
             "invalid_request", f"'prompt' must be text, token ids, or a list of either: {error}"
         ) from error
+    if several and len(prompts) > _MAX_PROMPTS:
+        raise RequestError("invalid_request", f"'prompt' has {len(prompts):,} prompts, allowed: {_MAX_PROMPTS:,}")
     return prompts if several else [prompts]
 
 

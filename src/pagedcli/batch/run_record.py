@@ -14,6 +14,7 @@ from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import InputScan
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
+from pagedcli.printable import plural
 
 SCHEMA_VERSION = 1
 RECORD_BEGINNING = b'{"pagedcli_run":'
@@ -68,7 +69,7 @@ def check_unchanged(path: Path, record: RunRecord, digest: str) -> None:
     """Raises: PagedcliError if the rows of an output, of this digest, are not those that its run wrote."""
     if digest != record.digest:
         raise PagedcliError(
-            f"{path} is not what its run wrote: {record.num_rows:,} rows with digest {record.digest}",
+            f"{path} is not what its run wrote: {plural(record.num_rows, 'row')} with digest {record.digest}",
             hint="copy it again; merge takes the files as they were written",
         )
 

@@ -3,6 +3,9 @@
 Used by batch.run and the Python interface; the only module that uses transformers' tokenizers.
 """
 
+import ctypes
+import threading
+import time
 from collections.abc import Sequence as Ids
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +17,10 @@ from pagedcli.batch.chat import Message
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import ModelError, RequestError, UsageError
 
+# a long text is tokenized piece by piece at first: a prompt far beyond the model's length is refused after a small one
+_FIRST_CHARACTERS, _GROWTH = 4096, 8
+_MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
+_MAX_RENDER_S = 10.0  # a chat template takes microseconds
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _FILES = (
     "tokenizer.json",
@@ -39,10 +46,16 @@ class Tokenizer:
         self._hf = _load(folder, trust_remote_code=trust_remote_code)
         if chat_template is not None:
             self._hf.chat_template = read_template(chat_template)
+        if not isinstance(self._hf.chat_template, str | dict | None):
+            raise ModelError(
+                f"the chat_template of the tokenizer in {folder} is {self._hf.chat_template!r:.40}, not a template",
+                hint="give one with --chat-template",
+            )
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._backend_decode = backend.decode if backend is not None else None  # 5 times as fast as the wrapper's
         self._special_tokens = frozenset(self._hf.all_special_tokens)
         self._is_byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        self._render_limit = TimeLimit(_MAX_RENDER_S)
         self.token_bytes = lru_cache(maxsize=2**16)(self._token_bytes)
 
     @property
@@ -70,10 +83,26 @@ class Tokenizer:
         ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
-    def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation, up to the start of the assistant's answer.
+    def encode_within(self, text: str, num_allowed: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises: RequestError for one that has more than twice the number of tokens allowed; the
+        time for that depends on this number, not on the text's length."""
+        num_characters = _FIRST_CHARACTERS
+        while num_characters * _GROWTH <= len(text):
+            num_tokens = len(self.encode(text[:num_characters], add_special_tokens=add_special_tokens))
+            if num_tokens > 2 * num_allowed:
+                raise RequestError(
+                    "context_length_exceeded",
+                    f"the first {num_characters:,} of {len(text):,} characters of the prompt are {num_tokens:,} tokens,"
+                    f" over the model length of {num_allowed:,}",
+                    hint="shorten the prompt or raise --max-model-len",
+                )
+            num_characters *= _GROWTH
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
-        Raises: RequestError if there is no chat template, or if it rejects the messages.
+    def render_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> str:
+        """The text of a conversation, up to the start of the assistant's answer, with all special tokens.
+
+        Raises: RequestError if there is no chat template, or if it rejects the messages or takes too long.
         """
         arguments = {"add_generation_prompt": True, **(template_arguments or {})}
         if self._hf.chat_template is None and arguments.get("chat_template") is None:
@@ -83,11 +112,23 @@ class Tokenizer:
                 hint="give one with --chat-template, or use 'prompt'",
             )
         try:
-            text = self._hf.apply_chat_template(messages, tokenize=False, **arguments)
+            with self._render_limit:
+                text: str = self._hf.apply_chat_template(messages, tokenize=False, **arguments)
+        except TimeoutError as error:
+            what = f"the chat template took more than {_MAX_RENDER_S:g} s"
+            raise RequestError("chat_template_error", what) from error
         except Exception as error:  # a template is a program: even in its sandbox it may divide by zero or recurse
             what = str(error) or type(error).__name__
             raise RequestError("chat_template_error", f"the chat template rejected the messages: {what}") from error
-        return self.encode(text, add_special_tokens=False)  # the template has already written them
+        if len(text) > _MAX_RENDERED:
+            what = f"the chat template made {len(text):,} characters, allowed: {_MAX_RENDERED:,}"
+            raise RequestError("chat_template_error", what)
+        return text
+
+    def encode_chat(self, messages: list[Message], template_arguments: dict[str, Any] | None = None) -> list[int]:
+        """Token ids of a conversation; see render_chat."""
+        # the template has already written the special tokens
+        return self.encode(self.render_chat(messages, template_arguments), add_special_tokens=False)
 
     def decode(self, token_ids: Ids[int], *, skip_special_tokens: bool = True) -> str:
         """The exact text of token ids, without clean-up."""
@@ -151,6 +192,49 @@ class Tokenizer:
         if "\u2581" in token:  # SentencePiece's mark for a space
             return token.replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+class TimeLimit:
+    """A context that Python code must leave within some seconds, else TimeoutError is raised there. For code that
+    may loop; a single long call of C is not interrupted. Any thread may enter it, also several at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()  # of all below
+        self._entered_s: dict[int, float] = {}  # by thread
+        self._is_late: set[int] = set()  # threads in which the error was raised
+        self._watch: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered_s[threading.get_ident()] = time.monotonic()
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._watch_always, name="time limit", daemon=True)
+                self._watch.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            self._entered_s.pop(thread, None)
+            is_late = thread in self._is_late
+            self._is_late.discard(thread)
+        if is_late and kind is not TimeoutError:
+            time.sleep(0.01)  # the error is raised when this returns, unless the code inside has caught it
+            raise TimeoutError
+
+    def _watch_always(self) -> None:
+        """Look once in a while, and end when nobody is inside."""
+        while True:
+            time.sleep(min(1.0, self._seconds / 4))
+            with self._lock:
+                if not self._entered_s:
+                    self._watch = None
+                    return
+                latest_s = time.monotonic() - self._seconds
+                for thread in [each for each, entered_s in self._entered_s.items() if entered_s < latest_s]:
+                    del self._entered_s[thread]
+                    self._is_late.add(thread)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
 
 
 def text_after(before: str, text: str) -> str:

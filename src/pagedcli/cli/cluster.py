@@ -59,7 +59,8 @@ def run_cluster_job(job: Job, output: Path, address: str | None, num_workers: in
     outcome: Outcome = "complete"
     if missing:
         pool = _pool(job, address, num_workers)
-        say(f"starting {pool.num_workers} workers with {pool.num_cpus} cores and {pool.num_gpus} GPUs each")
+        each = f"{plural(pool.num_cpus, 'core')} and {plural(pool.num_gpus, 'GPU')}"
+        say(f"starting {plural(pool.num_workers, 'worker')} with {each} each")
         with cluster(address, pool):
             outcome = _work(RayRun(output.resolve(), job.loaded, missing, costs, pool), progress)
     if outcome == "complete":
@@ -164,12 +165,14 @@ class _Progress:
         for number, runs in enumerate(self._snapshot.workers.values(), 1):
             stats = total(runs.values())
             seconds = max(sum(each.elapsed_s for each in runs.values()), 1e-9)
+            rows, per_s = plural(stats.num_done, "row"), stats.num_generated_tokens / seconds
             restarts = f", restarted {len(runs) - 1} times" if len(runs) > 1 else ""
             say(
-                f"  worker {number:<5} {stats.num_done:,} rows, {stats.num_generated_tokens / seconds:,.0f} tok/s"
+                f"  worker {number:<5} {rows}, {per_s:,.0f} tok/s"
                 f" generated, {100 * stats.hit_rate:.1f} % cached{restarts}"
             )
-        say(f"  stolen       {self._snapshot.num_stolen:,} parts were done by a different worker than planned")
+        num_stolen = self._snapshot.num_stolen
+        say(f"  stolen       {plural(num_stolen, 'part')} done by a different worker than planned")
 
 
 def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:

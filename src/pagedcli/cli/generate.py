@@ -42,6 +42,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         return
     if options.dry_run:
         raise typer.Exit(_dry_run(options.input_name, loaded, options.format_))
+    if options.output_file == "":
+        raise UsageError("the output has no name: -o ''", hint="-o takes the name of a file; - is stdout")
     job = Job(
         loaded,
         options.input_name,

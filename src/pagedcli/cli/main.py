@@ -1,5 +1,7 @@
 """`pagedcli`: the commands, loaded lazily, and error handling."""
 
+import difflib
+import errno
 import logging
 import os
 import sys
@@ -14,9 +16,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from pagedcli import __version__, interrupt
 from pagedcli.errors import PagedcliError
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import discard, say
 
 _BROKEN_PIPE = 141  # 128 + the signal's number, as shells do
+_STREAM_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 # name -> one line for `pagedcli --help`; the command is the function of that name in pagedcli.cli.<name>
 COMMANDS = {
@@ -48,8 +51,16 @@ class _Commands(TyperGroup):
             return None
         return _as_command(lambda: None, cmd_name, COMMANDS[cmd_name])
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Unlike typer's, without shortening what the commands do."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command to run."""
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.6)
+        if near and args[0] not in COMMANDS:
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
         name, command, rest = super().resolve_command(ctx, args)
         if command is None or name is None:
             return name, command, rest
@@ -71,14 +82,15 @@ class _Commands(TyperGroup):
             say("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # a terminal shows ^C on the line
             raise typer.Exit(interrupt.EXIT_INTERRUPTED) from error
         except BrokenPipeError as error:
-            # the reader of our output is gone; Python must not flush into the pipe again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard(sys.stdout)  # its reader is gone
             raise typer.Exit(_BROKEN_PIPE) from error
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
             if _debug() or _is_usage_error(error):
                 raise
+            if _is_of_stream(error):
+                raise typer.Exit(_say_unwritable(error)) from error
             say(f"error: {type(error).__name__}: {error}")
             say("hint: this is a bug in pagedcli; PAGEDCLI_DEBUG=1 shows the traceback")
             raise typer.Exit(1) from error
@@ -169,5 +181,28 @@ def pagedcli(
     """
 
 
+def _is_of_stream(error: Exception) -> bool:
+    """Whether a standard stream is closed or full: no file has a name in the error."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in _STREAM_ERRORS
+
+
+def _say_unwritable(error: Exception) -> int:
+    """A message for stdout that cannot be written. Returns the exit code."""
+    discard(sys.stdout)
+    say(f"error: cannot write to standard output: {getattr(error, 'strerror', error)}")
+    return 1
+
+
 def run() -> None:
-    app(prog_name="pagedcli")
+    try:
+        try:
+            app(prog_name="pagedcli")
+        finally:
+            sys.stdout.flush()  # at exit Python itself would print a traceback
+    except BrokenPipeError:
+        discard(sys.stdout)
+        sys.exit(_BROKEN_PIPE)
+    except OSError as error:
+        if not _is_of_stream(error):
+            raise
+        sys.exit(_say_unwritable(error))

@@ -117,7 +117,7 @@ def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:
         where = f"token {each.token}: " if each.token is not None else ""
         say(f"verify: {each.label} differs ({each.kind}): {where}{each.a!r}, alone {each.b!r}")
     if differences:
-        say(f"verify: {len(differences):,} of {num_rows:,} rows differ when generated alone")
+        say(f"verify: {len(differences):,} of {plural(num_rows, 'row')} differ when generated alone")
         say("hint: docs/reproducibility.md says where equal bits are promised")
         return True
     say(f"verify: {plural(num_rows, 'row')} generated again, each alone and without cached blocks: the same bits")
@@ -164,7 +164,7 @@ def _is_rows_on_terminal(job: Job) -> bool:
 
 
 class StopRequest:
-    """The first Ctrl-C (or SIGTERM) sets `requested`; the second raises KeyboardInterrupt immediately."""
+    """The first Ctrl-C (or SIGTERM, SIGHUP) sets `requested`; the second raises KeyboardInterrupt immediately."""
 
     def __init__(self, *, rows_are_kept: Callable[[], bool]) -> None:
         self.requested = False
@@ -175,7 +175,9 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
             yield
             return
-        signals = (signal.SIGINT, signal.SIGTERM)
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
+            signals.append(signal.SIGHUP)  # the terminal was closed
         before = [signal.signal(number, self._on_signal) for number in signals]
         try:
             yield

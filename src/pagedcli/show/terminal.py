@@ -4,7 +4,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import BinaryIO
+from contextlib import suppress
+from typing import BinaryIO, TextIO
 
 from pagedcli.printable import printable, printable_json
 
@@ -17,8 +18,23 @@ def is_interactive(*, with_stdout: bool = True) -> bool:
 
 
 def say(text: str = "") -> None:
-    """Print a line on stderr, where everything but data goes."""
-    print(printable(text), file=sys.stderr, flush=True)
+    """Print a line on stderr, where everything but data goes. If that is closed or full, the run continues without."""
+    _print(printable(text) + "\n")
+
+
+def _print(text: str) -> None:
+    if sys.stderr is None:  # closed; print() would take stdout
+        return
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Drop what is left in the buffer of a broken stream, and all that follows: Python flushes it at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class ProgressLine:
@@ -47,7 +63,7 @@ class ProgressLine:
             self._write("")
 
     def _write(self, text: str) -> None:
-        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+        _print(f"\r{text}\x1b[K")
 
 
 class TerminalJson:

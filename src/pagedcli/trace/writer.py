@@ -13,7 +13,7 @@ import msgspec
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import Event, StepFinished
-from pagedcli.files import PendingFile, is_stream
+from pagedcli.files import PendingFile, is_in_use, is_stream
 from pagedcli.line_files import LineWriter, has_compressed_name
 from pagedcli.trace.parts import part_path, parts, recording_path
 
@@ -68,6 +68,10 @@ class TraceWriter:
         self.observer_ns += time.perf_counter_ns() - start_ns
 
     def _open(self) -> None:
+        """Raises: UsageError if another run is recording under this name."""
+        recording = recording_path(self.path)
+        if is_in_use(recording):
+            raise UsageError(f"--record: another run is writing {recording} right now", hint="use another name")
         with self._noting_problems():
             for part in self._replaced:
                 part.unlink(missing_ok=True)

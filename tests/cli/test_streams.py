@@ -1,0 +1,147 @@
+"""Closed and full standard streams, folders as outputs, and files that killed runs have left."""
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+
+from pagedcli.cli.session import StopRequest
+from pagedcli.errors import UsageError
+from pagedcli.events import StepFinished
+from pagedcli.files import PendingFile, whole_file
+from pagedcli.trace.writer import TraceWriter
+
+
+def shell(command, *, expect, stdin=""):
+    """A command line of a shell, with `pagedcli` as its first word."""
+    command = command.replace("pagedcli", f"{sys.executable} -m pagedcli", 1)
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, input=stdin)
+    assert result.returncode == expect, result.stderr
+    assert "bug" not in result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(PROMPTS)
+    return path
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+def test_rows_do_not_need_stderr(prompts, stderr):
+    result = shell(f"pagedcli generate {prompts} {' '.join(FAST)} {stderr}", expect=0)
+    assert [row["index"] for row in rows_of(result.stdout)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("stdout", "why"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")])
+def test_rows_that_cannot_be_written_are_a_plain_error(prompts, stdout, why):
+    result = shell(f"pagedcli generate {prompts} {' '.join(FAST)} {stdout}", expect=1)
+    assert result.stderr.endswith(f"error: cannot write to standard output: {why}\n")
+
+
+def test_a_file_does_not_need_stdout(prompts, tmp_path):
+    shell(f"pagedcli generate {prompts} {' '.join(FAST)} -o {tmp_path}/out.jsonl >&-", expect=0)
+    assert len(rows_of(tmp_path / "out.jsonl")) == 3
+
+
+def test_a_closed_stdin_is_a_plain_error():
+    result = shell(f"pagedcli generate - {' '.join(FAST)} <&-", expect=1)
+    assert "error: cannot read standard input after line 0: Bad file descriptor" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["--version", "--help", "doctor --help"])
+def test_text_for_a_full_stdout_is_a_plain_error(command):
+    result = shell(f"pagedcli {command} >/dev/full", expect=1)
+    assert result.stderr == "error: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("output", [".", "", "..", "/"])
+def test_a_folder_is_no_output(prompts, output):
+    result = pagedcli("generate", prompts, "-o", output, expect=2)
+    assert "-o takes the name of a file" in result.stderr
+
+
+def test_an_existing_output_hints_at_resume(prompts, tmp_path):
+    (tmp_path / "out.jsonl").write_text("")
+    result = pagedcli("generate", prompts, "-o", tmp_path / "out.jsonl", expect=2)
+    assert "--resume" in result.stderr.splitlines()[-1]
+
+
+def test_help_does_not_shorten_and_a_misspelt_command_gets_a_suggestion():
+    assert "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server." in pagedcli("--help").stdout
+    assert "Did you mean 'generate'?" in pagedcli("generat", expect=2).stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "simulate"])
+def test_millions_of_blank_lines_end_in_seconds(tmp_path, command):
+    path = tmp_path / "blank.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(60):
+            file.write(b"\n" * 10**7)
+    start_s = time.monotonic()
+    result = pagedcli(command, path, expect=1)
+    assert "1,000,000 blank lines in a row" in result.stderr
+    assert time.monotonic() - start_s < 20, "two at most on an idle machine; minutes for all of them"
+
+
+# ---------------------------------------------------------------------- what killed runs leave
+
+
+def test_a_hidden_copy_of_a_killed_run_is_removed_by_the_next_one(tmp_path):
+    path = tmp_path / "out.jsonl"
+    code = (
+        "import os, sys; from pathlib import Path; from pagedcli.files import PendingFile\n"
+        "PendingFile(Path(sys.argv[1]), overwrite=True).file.write(b'half'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.jsonl.")
+    (tmp_path / ".other.jsonl.01234567.tmp").write_text("of another file")
+    os.utime(left, (time.time() - 60,) * 2)
+    with whole_file(path, overwrite=True) as file:
+        file.write(b"whole")
+    assert {each.name for each in tmp_path.iterdir()} == {"out.jsonl", ".other.jsonl.01234567.tmp"}
+
+
+def test_the_copy_of_a_run_that_is_still_writing_stays(tmp_path):
+    path = tmp_path / "out.jsonl"
+    pending = PendingFile(path, overwrite=True)
+    os.utime(pending.temporary, (time.time() - 60,) * 2)
+    with whole_file(path, overwrite=True) as file:
+        file.write(b"other")
+    pending.file.write(b"mine")
+    pending.commit()
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_runs_that_record_under_one_name_fail_at_the_start(tmp_path, overwrite):
+    path, event = tmp_path / "t.jsonl", StepFinished(1, 0, 1, 1, 1, 1)
+    first, second = (TraceWriter(path, overwrite=overwrite) for _ in range(2))
+    first(event)
+    with pytest.raises(UsageError, match=r"another run is writing .*recording"):
+        second(event)
+    first.close()
+    assert path.exists()
+
+
+def test_a_closed_terminal_says_what_becomes_of_the_rows(capsys):
+    stop = StopRequest(rows_are_kept=lambda: True)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.requested
+    assert "stopping after this step; finished rows are kept" in capsys.readouterr().err
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
