@@ -17,9 +17,7 @@ import torch
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.stats import BatchStats
 from pagedcli.config import Config, EngineConfig, LoadedConfig, RunConfig
-from pagedcli.core.executor import StepTokens
-from pagedcli.core.sampling_input import SamplingInput
-from pagedcli.core.step_input import StepInput
+from pagedcli.core.step_input import SamplingInput, StepInput, StepTokens
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable
 
 from pagedcli.core.engine_core import EngineCore
-from pagedcli.core.executor import StepTokens
 from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
+from pagedcli.core.step_input import StepTokens
 from pagedcli.sampling_params import SamplingParams
 
 

@@ -86,7 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eviction: Annotated[
         Eviction,
         _cache(
-            "Which cached block to evict; next-use: the one that the waiting requests need last", affects_rows=False
+            "Which cached block to evict; next-use: the one that the waiting requests need last",
+            names_in="pagedcli.core.eviction",
+            affects_rows=False,
         ),
     ] = "lru"
 

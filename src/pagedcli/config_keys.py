@@ -5,6 +5,7 @@ Used by config and sampling_params, which declare keys, and by cli.options, whic
 
 import functools
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, get_type_hints
 
 import msgspec
@@ -25,21 +26,31 @@ class Key:
     at_least: float | None
     above: float | None
     at_most: float | None
+    names_in: str | None  # the module whose POLICIES has the allowed names: those who add one need not know this key
 
     @property
     def is_bounded(self) -> bool:
-        return not (self.at_least is self.above is self.at_most is None)
+        return any(limit is not None for limit in (self.at_least, self.above, self.at_most, self.names_in))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The allowed names; none for keys of other values."""
+        return () if self.names_in is None else tuple(import_module(self.names_in).POLICIES)
 
     @property
     def allowed(self) -> str:
         """The range, for help texts and messages."""
+        if self.names_in is not None:
+            return ", ".join(self.names)
         low = f"above {_number(self.above)}" if self.above is not None else _number(self.at_least)
         if self.at_most is None:
             return low if self.above is not None else f"{low} or more"
         return f"{low} and at most {self.at_most:g}" if self.above is not None else f"{low} to {_number(self.at_most)}"
 
-    def allows(self, value: float) -> bool:
+    def allows(self, value: Any) -> bool:
         """Whether the value is in the range; a NaN never is."""
+        if self.names_in is not None:
+            return value in self.names
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -58,12 +69,13 @@ def key(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    names_in: str | None = None,
 ) -> msgspec.Meta:
     """The annotation of a struct field (see Key). The range is not left to msgspec, whose message omits the value.
 
     A key affects rows unless it says otherwise: `--resume` then refuses another value, so forgetting is safe.
     """
-    made = Key(panel, description, metavar, default, has_flag, affects_rows, at_least, above, at_most)
+    made = Key(panel, description, metavar, default, has_flag, affects_rows, at_least, above, at_most, names_in)
     return msgspec.Meta(description=description, extra={"key": made})
 
 

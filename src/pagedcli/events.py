@@ -11,7 +11,9 @@ import msgspec
 
 SCHEMA_VERSION = 2
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
-Eviction = Literal["lru", "fifo", "lfu", "prefix-lru", "next-use"]
+Eviction = str  # the name of a policy in core.eviction.POLICIES
+FinishReason = Literal["stop", "length", "abort", "error"]
+WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
 
 
 def _snake_case(name: str) -> str:
@@ -164,7 +166,7 @@ class RequestWaiting(Event, frozen=True, gc=False):
     """The first sequence of the waiting queue was not scheduled in this step, with the reason."""
 
     seq_id: int
-    reason: Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
+    reason: WaitingReason
     num_blocks_needed: int
     num_free_blocks: int
 
@@ -196,7 +198,7 @@ class RequestFinished(Event, frozen=True, gc=False):
     """A sequence ended. Its blocks are released right after (see BlocksReleased)."""
 
     seq_id: int
-    reason: Literal["stop", "length", "abort", "error"]
+    reason: FinishReason
     num_output_tokens: int
 
 

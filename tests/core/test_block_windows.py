@@ -26,7 +26,7 @@ def test_a_growing_sequence_holds_only_the_blocks_of_its_window():
         manager.check([seq])
         held.append(8 - manager.num_free_blocks)
     assert held[:8] == [1, 2, 2, 3, 3, 3, 3, 3], "positions 1 to 8: three blocks have five tokens and the current one"
-    assert max(held) == manager.shape.most_blocks(41, 1) == 3
+    assert max(held) == manager.tables.most_blocks(41, 1) == 3
     assert seq.block_table[:-3] == [None] * 18
 
 
@@ -53,7 +53,7 @@ def test_a_hit_needs_only_what_later_tokens_see(windows):
     assert prefill(manager, again) == 12
     for group in range(len(windows)):
         passed = [block_id is None for block_id in again.block_table[group :: len(windows)]]
-        assert passed.index(False) == passed.count(True) == manager.shape.first_kept(group, 12)
+        assert passed.index(False) == passed.count(True) == manager.tables.first_kept(group, 12)
     manager.check([first, again])
 
 
@@ -100,7 +100,7 @@ def test_the_most_blocks_held_are_those_that_the_arithmetic_names(window, block_
         manager = BlockManager(200, block_size, windows=(window,))
         seq, most = make_seq(range(100)), 0
         hit = manager.lookup(seq)
-        assert manager.num_prefill_blocks(seq, hit, chunk) == manager.shape.most_blocks(100, chunk)
+        assert manager.num_prefill_blocks(seq, hit, chunk) == manager.tables.most_blocks(100, chunk)
         manager.allocate(seq, hit, chunk)
         seq.num_computed_tokens = chunk
         while True:
@@ -112,7 +112,7 @@ def test_the_most_blocks_held_are_those_that_the_arithmetic_names(window, block_
             manager.may_append(seq, new)
             seq.num_computed_tokens += new
             manager.check([seq])
-        bound = manager.shape.most_blocks(100, chunk)
+        bound = manager.tables.most_blocks(100, chunk)
         assert most <= bound
         assert chunk > 1 or most == bound
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pagedcli.core.sampling_input import LogitChange, SamplingInput, uniform
 from pagedcli.core.sequence import Sequence
+from pagedcli.core.step_input import LogitChange, SamplingInput, uniform
 from pagedcli.errors import ParameterError
 from pagedcli.layers import sampling
 from pagedcli.native import load_library

@@ -52,7 +52,7 @@ class User:
         self.block_table: list[int] = []
         self.prefixes: list[Prefix] = []
         self.cache_salt = cache_salt
-        self.num_computed_tokens = self.num_cached_tokens = self.writable_until = self.num_preemptions = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
 
 
 def assert_same_ledgers(manager: BlockManager, state: PoolState, users: list[User]) -> None:

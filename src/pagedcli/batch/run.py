@@ -17,6 +17,7 @@ from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.core.eviction import sees_queue
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: Inpu
 
 def read_ahead(limits: Limits) -> int:
     """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them."""
-    if limits.eviction != "next-use" or limits.num_blocks is None:
+    if limits.num_blocks is None or not sees_queue(limits.eviction):
         return 0
     return min(READ_AHEAD_POOLS * limits.num_blocks * limits.block_size, MOST_READ_AHEAD)
 

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -37,7 +37,7 @@ def _flags(section: str) -> dict[str, Any]:
         if not declared.has_flag:
             continue
         long = "--" + name.replace("_", "-")
-        taken = str if declared.metavar == "BYTES" else _flag_type(type_)
+        taken = str if declared.metavar == "BYTES" else _flag_type(type_, declared)
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]
         if short := _SHORT.get(f"{section}.{name}"):
             names.insert(0, short)
@@ -48,8 +48,11 @@ def _flags(section: str) -> dict[str, Any]:
     return flags
 
 
-def _flag_type(type_: Any) -> Any:
+def _flag_type(type_: Any, declared: Key) -> Any:
     """The type of the flag for a field. For a union that includes a list: the list, i.e. a repeatable flag."""
+    if declared.names:
+        choices: Any = Literal
+        return choices[declared.names]
     if get_origin(type_) not in (Union, types.UnionType):
         return type_
     kinds = [kind for kind in get_args(type_) if kind is not type(None)]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pagedcli.cli.options import ConfigFile, FormatOption, option
+from pagedcli.core.eviction import POLICIES
 from pagedcli.show.tables import Format
 
 _trace, _pools, _time, _output = (
@@ -24,7 +25,7 @@ _PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulat
 _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."
 _GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a bound, not a prediction."
 _RECORD_HELP = "Record the run's events, for replay, explain and report (one pool and policy)."
-_POLICIES_HELP = "Eviction policies: lru, fifo, lfu, prefix-lru, next-use."
+_POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from pagedcli.core.sequence import FinishReason, Sequence, TokenLogprobs
+from pagedcli.core.sequence import Sequence, TokenLogprobs
+from pagedcli.events import FinishReason
 
 Candidates = Items[tuple[int, float]]
 """The likeliest next tokens of one beam with their log-probabilities, likeliest first."""

@@ -1,37 +1,138 @@
-"""Allocates blocks to sequences: prefix hits and fresh ones at admission, more as they grow, copies on fork writes.
+"""The blocks of a pool, which of them hold content that sequences can share, and the sequences' tables.
 
-Used by the scheduler; needs neither torch nor the engine. The blocks themselves are in block_pool.py.
+Used by the scheduler; needs neither torch nor the engine. A block is *partial* (being filled, no hash) or *full*
+(hashed, shareable), and *free* exactly when its ref_count is 0. Free and still cached at once is normal.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
-from pagedcli.core.block_pool import CacheUser
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.prefix_lookup import PrefixHit, PrefixLookup
+from pagedcli.core.eviction import make_policy
+from pagedcli.core.groups import TableShape
+from pagedcli.core.prefixes import TOKEN_BYTES, HashFunction, Prefix, hash_block, token_bytes
 from pagedcli.events import (
     BlockCopied,
+    BlockEvicted,
     BlocksAllocated,
     BlocksFilled,
     BlocksReleased,
     BlocksReused,
+    Emit,
+    MissReason,
+    PrefixLookedUp,
     SequenceForked,
     WindowPassed,
 )
 
 
-class BlockManager(PrefixLookup):
-    """A pool of blocks, and the operations of sequences on it.
+class CacheUser(Protocol):
+    """What the block manager needs of a sequence. It changes block_table, prefixes, num_cached_tokens,
+    num_writable_tokens and num_computed_tokens (in allocate), and only reads the rest."""
 
-    Every operation is O(1) per block (eviction other than lru: O(log n)). `emit` receives an event after each change;
-    with None no event is built. `hash_function` lets tests force collisions.
+    seq_id: int
+    token_ids: list[int]
+    block_table: list[int | None]  # None: released, as no later token sees it
+    prefixes: list[Prefix]  # of the full blocks hashed so far
+    cache_salt: str | None
+    num_computed_tokens: int  # leading tokens that need no more computing
+    num_cached_tokens: int  # leading tokens whose K and V were found in the cache
+    num_writable_tokens: int  # leading tokens that can be computed without a new block or a copy; 0: not known
+    num_preemptions: int
+
+
+class Block:
+    """A physical slot of S tokens."""
+
+    __slots__ = ("block_id", "prefix", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.prefix: Prefix | None = None  # None while partial or empty
+
+    @property
+    def hash(self) -> int | None:
+        """Chain hash of a full block, None while partial or empty."""
+        return None if self.prefix is None else self.prefix.hash
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of a full block, empty while partial or empty."""
+        return () if self.prefix is None else self.prefix.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The cached part of a sequence: leading full spans, verified to be equal."""
+
+    block_ids: tuple[int | None, ...]  # entries of the block table; None: no later token sees it
+    num_free: int  # of these, blocks on the free list, which would leave it
+    num_spans: int
+    num_asked: int  # full spans of the sequence
+
+
+class BlockManager:
+    """Owns all blocks, the map from hash to block, the free list and the used set; sequences own their tables.
+
+    The free list has empty blocks first, then cached ones, least recently used first. A fresh block is its first one;
+    but a policy other than lru chooses among the cached ones itself. Every operation is O(1) per block (eviction other
+    than lru: O(log n)). `emit` receives an event after each change; with None no event is built. `hash_function` lets
+    tests force collisions.
     """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        enable_prefix_caching: bool = True,
+        eviction: str = "lru",
+        emit: Emit | None = None,
+        hash_function: HashFunction = hash_block,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.tables = TableShape(block_size, windows)
+        self.block_size = block_size
+        self.num_groups = self.tables.num_groups
+        self.has_windows = self.tables.has_windows
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.hash_to_block_id: dict[int, int] = {}
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.used_block_ids: set[int] = set()
+        self.num_evictions = 0
+        self._policy = make_policy(eviction)  # None: lru
+        sees_queue = self._policy is not None and self._policy.sees_queue and enable_prefix_caching
+        self._queue = self._policy if sees_queue else None
+        self._emit = emit
+        self._hash_function = hash_function
+        # full blocks by the hash of their predecessor; kept only for the partial_tokens of events
+        self._followers: dict[int | None, dict[int, None]] = {}
+        # blocks marked full in this step and in unread steps before it: perhaps not written yet
+        self._filled_now: list[int] = []
+        self._filled_before: list[int] = []
+        self._unknown: list[CacheUser] = []  # whose last block will be full, once its last token is known
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_block_ids)
 
     # ------------------------------------------------------------------ questions
 
     def num_new_blocks(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> int:
         """Fresh blocks that allocate would take for num_new_tokens after the hit."""
         num_tokens = self.num_computed_after(seq, hit) + num_new_tokens
-        return max(0, self.shape.num_entries(num_tokens) - len(hit.block_ids))
+        return max(0, self.tables.num_entries(num_tokens) - len(hit.block_ids))
 
     def num_prefill_blocks(self, seq: CacheUser, hit: PrefixHit, chunk: int) -> int:
         """Free blocks that all tokens of the sequence need, in steps of at most `chunk`, with hits on the free list.
@@ -41,7 +142,7 @@ class BlockManager(PrefixLookup):
         if not self.has_windows:
             num_left = len(seq.token_ids) - self.num_computed_after(seq, hit)
             return self.num_new_blocks(seq, hit, num_left) + hit.num_free
-        return self.shape.most_blocks(len(seq.token_ids), chunk)
+        return self.tables.most_blocks(len(seq.token_ids), chunk)
 
     def num_computed_after(self, seq: CacheUser, hit: PrefixHit) -> int:
         """Tokens that the hit saves. The last token is always computed: its logits give the next token."""
@@ -53,7 +154,7 @@ class BlockManager(PrefixLookup):
 
     def num_append_blocks(self, seq: CacheUser, num_new_tokens: int) -> int:
         """Fresh blocks that may_append would take, a copy of a shared partial block included."""
-        needed = self.shape.num_entries(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
+        needed = self.tables.num_entries(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
         return needed + self.num_groups * self._must_copy(seq)
 
     def num_fork_blocks(self, seqs: Sequence[CacheUser]) -> int:
@@ -66,6 +167,18 @@ class BlockManager(PrefixLookup):
     def can_append(self, seq: CacheUser, num_new_tokens: int = 1) -> bool:
         """Whether may_append would succeed."""
         return self.num_append_blocks(seq, num_new_tokens) <= len(self.free_block_ids)
+
+    def lookup(self, seq: CacheUser) -> PrefixHit:
+        """The longest cached beginning of the sequence: in each group the blocks that later tokens see. May hash more
+        of the sequence; changes nothing else."""
+        num_asked = len(seq.token_ids) // self.block_size
+        if not self.enable_prefix_caching:
+            return PrefixHit((), 0, 0, num_asked)
+        self._extend_prefixes(seq, num_asked)
+        block_ids = self._seen_blocks(seq) if self.has_windows else self._leading_blocks(seq, 0)
+        held = [block_id for block_id in block_ids if block_id is not None]
+        num_free = sum(self.blocks[block_id].ref_count == 0 for block_id in held)
+        return PrefixHit(tuple(block_ids), num_free, len(block_ids) // self.num_groups, num_asked)
 
     # ------------------------------------------------------------------ the queue
 
@@ -126,8 +239,8 @@ class BlockManager(PrefixLookup):
         """Make room for the next tokens of a sequence that has blocks, and mark the blocks that they fill as full.
 
         Returns the (source, copy) block pairs to copy before the step writes: of a partial block shared by a fork, one
-        per group. can_append must be true. While num_computed_tokens < writable_until, there is nothing to do for one
-        more token, except fill_last for the last one.
+        per group. can_append must be true. While num_computed_tokens < num_writable_tokens, there is nothing to do for
+        one more token, except fill_last for the last one.
         """
         assert self.can_append(seq, num_new_tokens), "ask can_append first"
         copies = [self._copy_partial_block(seq, i) for i in range(self.num_groups)] if self._must_copy(seq) else []
@@ -138,7 +251,7 @@ class BlockManager(PrefixLookup):
         """Release the blocks that no later token sees, oldest first."""
         table, released = seq.block_table, []
         for group in range(self.num_groups):
-            index = self.shape.first_kept(group, seq.num_computed_tokens) * self.num_groups + group
+            index = self.tables.first_kept(group, seq.num_computed_tokens) * self.num_groups + group
             while (index := index - self.num_groups) >= 0 and (block_id := table[index]) is not None:
                 table[index] = None
                 released.append((index, block_id))
@@ -150,7 +263,7 @@ class BlockManager(PrefixLookup):
 
     def fill_last(self, seq: CacheUser) -> None:
         """Mark the last block full, as this step computes its last token."""
-        end = seq.writable_until // self.block_size
+        end = seq.num_writable_tokens // self.block_size
         self._fill(seq, end - 1, end)
 
     def fill_known(self) -> None:
@@ -167,7 +280,7 @@ class BlockManager(PrefixLookup):
         for block_id in parent.block_table:
             if block_id is not None:
                 self.blocks[block_id].ref_count += 1
-        parent.writable_until = child.writable_until = 0
+        parent.num_writable_tokens = child.num_writable_tokens = 0
         child.block_table = parent.block_table.copy()
         child.prefixes = parent.prefixes.copy()
         child.num_computed_tokens = parent.num_computed_tokens
@@ -182,12 +295,57 @@ class BlockManager(PrefixLookup):
         released = tuple(block_id for block_id in reversed(seq.block_table) if block_id is not None)
         num_freed = sum(self._release(block_id) for block_id in released)
         seq.block_table = []
-        seq.num_cached_tokens = seq.num_computed_tokens = seq.writable_until = 0
+        seq.num_cached_tokens = seq.num_computed_tokens = seq.num_writable_tokens = 0
         if self._emit is not None and released:
             self._emit(BlocksReleased(seq.seq_id, released))
         return num_freed
 
-    # ------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self) -> None:
+        """Blocks marked full from now on belong to the next step."""
+        self._filled_before += self._filled_now
+        self._filled_now = []
+
+    def confirm_filled(self, *, latest: bool) -> None:
+        """All steps but the latest have run, or with `latest` that one, too: what they filled is written."""
+        self._filled_before.clear()
+        if latest:
+            self._filled_now.clear()
+
+    def recover(self, seqs: Iterable[CacheUser]) -> tuple[int, ...]:
+        """Free all blocks after a step that raised, and drop those that may be unwritten from the prefix index.
+
+        Returns the blocks that are still cached, as on the free list; the empty ones precede them there, by id.
+        Everything is rebuilt from the blocks, as the step may have raised in the middle of a change. The sequences
+        of `seqs` had blocks, and keep their block tables.
+        """
+        for block_id in (*self._filled_before, *self._filled_now):
+            self.blocks[block_id].prefix = None
+        self._filled_before, self._filled_now, self._unknown = [], [], []
+        held = (block_id for seq in seqs for block_id in reversed(seq.block_table) if block_id is not None)
+        order = dict.fromkeys([*self.free_block_ids, *held, *range(self.num_blocks)])
+        cached = tuple(block_id for block_id in order if self.blocks[block_id].prefix is not None)
+        empty = [block.block_id for block in self.blocks if block.prefix is None]
+        for block in self.blocks:
+            block.ref_count = 0
+        self.used_block_ids = set()
+        self.free_block_ids = OrderedDict.fromkeys([*empty, *cached])
+        found = self.hash_to_block_id.items()
+        self.hash_to_block_id = {each: block_id for each, block_id in found if self.blocks[block_id].hash == each}
+        self._followers = {}
+        if self._policy is not None:
+            self._policy.clear()
+        for block_id in cached:
+            block = self.blocks[block_id]
+            self._follow(block)
+            if self._policy is not None:
+                if (found_prefix := self._indexed_prefix(block)) is not None:
+                    self._policy.filled(found_prefix)
+                self._policy.freed(block_id, found_prefix)
+        return cached
+
+    # ------------------------------------------------------------------ blocks of a table
 
     def _claim(self, seq: CacheUser, block_ids: tuple[int | None, ...]) -> None:
         for block_id in block_ids:
@@ -209,7 +367,7 @@ class BlockManager(PrefixLookup):
         size = self.block_size
         num_tokens = seq.num_computed_tokens + num_new_tokens
         num_spans = blocks_for(num_tokens, size)
-        seq.writable_until = num_spans * size
+        seq.num_writable_tokens = num_spans * size
         num_missing = num_spans * self.num_groups - len(seq.block_table)
         if num_missing > 0:
             fresh = [self._take_free() for _ in range(num_missing)]
@@ -239,7 +397,7 @@ class BlockManager(PrefixLookup):
             if block.prefix is not None:  # a hit whose last token is recomputed but not written
                 continue
             prefix = seq.prefixes[index]
-            twin = self._find(prefix)
+            twin = self._block_with(prefix)
             if twin is not None and twin.prefix is not None:
                 prefix = twin.prefix
                 self._share_prefix(seq, index, prefix)
@@ -281,3 +439,235 @@ class BlockManager(PrefixLookup):
             self._release(block_id)
         if self._emit is not None:
             self._emit(BlocksReleased(seq.seq_id, dropped))
+
+    # ------------------------------------------------------------------ prefixes
+
+    def _extend_prefixes(self, seq: CacheUser, num_full_spans: int) -> None:
+        """A chain with a link per entry of the table, so that the blocks of a span differ from group to group."""
+        prefixes = seq.prefixes
+        first = len(prefixes) // self.num_groups
+        if first >= num_full_spans:
+            return
+        tokens = token_bytes(seq.token_ids[first * self.block_size : num_full_spans * self.block_size])
+        if prefixes:
+            parent: Prefix | None = prefixes[-1]
+        else:
+            parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt)
+        num_bytes = self.block_size * TOKEN_BYTES
+        for start in range(0, len(tokens), num_bytes):
+            of_span = tokens[start : start + num_bytes]
+            for _ in range(self.num_groups):
+                parent = Prefix(of_span, parent, self._hash_function)
+                prefixes.append(parent)
+
+    def _leading_blocks(self, seq: CacheUser, first: int) -> list[int | None]:
+        """The cached blocks equal to the sequence's full spans from number `first` on, up to the first miss."""
+        block_ids: list[int | None] = []
+        for index in range(first * self.num_groups, len(seq.prefixes)):
+            block_id = self._cached_block_id(seq, index)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids[: len(block_ids) // self.num_groups * self.num_groups]
+
+    def _seen_blocks(self, seq: CacheUser) -> list[int | None]:
+        """The blocks of the longest beginning of the sequence after which all that later tokens see is cached.
+
+        With blocks of 2 tokens and a window of 4 (x: cached) the hit is 4 spans, and the table [None, None, 2, 3]:
+
+            span                            0  1  2  3  4
+            cached                          .  x  x  x  .
+            cached in a row up to here      0  1  2  3  0
+            first span that is still seen   0  0  1  2  3    after this span: so many in a row are enough:
+            needed in a row                 1  2  2  2  2
+        """
+        groups, most = range(self.num_groups), len(seq.token_ids) - 1
+        found: list[int | None] = []  # entries of the table, None: not cached
+        in_a_row = [0] * self.num_groups
+        num_spans, first_seen = 0, [0] * self.num_groups  # of the hit
+        for span in range(len(seq.prefixes) // self.num_groups):
+            found += [self._cached_block_id(seq, span * self.num_groups + group) for group in groups]
+            in_a_row = [0 if found[span * self.num_groups + group] is None else in_a_row[group] + 1 for group in groups]
+            num_computed = min((span + 1) * self.block_size, most)
+            seen_from = [self.tables.first_kept(group, num_computed) for group in groups]
+            if all(in_a_row[group] > span - seen_from[group] for group in groups):
+                num_spans, first_seen = span + 1, seen_from
+            elif any(window is None and not in_a_row[group] for group, window in enumerate(self.tables.windows)):
+                break
+        entries = ((span, group) for span in range(num_spans) for group in groups)
+        return [found[span * self.num_groups + group] if span >= first_seen[group] else None for span, group in entries]
+
+    def _cached_block_id(self, seq: CacheUser, index: int) -> int | None:
+        """The cached block of an entry of the table."""
+        block = self._block_with(seq.prefixes[index])
+        if block is None:
+            return None
+        assert block.prefix is not None
+        self._share_prefix(seq, index, block.prefix)
+        return block.block_id
+
+    @staticmethod
+    def _share_prefix(seq: CacheUser, index: int, prefix: Prefix) -> None:
+        """Share one node per content: the next comparison is an identity check."""
+        seq.prefixes[index] = prefix
+        if index + 1 < len(seq.prefixes):
+            seq.prefixes[index + 1].parent = prefix
+
+    def _looked_up(self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int) -> PrefixLookedUp:
+        """The record of a lookup of the spans from number `first` on."""
+        end = first + hit.num_spans
+        missed = hit.num_spans < hit.num_asked
+        miss_reason: MissReason | None
+        if not self.enable_prefix_caching:
+            miss_reason = "caching_off"
+        elif hit.num_asked == 0:
+            miss_reason = "no_full_block"
+        else:
+            miss_reason = "no_match" if missed else None
+        return PrefixLookedUp(
+            seq_id=seq.seq_id,
+            reason="continued" if seq.block_table else "resumed" if seq.num_preemptions else "new",
+            num_tokens=len(seq.token_ids),
+            blocks_asked=hit.num_asked,
+            blocks_hit=hit.num_spans,
+            tokens_hit=tokens_hit,
+            first_miss=end if missed else None,
+            missing_hash=seq.prefixes[end * self.num_groups].hash if missed and self.enable_prefix_caching else None,
+            miss_reason=miss_reason,
+            partial_tokens=self._partial_tokens(seq, end),
+        )
+
+    def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:
+        """How many tokens after num_hit spans match some cached block after the same prefix."""
+        if num_hit:
+            parent: int | None = seq.prefixes[num_hit * self.num_groups - 1].hash
+        else:
+            parent = None if seq.cache_salt is None else Prefix.salt(seq.cache_salt).hash
+        start = num_hit * self.block_size
+        wanted = token_bytes(seq.token_ids[start : start + self.block_size])
+        longest = 0  # bytes
+        for block_id in self._followers.get(parent, ()):
+            prefix = self.blocks[block_id].prefix
+            assert prefix is not None
+            # a longer match needs an equal next token: most candidates fail here
+            while longest < len(wanted) and prefix.tokens.startswith(wanted[: longest + TOKEN_BYTES]):
+                longest += TOKEN_BYTES
+        return longest // TOKEN_BYTES
+
+    # ------------------------------------------------------------------ one block
+
+    def _block_with(self, prefix: Prefix) -> Block | None:
+        """The cached block of this content."""
+        block_id = self.hash_to_block_id.get(prefix.hash)
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        assert block.prefix is not None
+        return block if block.prefix.same_as(prefix) else None
+
+    def _index(self, block: Block) -> None:
+        """Add a full block to the index, unless a block of equal content is there already."""
+        prefix = block.prefix
+        assert prefix is not None
+        found = self.hash_to_block_id.setdefault(prefix.hash, block.block_id)
+        if self._policy is not None and found == block.block_id:
+            self._policy.filled(prefix)
+        self._follow(block)
+
+    def _follow(self, block: Block) -> None:
+        if self._emit is not None and block.prefix is not None:
+            parent = None if block.prefix.parent is None else block.prefix.parent.hash
+            self._followers.setdefault(parent, {})[block.block_id] = None
+
+    def _indexed_prefix(self, block: Block) -> Prefix | None:
+        """The content of a full block, None if lookups find another block of equal content."""
+        prefix = block.prefix
+        return prefix if prefix is not None and self.hash_to_block_id.get(prefix.hash) == block.block_id else None
+
+    def _take_free(self) -> int:
+        """An empty block, or else the cached one to evict, which is evicted."""
+        if self._policy is None or self.blocks[next(iter(self.free_block_ids))].prefix is None:
+            block_id, _ = self.free_block_ids.popitem(last=False)
+        else:
+            block_id = self._policy.choose()
+            del self.free_block_ids[block_id]
+        block = self.blocks[block_id]
+        if block.prefix is not None:
+            self._evict(block)
+        block.ref_count = 1
+        self.used_block_ids.add(block_id)
+        return block_id
+
+    def _evict(self, block: Block) -> None:
+        self.num_evictions += 1
+        prefix = block.prefix
+        assert prefix is not None
+        # the entry may belong to another block of equal content
+        if self.hash_to_block_id.get(prefix.hash) == block.block_id:
+            del self.hash_to_block_id[prefix.hash]
+        block.prefix = None
+        if self._emit is not None:
+            parent = None if prefix.parent is None else prefix.parent.hash
+            followers = self._followers[parent]
+            del followers[block.block_id]
+            if not followers:
+                del self._followers[parent]
+            self._emit(BlockEvicted(block.block_id, prefix.hash))
+
+    def _release(self, block_id: int) -> bool:
+        """Decrement the ref count. True if the block became free."""
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count:
+            return False
+        self.used_block_ids.remove(block_id)
+        self.free_block_ids[block_id] = None
+        if block.prefix is None:
+            self.free_block_ids.move_to_end(block_id, last=False)  # empty blocks are reused before cached ones
+        elif self._policy is not None:
+            self._policy.freed(block_id, self._indexed_prefix(block))
+        return True
+
+    # ------------------------------------------------------------------ invariants
+
+    def check(self, seqs: list[CacheUser] | None = None) -> None:
+        """Verify every invariant; given the sequences, also that their tables explain every ref_count."""
+        free, used = set(self.free_block_ids), self.used_block_ids
+        assert not free & used, f"blocks both free and used: {sorted(free & used)}"
+        assert len(free) + len(used) == self.num_blocks, "a block is neither free nor used"
+        for block in self.blocks:
+            name = f"block {block.block_id}"
+            assert (block.ref_count == 0) == (block.block_id in free), f"{name}: ref_count and free list disagree"
+            assert block.ref_count >= 0, f"{name}: ref_count {block.ref_count}"
+            assert block.prefix is None or len(block.token_ids) == self.block_size, "a hashed block is not full"
+        for hash_value, block_id in self.hash_to_block_id.items():
+            assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
+        in_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
+        assert all(a <= b for a, b in pairwise(in_order)), "a cached block goes before an empty one"
+        if self._policy is not None:
+            cached = {block_id for block_id in free if self.blocks[block_id].prefix is not None}
+            assert self._policy.block_ids() == cached, "the policy has other blocks than the free cached ones"
+        if seqs is not None:
+            self._check_tables(seqs)
+
+    def _check_tables(self, seqs: list[CacheUser]) -> None:
+        owners = [0] * self.num_blocks
+        for seq in seqs:
+            held = [block_id for block_id in seq.block_table if block_id is not None]
+            assert len(set(held)) == len(held), f"seq {seq.seq_id}: a block twice in its table"
+            num_computed = seq.num_computed_tokens
+            next_span = num_computed // self.block_size if num_computed < seq.num_writable_tokens else None
+            for index, block_id in enumerate(seq.block_table):
+                span, group = divmod(index, self.num_groups)
+                if block_id is None:
+                    needed = self.tables.first_kept(group, seq.num_computed_tokens)
+                    assert span < needed, f"seq {seq.seq_id}: block {span} of group {group} was released too early"
+                    continue
+                owners[block_id] += 1
+                prefix = self.blocks[block_id].prefix
+                tokens = tuple(seq.token_ids[span * self.block_size : (span + 1) * self.block_size])
+                assert prefix is None or prefix.token_ids == tokens, f"seq {seq.seq_id}: other tokens in {block_id}"
+                own = span != next_span or prefix is not None or self.blocks[block_id].ref_count == 1
+                assert own, f"seq {seq.seq_id}: a writable block, {block_id}, is shared"
+        for block, count in zip(self.blocks, owners, strict=True):
+            assert block.ref_count == count, f"block {block.block_id}: ref_count {block.ref_count}, {count} owners"

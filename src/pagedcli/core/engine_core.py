@@ -6,23 +6,23 @@ Used by LLMEngine, by simulations and by tests; needs no torch. See executor.py 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from dataclasses import dataclass
 from typing import Any
 
 from pagedcli.core.admission import admit
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.cache_counters import CacheCounters
-from pagedcli.core.executor import Executor, StepTokens
 from pagedcli.core.forks import Forks
-from pagedcli.core.in_flight import StepClock, StepInFlight, TimedEmit
 from pagedcli.core.outputs import EngineStats, Request, RequestOutput
 from pagedcli.core.plan import Plan, started
-from pagedcli.core.sampling_input import SamplingInput
+from pagedcli.core.prefixes import Prefix
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
-from pagedcli.core.step_input import StepBuilder
+from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead
 from pagedcli.errors import RequestError
 from pagedcli.events import (
     Emit,
+    Event,
     RequestRefused,
     StepFailed,
     StepFinished,
@@ -37,6 +37,7 @@ class EngineCore:
     `emit` receives every change as an event (see pagedcli.events); with None no event is built. With `trace_tokens`
     the events include token ids, which are private by default. `clock_ns` is the clock of all times, in events and
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
+    `make_builder` makes what turns scheduled steps into the inputs of the executor.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class EngineCore:
         emit: Emit | None = None,
         trace_tokens: bool = False,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
+        make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
     ) -> None:
         self.plan = plan
         self.executor = executor
         self.clock_ns = clock_ns
-        self._emit = None if emit is None else TimedEmit(emit, clock_ns)
+        self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
         self.limits = limits = plan.limits
         self.block_manager = BlockManager(
             plan.num_blocks,
@@ -65,8 +67,8 @@ class EngineCore:
         self._forks = Forks(self.scheduler)
         self.runs_ahead = plan.runs_ahead
         self.stats = EngineStats(cache=CacheCounters(limits.block_size))
-        self._builder = StepBuilder(limits)
-        self._in_flight: StepInFlight | None = None
+        self._builder = make_builder(self.scheduler)
+        self._in_flight: LaunchedStep | None = None
         self._requests: dict[str, Request] = {}
         self._finished: list[RequestOutput] = []  # not yet returned by step
         self._next_seq_id = 0
@@ -86,12 +88,14 @@ class EngineCore:
         cache_salt: str | None = None,
         make_stop_checker: Callable[[], StopChecker] | None = None,
         make_guide: Callable[[], Guide] | None = None,
+        make_prefixes: Callable[[], list[Prefix]] | None = None,
     ) -> None:
         """Queue a request. May be called between any two steps.
 
         `row_id` is the user's own id, which the events carry. `cache_salt`: the request shares cached blocks only with
         requests of the same salt. `make_stop_checker` is called once per sample and returns a function that receives
-        each new token and detects stop strings; `make_guide` returns the guide that restricts the next token.
+        each new token and detects stop strings; `make_guide` returns the guide that restricts the next token;
+        `make_prefixes` the chain of the prompt's full blocks, if only that is known, and not the prompt's tokens.
         Raises: RequestError if it can never be served; nothing has changed in that case.
         """
         try:
@@ -105,21 +109,22 @@ class EngineCore:
         self._num_added += 1
         if params.prompt_logprobs is not None:  # every prompt token is computed: cached blocks have no logits
             cache_salt = f"{cache_salt or ''} prompt_logprobs {self._next_seq_id}"
+        request = Request(make_stop_checker=make_stop_checker, make_guide=make_guide, make_prefixes=make_prefixes)
         seq = self._new_sequence(
             request_id,
             list(prompt_token_ids),
             params,
+            **request.parts(),
             max_new_tokens=max_new_tokens,
             seed=seed_for(self.plan.seed, self._num_added) if params.seed is None else params.seed,
             eos_token_ids=frozenset() if params.ignore_eos else self.plan.eos_token_ids,
             cache_salt=cache_salt,
-            stop_checker=make_stop_checker() if make_stop_checker is not None else None,
-            guide=make_guide() if make_guide is not None else None,
             arrived_s=self._now_s(),
             row_id=row_id,
         )
-        num_seqs = 1 if seq.is_beam else params.n  # beams are counted as they start
-        self._requests[request_id] = Request([seq], num_seqs, make_stop_checker, make_guide)
+        request.seqs.append(seq)
+        request.num_unfinished = 1 if seq.is_beam else params.n  # beams are counted as they start
+        self._requests[request_id] = request
         self._forks.expect(seq)
         self.scheduler.add(seq)
 
@@ -167,44 +172,61 @@ class EngineCore:
         return finished
 
     def _step(self, step: int) -> None:
-        observed, clock = self._observer_ns(), StepClock(self.clock_ns, self._observer_ns)
+        clock = StepClock(self.clock_ns, self._emit)
         if self._emit is not None:
             self._emit(StepStarted(step, self.clock_ns()))
         self.block_manager.begin_step()
+        work = self._step_ahead(step, clock) if self.runs_ahead else self._step_now(step, clock)
+        self._count(work, clock)
+        if self._emit is not None:
+            schedule_ns, forward_ns, sample_ns = clock.phases_ns
+            finished = StepFinished(step, self.clock_ns(), schedule_ns, forward_ns, sample_ns, clock.observer_ns)
+            self._emit(finished)
+
+    def _step_now(self, step: int, clock: "StepClock") -> ScheduledStep:
+        """Schedule, launch and read one step."""
+        with clock.phase(SCHEDULE):
+            work = self.scheduler.schedule(step)
+        if work.seqs:
+            with clock.phase(FORWARD):
+                launched = self._launch(work)
+            with clock.phase(SAMPLE):
+                self._read(launched, is_latest=True)
+        return work
+
+    def _step_ahead(self, step: int, clock: "StepClock") -> ScheduledStep:
+        """Launch a step, and only then read the one before, so that the device never waits for the host:
+
+        host      schedule 2, launch 2, read 1 | schedule 3, launch 3, read 2 | ...
+        device    1 .................... 2 ..................... 3 ....
+        """
         earlier, self._in_flight = self._in_flight, None
-        if earlier is not None and earlier.has_beams:
-            self._commit(earlier, this_step=False)
+        if earlier is not None and earlier.has_beams:  # what can be scheduled depends on which beams are kept
+            with clock.phase(SAMPLE):
+                self._read(earlier, is_latest=False)
             earlier = None
-            clock.add_to("sample_ns")
-        work = self.scheduler.schedule(step, report=False)
-        clock.add_to("schedule_ns")
-        launched: StepInFlight | None = None
+        with clock.phase(SCHEDULE):
+            work = self.scheduler.schedule(step, report=False)
+        launched: LaunchedStep | None = None
         if earlier is not None:
             if work.seqs and self._may_run_ahead(work):
-                launched = self._launch(work, earlier)
+                with clock.phase(FORWARD):
+                    launched = self._launch(work, earlier)
                 self.stats.num_steps_ahead += 1
-                clock.add_to("forward_ns")
-            self._commit(earlier, this_step=False)
-            clock.add_to("sample_ns")
+            with clock.phase(SAMPLE):
+                self._read(earlier, is_latest=False)
             if launched is None:
                 work.drop_ended()
             self.block_manager.fill_known()
         self.scheduler.report_scheduled(step, work)
         if launched is None and work.seqs:
-            launched = self._launch(work, None)
-            clock.add_to("forward_ns")
-        if launched is not None and not self.runs_ahead:
-            self._commit(launched, this_step=True)
-            launched = None
-            clock.add_to("sample_ns")
+            with clock.phase(FORWARD):
+                launched = self._launch(work)
         if launched is not None:
             for seq in launched.seqs:
                 seq.num_pending_tokens += 1
         self._in_flight = launched
-        self._count(work, clock)
-        if self._emit is not None:
-            times = (clock.schedule_ns, clock.forward_ns, clock.sample_ns, self._observer_ns() - observed)
-            self._emit(StepFinished(step, self.clock_ns(), *times))
+        return work
 
     def _may_run_ahead(self, work: ScheduledStep) -> bool:
         """Whether the step can be launched before the pending tokens are read."""
@@ -215,8 +237,8 @@ class EngineCore:
                 return False  # observers must see the step before its forks
         return True
 
-    def _launch(self, work: ScheduledStep, earlier: StepInFlight | None) -> StepInFlight:
-        """Start the step on the device. `earlier` is the step in flight, whose tokens have not been read."""
+    def _launch(self, work: ScheduledStep, earlier: "LaunchedStep | None" = None) -> "LaunchedStep":
+        """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read."""
         now_s = self._now_s()
         step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
         for seq in work.changed:  # among them all that start
@@ -227,19 +249,19 @@ class EngineCore:
             if seq.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
-        seqs, logits_rows = self._fork(seqs)
-        tokens = self.executor.launch(step, SamplingInput.of(seqs, logits_rows))
+        seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
+        tokens = self.executor.launch(step, self._builder.sampling(seqs, logits_rows))
         used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
         self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
         scored = {} if step.prompt_rows is None else {seq.seq_id: seq for seq in work.seqs}
-        return StepInFlight(seqs, tokens, scored)
+        return LaunchedStep(seqs, tokens, scored)
 
-    def _commit(self, step: StepInFlight, *, this_step: bool) -> None:
-        """Read the tokens of a launched step, append them, and end what ends with them. `this_step`: it is the one
-        that was scheduled last."""
+    def _read(self, step: "LaunchedStep", *, is_latest: bool) -> None:
+        """Read the tokens of a launched step, append them, and end what ends with them. `is_latest`: no other step has
+        been scheduled since."""
         tokens = step.tokens.read()
-        self.block_manager.confirm_filled(this_step=this_step)
-        if not this_step:
+        self.block_manager.confirm_filled(latest=is_latest)
+        if not is_latest:
             for seq in step.seqs:
                 seq.num_pending_tokens -= 1
         for found in tokens.prompt_logprobs:
@@ -320,9 +342,6 @@ class EngineCore:
 
     # ------------------------------------------------------------------ parts
 
-    def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
-        return self._forks.fork_samples(self._requests, sampled, self._new_sequence)
-
     def _recover(self, step: int) -> None:
         """Rebuild a consistent state after a step that raised, perhaps in the middle of a change."""
         self._in_flight = None
@@ -345,18 +364,99 @@ class EngineCore:
         self._next_seq_id += 1
         return seq
 
-    def _count(self, work: ScheduledStep, clock: StepClock) -> None:
+    def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
         stats = self.stats
         stats.num_steps += 1
         stats.num_preemptions += work.num_preempted
         stats.num_evictions = self.block_manager.num_evictions
-        stats.cache.count_step(work.blocked, self.scheduler, step_ns=clock.total_ns)
-        stats.schedule_ns += clock.schedule_ns
-        stats.forward_ns += clock.forward_ns
-        stats.sample_ns += clock.sample_ns
+        stats.cache.count_step(work.blocked, self.scheduler, step_ns=sum(clock.phases_ns))
+        schedule_ns, forward_ns, sample_ns = clock.phases_ns
+        stats.schedule_ns += schedule_ns
+        stats.forward_ns += forward_ns
+        stats.sample_ns += sample_ns
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9
 
-    def _observer_ns(self) -> int:
-        return 0 if self._emit is None else self._emit.num_ns
+
+# ---------------------------------------------------------------------- the parts of a step
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on the device whose tokens have not been read."""
+
+    seqs: list[Sequence]  # those that get a token
+    tokens: TokensToRead
+    scored: dict[int, Sequence]  # by seq_id: those whose prompt it scores
+
+    @property
+    def has_beams(self) -> bool:
+        return any(seq.is_beam for seq in self.seqs)
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """seq_id -> row of the tokens."""
+        return {seq.seq_id: row for row, seq in enumerate(self.seqs)}
+
+
+class _TimedEmit:
+    """An emit that sums the time spent in observers. An observer that raised gets no more events, as it missed one.
+
+    Does not refer to the engine: a cycle would keep its KV cache until the garbage collector runs.
+    """
+
+    __slots__ = ("_clock_ns", "_emit", "num_ns")
+
+    def __init__(self, emit: Emit, clock_ns: Callable[[], int]) -> None:
+        self._emit = emit
+        self._clock_ns = clock_ns
+        self.num_ns = 0
+
+    def __call__(self, event: Event) -> None:
+        start_ns = self._clock_ns()
+        try:
+            self._emit(event)
+        except BaseException:
+            self._emit = _ignore
+            raise
+        self.num_ns += self._clock_ns() - start_ns
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+SCHEDULE, FORWARD, SAMPLE = range(3)  # the phases of a step
+
+
+class StepClock:
+    """Splits a step's time among its phases, without the time spent in observers.
+
+    One step ahead, forward is the time to launch a step, and sample includes waiting for the one before.
+    """
+
+    __slots__ = ("_clock_ns", "_emit", "_observed_ns", "_phase", "_since_ns", "phases_ns")
+
+    def __init__(self, clock_ns: Callable[[], int], emit: _TimedEmit | None) -> None:
+        self.phases_ns = [0, 0, 0]
+        self._clock_ns = clock_ns
+        self._emit = emit
+        self._observed_ns = 0 if emit is None else emit.num_ns  # before this step
+        self._phase = self._since_ns = 0
+
+    @property
+    def observer_ns(self) -> int:
+        """Time of this step spent in observers."""
+        return 0 if self._emit is None else self._emit.num_ns - self._observed_ns
+
+    def phase(self, phase: int) -> "StepClock":
+        """Add the time of a with statement to a phase."""
+        self._phase = phase
+        return self
+
+    def __enter__(self) -> None:
+        self._since_ns = self._clock_ns() - self.observer_ns
+
+    def __exit__(self, *exception: object) -> None:
+        self.phases_ns[self._phase] += self._clock_ns() - self.observer_ns - self._since_ns

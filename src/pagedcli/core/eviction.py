@@ -1,7 +1,7 @@
 """Eviction policies: which free cached block is evicted when no empty block is left.
 
-Used by BlockPool, which reports to its policy what happens to full blocks. `lru` is not among them: it is the order of
-the free list itself. Every operation takes O(log n), amortized.
+Used by BlockManager, which reports to its policy what happens to full blocks. A policy is a class and its entry in
+POLICIES, from which flags, configuration files and commands take the names. Every operation takes O(log n), amortized.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from pagedcli.core.prefixes import Prefix
-from pagedcli.events import Eviction
+from pagedcli.errors import ConfigError
 
 Rank = tuple[float, int]  # the lowest is evicted first; the second part counts releases: ties are LRU
 _UNFINDABLE = -inf
@@ -23,6 +23,8 @@ class EvictionPolicy(Protocol):
     `prefix` is a block's content. It is None for a block that no lookup finds, as an equal one is found instead: such
     blocks go first.
     """
+
+    sees_queue: bool  # whether it is told which sequences wait
 
     def filled(self, prefix: Prefix) -> None:
         """A block was filled, and lookups find it."""
@@ -40,6 +42,14 @@ class EvictionPolicy(Protocol):
         """Remove and return the block to evict. There is at least one."""
         ...
 
+    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
+        """A sequence with this chain joined the queue at its back, or as its first one."""
+        ...
+
+    def forget(self, seq_id: int, prefixes: list[Prefix]) -> None:
+        """A sequence left the queue, if it was there. Its chain may have grown."""
+        ...
+
     def clear(self) -> None:
         """Forget all blocks."""
         ...
@@ -49,13 +59,10 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def make_policy(name: Eviction) -> EvictionPolicy | None:
-    """The policy of this name. None for lru: the free list is in that order."""
-    return None if name == "lru" else _POLICIES[name]()
-
-
 class RankedPolicy:
     """Base of the policies: the free cached blocks and their ranks, in a heap. By itself it is LRU."""
+
+    sees_queue = False
 
     def __init__(self) -> None:
         self._num_released = 0
@@ -78,6 +85,12 @@ class RankedPolicy:
 
     def hit(self, block_id: int) -> None:
         self._ranks.pop(block_id, None)
+
+    def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
+        """Only policies that see the queue need it."""
+
+    def forget(self, seq_id: int, prefixes: list[Prefix]) -> None:
+        """Only policies that see the queue need it."""
 
     def choose(self) -> int:
         while self._heap:
@@ -216,6 +229,8 @@ class NextUse(_ContentPolicy):
     A chain is evicted from its tail: who asks for a block asks for all before it, and tails are released first.
     """
 
+    sees_queue = True
+
     def clear(self) -> None:
         """Forget all blocks and the queue."""
         super().clear()
@@ -224,7 +239,6 @@ class NextUse(_ContentPolicy):
         self._front = self._back = 0  # places at the ends of the queue
 
     def expect(self, seq_id: int, prefixes: list[Prefix], *, first: bool = False) -> None:
-        """A sequence with this chain joined the queue at its back, or as its first one."""
         self._front -= first
         self._back += not first
         place = self._front if first else self._back
@@ -236,7 +250,6 @@ class NextUse(_ContentPolicy):
                 self._rank_again(prefix.hash)
 
     def forget(self, seq_id: int, prefixes: list[Prefix]) -> None:
-        """A sequence left the queue, if it was there. Its chain may have grown."""
         place, num_expected = self._waiting.pop(seq_id, (0, 0))
         for prefix in prefixes[:num_expected]:
             uses = self._uses[prefix.hash]
@@ -256,4 +269,21 @@ class NextUse(_ContentPolicy):
         return _NEVER if uses is None else -uses[0]
 
 
-_POLICIES: dict[Eviction, type[RankedPolicy]] = {"fifo": Fifo, "lfu": Lfu, "prefix-lru": PrefixLru, "next-use": NextUse}
+# None: the order of the free list itself
+POLICIES: dict[str, type[RankedPolicy] | None] = {
+    "lru": None, "fifo": Fifo, "lfu": Lfu, "prefix-lru": PrefixLru, "next-use": NextUse,
+}  # fmt: skip
+
+
+def make_policy(name: str) -> EvictionPolicy | None:
+    """The policy of this name; None for the order of the free list. Raises: ConfigError for an unknown name."""
+    if name not in POLICIES:
+        raise ConfigError(f"eviction is {name!r}, known: {', '.join(POLICIES)}")
+    kind = POLICIES[name]
+    return None if kind is None else kind()
+
+
+def sees_queue(name: str) -> bool:
+    """Whether the policy of this name chooses by what the waiting requests need."""
+    kind = POLICIES.get(name)
+    return kind is not None and kind.sees_queue

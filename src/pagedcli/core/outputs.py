@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagedcli.core.beams import BeamSearch
 from pagedcli.core.cache_counters import CacheCounters
-from pagedcli.core.sequence import FinishReason, Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
+from pagedcli.core.prefixes import Prefix
+from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
+from pagedcli.events import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,14 @@ class Request:
     num_unfinished: int = 0
     make_stop_checker: Callable[[], StopChecker] | None = None  # a fresh one for each sample
     make_guide: Callable[[], Guide] | None = None  # a fresh one for each sample
+    make_prefixes: Callable[[], list[Prefix]] | None = None  # if only these are known of the prompt
     error: RequestError | None = None
     search: BeamSearch | None = None  # once the prompt of a beam search is computed
+
+    def parts(self) -> dict[str, Any]:
+        """What each further sequence has of its own, as arguments of Sequence."""
+        makers = {"stop_checker": self.make_stop_checker, "guide": self.make_guide, "prefixes": self.make_prefixes}
+        return {name: make() for name, make in makers.items() if make is not None}
 
     def count_unfinished(self) -> None:
         """Set num_unfinished from the samples, those not yet started included."""

@@ -5,14 +5,12 @@ free blocks. There are no separate prefill and decode phases. Used by EngineCore
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
 
 import pagedcli.events as ev
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.limits import Limits
 from pagedcli.core.sequence import Sequence, SequenceStatus
-
-WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
+from pagedcli.events import WaitingReason
 
 
 @dataclass(slots=True)
@@ -129,8 +127,8 @@ class Scheduler:
                     budget -= self._schedule_beams(seq.beams, index, budget, work)
                     continue
                 num_new -= 1  # the last token of all beams is computed in one step
-            elif num_new == 1 and num_computed < seq.writable_until:  # most decodes
-                if num_computed + 1 == seq.writable_until:
+            elif num_new == 1 and num_computed < seq.num_writable_tokens:  # most decodes
+                if num_computed + 1 == seq.num_writable_tokens:
                     if manager.has_windows:
                         manager.release_unseen(seq)
                     manager.fill_last(seq)

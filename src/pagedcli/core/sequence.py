@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from enum import Enum, auto
-from typing import Literal, Protocol
+from typing import Protocol
 
 from pagedcli.core.prefixes import Prefix
+from pagedcli.events import FinishReason
 from pagedcli.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
 StopChecker = Callable[[int], str | None]
 """Receives each new token id of one sample; returns the stop string that its text now contains, or None."""
 
@@ -63,6 +63,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
+        "num_writable_tokens",
         "output_counts",
         "params",
         "penalized",
@@ -82,7 +83,6 @@ class Sequence:
         "token_ids",
         "total_logprob",
         "watched",
-        "writable_until",
     )
 
     def __init__(
@@ -99,6 +99,7 @@ class Sequence:
         cache_salt: str | None = None,
         stop_checker: StopChecker | None = None,
         guide: Guide | None = None,
+        prefixes: list[Prefix] | None = None,
         arrived_s: float = 0.0,
         row_id: str | None = None,
     ) -> None:
@@ -110,8 +111,7 @@ class Sequence:
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.cache_salt = cache_salt
-        self.stop_checker = stop_checker
-        self.guide = guide
+        self.stop_checker, self.guide = stop_checker, guide
         self.eos_token_ids = eos_token_ids  # tokens that end this sequence; empty with ignore_eos
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         # needed at each step, so computed once
@@ -120,7 +120,7 @@ class Sequence:
         self.penalized = params.penalized
         self.is_beam = params.beam_width is not None
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
-        # and nothing else is asked
+        # whether the next token is the likeliest one, with nothing to adjust or to report
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
         # sampling the next token needs the ids of all earlier ones on the host
         self.depends_on_tokens = self.penalized or guide is not None
@@ -136,12 +136,12 @@ class Sequence:
         self.total_logprob = 0.0  # of the output
 
         self.block_table: list[int | None] = []  # see core.groups; None: released, as no later token sees it
-        self.prefixes: list[Prefix] = []
+        self.prefixes = prefixes or []
         self.num_pending_tokens = 0  # sampled by launched steps, not yet read from the device
         self.num_computed_tokens = 0  # leading tokens that need no more computing
         self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
         self.num_cached_prompt_tokens = 0  # of the prompt, cached at the first admission
-        self.writable_until = 0  # see core.block_pool.CacheUser
+        self.num_writable_tokens = 0  # see core.block_manager.CacheUser
         self.row: int | None = None  # in the runner's persistent block tables, while running
         self.synced_blocks = 0  # leading entries of block_table that are in that row
 

@@ -1,21 +1,49 @@
-"""A scheduled step as plain arrays: everything a rank needs to run it, small enough to send to other processes.
+"""A step as plain arrays: what a rank needs to run it and to sample its tokens, small enough to send to a process.
 
-Built by StepBuilder on the rank that schedules, read by every ModelRunner. Needs no torch and no device.
+Built by StepBuilder on the rank that schedules, read by every Executor: ModelRunner runs a model on one device,
+WorkerGroup on several; a simulation computes nothing. Needs no torch and no device.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import struct
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 
+from pagedcli.core.beams import Candidates, num_candidates
 from pagedcli.core.limits import Limits
-from pagedcli.core.prompt_rows import PromptRows, prompt_rows
 from pagedcli.core.scheduler import ScheduledStep
-from pagedcli.core.sequence import Sequence
+from pagedcli.core.sequence import Sequence, TokenLogprobs
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.integer[Any]]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
+
+
+# ---------------------------------------------------------------------- what goes in
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Consecutive tokens of one prompt whose predecessors are computed in a step."""
+
+    seq_id: int
+    first: int  # position of the first of these tokens; at least 1
+    num_tokens: int
+    num_top: int  # of the likeliest tokens at each position
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """P prompt tokens to score, among the R + P rows of a step that get logits."""
+
+    sampled: Ints  # [R] int64, which of these rows get a token
+    scored: Ints  # [P] int64, which of them predict a prompt token
+    token_ids: Ints  # [P] int64, that token
+    pieces: tuple[PromptPiece, ...]  # the P tokens, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +75,157 @@ class StepInput:
         return self.max_new == 1 and self.logits_rows is None and not self.copies
 
 
+@dataclass(frozen=True, slots=True)
+class LogitChange:
+    """Adjustments of one row of logits before sampling, applied in the order of the fields."""
+
+    row: int
+    seen_token_ids: list[int]  # of prompt and output, for the repetition penalty
+    repetition_penalty: float  # divides, or multiplies if negative; 1: none
+    output_counts: dict[int, int]  # generated token id -> times, for the next two
+    frequency_penalty: float  # subtracted per earlier generation
+    presence_penalty: float  # subtracted once
+    bias: dict[int, float]  # token id -> added
+    allowed: bytes | None  # a bit per token id, lowest bit first: what the grammar allows; None: no grammar
+    end_token_ids: list[int]  # forbidden until the minimum length, unless a grammar allows nothing else
+
+    @classmethod
+    def of(cls, row: int, seq: Sequence) -> "LogitChange":
+        params = seq.params
+        repeats = params.repetition_penalty != 1
+        return cls(
+            row=row,
+            seen_token_ids=sorted(set(seq.token_ids)) if repeats else [],
+            repetition_penalty=params.repetition_penalty,
+            output_counts=dict(seq.output_counts) if params.frequency_penalty or params.presence_penalty else {},
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            bias=params.logit_bias or {},
+            allowed=None if seq.guide is None else seq.guide.allowed_tokens,
+            end_token_ids=sorted(seq.end_token_ids) if _below_min_tokens(seq) else [],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """How R rows of logits become tokens."""
+
+    temperature: Floats  # [R] float32, 0: greedy
+    uniform: Floats  # [R] float32 in [0, 1]
+    limited: list[int]  # K rows with top-k, top-p or min-p
+    top_k: Ints  # [K] int64, 0: all
+    top_p: Floats  # [K] float32
+    min_p: Floats  # [K] float32
+    changes: list[LogitChange]
+    with_logprobs: list[int]  # rows
+    num_logprobs: list[int]  # for each of these, how many of the likeliest tokens
+    beams: list[int]  # rows
+    num_candidates: list[int]  # for each of these, how many next tokens
+    logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
+
+    @classmethod
+    def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
+        """For the next token of each sequence, after its pending ones."""
+        temperature, draws = (np.zeros(len(seqs), dtype=np.float32) for _ in range(2))
+        limited, changes, with_logprobs, beams = [], [], [], []
+        for row, seq in enumerate(seqs):
+            if seq.is_greedy:
+                continue
+            params = seq.params
+            if seq.is_beam:
+                beams.append(row)
+            elif not params.greedy:
+                temperature[row] = params.temperature
+                draws[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
+                if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                    limited.append(row)
+            if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
+                changes.append(LogitChange.of(row, seq))
+            if params.logprobs is not None and not seq.is_beam:
+                with_logprobs.append(row)
+        return cls(
+            temperature=temperature,
+            uniform=draws,
+            limited=limited,
+            top_k=np.array([max(seqs[row].params.top_k, 0) for row in limited], dtype=np.int64),
+            top_p=np.array([seqs[row].params.top_p for row in limited], dtype=np.float32),
+            min_p=np.array([seqs[row].params.min_p for row in limited], dtype=np.float32),
+            changes=changes,
+            with_logprobs=with_logprobs,
+            num_logprobs=[seqs[row].params.logprobs or 0 for row in with_logprobs],
+            beams=beams,
+            num_candidates=[max(num_candidates(seqs[row]), seqs[row].params.logprobs or 0) for row in beams],
+            logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens to sample."""
+        return self.temperature.shape[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sampling needs only temperature and the uniform number."""
+        return not (self.limited or self.changes or self.with_logprobs or self.beams) and self.logits_rows is None
+
+
+# ---------------------------------------------------------------------- what comes out
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of consecutive tokens of one prompt."""
+
+    seq_id: int
+    first: int  # position of the first token
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of one step, on the host."""
+
+    token_ids: Items[int | None]  # [R]; None: the row's logits are NaN
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities, where requested
+    prompt_logprobs: Items[PromptLogprobs] = ()
+    candidates: Mapping[int, Candidates] = field(default_factory=dict)  # row -> next tokens of a beam
+
+
+class TokensToRead(Protocol):
+    """The tokens of a step that may still be running."""
+
+    def read(self) -> StepTokens:
+        """Wait for the tokens."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which they are launched."""
+
+    def launch(self, step: StepInput, sampling: SamplingInput) -> TokensToRead:
+        """Start a step without waiting for its tokens. Where `step.source_rows` says so, its input ids are the tokens
+        of the step launched before, which may not have been read."""
+        ...
+
+
+# ---------------------------------------------------------------------- building
+
+
+class Builder(Protocol):
+    """Turns a scheduled step into the inputs of an executor."""
+
+    def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
+        """The input of a step, and the sequences that get a token, in the order of its logits.
+
+        `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
+        """
+        ...
+
+    def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
+        """How the sequences get their tokens, forks included. `logits_rows`: the row of each; None: its own."""
+        ...
+
+
 class StepBuilder:
     """Builds step inputs from persistent block tables; only changed entries are written and sent."""
 
@@ -57,10 +236,6 @@ class StepBuilder:
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
-        """The input of a step, and the sequences that get a token, in the order of its logits.
-
-        `source_rows`: seq_id -> row of the step in flight, for tokens not read yet.
-        """
         if work.is_decode:
             return self._decode(work, source_rows), work.seqs
         seqs = work.seqs
@@ -98,6 +273,9 @@ class StepBuilder:
             prompt_rows=None if scored is None else scored[1],
         )
         return step, [seqs[row] for row in sampled]
+
+    def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
+        return SamplingInput.of(seqs, logits_rows)
 
     def _decode(self, work: ScheduledStep, source_rows: dict[int, int] | None) -> StepInput:
         """A step of most decodes, with little work on the host: after each step the processor's caches hold the model,
@@ -151,8 +329,9 @@ class StepBuilder:
 
 
 def known_ids(entries: list[int | None]) -> list[int]:
-    """Block ids for entries of a block table that end with a block. Where no token looks is the next block: some
-    backends read whole tiles and mask what a window hides, so that slots there must have been written."""
+    """Block ids for the entries of a block table, of which the last one is a block. A released entry gets the id of the
+    next block: backends that read whole tiles read the tokens that a window hides, too, before they mask them, and must
+    find written slots there. [None, None, 4, 7] -> [4, 4, 4, 7]."""
     ids: list[int] = []
     for block_id in reversed(entries):
         ids.append(ids[-1] if block_id is None else block_id)
@@ -182,3 +361,39 @@ def _source_rows(seqs: list[Sequence], cu_q: Ints, num_tokens: int, rows: dict[i
     source = np.full(num_tokens, -1, dtype=np.int64)
     source[cu_q[1:][pending] - 1] = [rows[seqs[b].seq_id] for b in pending]
     return source
+
+
+def prompt_rows(
+    seqs: list[Sequence], computed: Ints, new: Ints, starts: Ints, sampled: Ints
+) -> tuple[Ints, PromptRows] | None:
+    """The rows of a step that get logits, ascending, and what to score there. None if no sequence asks for it.
+
+    `computed`, `new`: tokens per sequence before the step and in it. `starts`: first row of each sequence. `sampled`:
+    rows that get a token, ascending.
+    """
+    pieces, rows, token_ids = [], [], []
+    for seq, start, done, count in zip(seqs, starts.tolist(), computed.tolist(), new.tolist(), strict=True):
+        num_top = seq.params.prompt_logprobs
+        num_tokens = min(done + count, seq.num_prompt_tokens - 1) - done
+        if num_top is None or seq.sample_index or num_tokens < 1:
+            continue
+        pieces.append(PromptPiece(seq.seq_id, done + 1, num_tokens, num_top))
+        rows.append(np.arange(start, start + num_tokens))
+        token_ids += seq.token_ids[done + 1 : done + 1 + num_tokens]
+    if not pieces:
+        return None
+    scored = np.concatenate(rows)
+    both = np.union1d(sampled, scored).astype(np.int64)
+    places = np.searchsorted(both, sampled), np.searchsorted(both, scored)
+    return both, PromptRows(*places, np.array(token_ids, dtype=np.int64), tuple(pieces))
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a function of the arguments alone."""
+    key = struct.pack("<qqq", seed, sample_index, position)
+    return float(xxhash.xxh64_intdigest(key) >> 11) * 2.0**-53
+
+
+def _below_min_tokens(seq: Sequence) -> bool:
+    num_output = seq.num_tokens - seq.num_prompt_tokens  # including pending ones
+    return num_output < seq.params.min_tokens and bool(seq.end_token_ids)

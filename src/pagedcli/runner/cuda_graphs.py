@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.core.sampling_input import SamplingInput
-from pagedcli.core.step_input import StepInput
+from pagedcli.core.step_input import SamplingInput, StepInput
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM

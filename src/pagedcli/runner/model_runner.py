@@ -10,10 +10,9 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend
 from pagedcli.core.limits import Limits
-from pagedcli.core.sampling_input import SamplingInput
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import StepBuilder, StepInput
+from pagedcli.core.step_input import SamplingInput, StepBuilder, StepInput
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.runner.cuda_graphs import DecodeGraphs

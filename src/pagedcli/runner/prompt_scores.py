@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagedcli.core.prompt_rows import PromptLogprobs, PromptRows
 from pagedcli.core.sequence import TokenLogprobs
+from pagedcli.core.step_input import PromptLogprobs, PromptRows
 from pagedcli.layers.sampling import top_tokens
 from pagedcli.runner.transfer import Download, Upload
 

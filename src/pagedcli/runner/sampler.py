@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from pagedcli.core.beams import Candidates
-from pagedcli.core.executor import StepTokens
-from pagedcli.core.sampling_input import LogitChange, SamplingInput
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import Bools
+from pagedcli.core.step_input import Bools, LogitChange, SamplingInput, StepTokens
 from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept, top_tokens
 from pagedcli.runner.prompt_scores import PromptScores
 from pagedcli.runner.transfer import Download, Upload

@@ -2,18 +2,14 @@
 
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from pagedcli.core.engine_core import EngineCore
-from pagedcli.core.executor import StepTokens
 from pagedcli.core.plan import Plan
-from pagedcli.core.prefixes import Prefix
-from pagedcli.core.sampling_input import SamplingInput
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import StepBuilder, StepInput
+from pagedcli.core.step_input import SamplingInput, StepInput, StepTokens
 from pagedcli.events import Emit
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.requests import TraceRequest, early_ends, largest_output, synthetic_prefixes
@@ -25,6 +21,7 @@ STEP_NS = 10**9  # of a step without a step time: the seconds of such a run are 
 FIRST_UNKNOWN = 2**40  # tokens that are not known have numbers from here on: above every vocabulary
 
 _NONE = np.zeros(0, dtype=np.int32)
+_NO_SAMPLING = SamplingInput.of([])
 _NO_INPUT = StepInput(_NONE, None, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, None, (), 0, 0)
 
 
@@ -60,18 +57,25 @@ class NoExecutor:
         return samples[seq.sample_index][seq.num_output_tokens]
 
 
-class TimingBuilder(StepBuilder):
-    """Takes the place of the arrays that no executor reads: advances the clock by the time of the step."""
+class TimingBuilder:
+    """A builder of no arrays, as no executor reads them: advances the clock by the time of the step."""
 
-    def __init__(self, clock: VirtualClock, scheduler: Scheduler, step_time: StepTime | None) -> None:
-        self._clock = clock
+    def __init__(
+        self, scheduler: Scheduler, executor: NoExecutor, clock: VirtualClock, step_time: StepTime | None
+    ) -> None:
         self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
         self._step_time = step_time
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
         self._clock.now_ns += STEP_NS if self._step_time is None else self._step_time(work, self._scheduler)
         pairs = zip(work.seqs, work.num_new_tokens, strict=True)
         return _NO_INPUT, [seq for seq, num_new in pairs if seq.num_computed_tokens + num_new == len(seq.token_ids)]
+
+    def sampling(self, seqs: list[Sequence], logits_rows: list[int] | None) -> SamplingInput:
+        self._executor.seqs = seqs
+        return _NO_SAMPLING
 
 
 class DoneStep:
@@ -93,18 +97,23 @@ class SimulatedCore(EngineCore):
         self.clock = VirtualClock()
         self.no_executor = NoExecutor()
         self._hash_size = hash_size
-        self._prefixes: list[Prefix] = []  # of the request that is being added
-        super().__init__(plan, self.no_executor, emit=emit, clock_ns=self.clock)
-        self._builder = TimingBuilder(self.clock, self.scheduler, step_time)
+        super().__init__(
+            plan,
+            self.no_executor,
+            emit=emit,
+            clock_ns=self.clock,
+            make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
+        )
 
     def add(self, request: TraceRequest) -> None:
         """Queue a request. Raises: RequestError if it can never be served."""
+        make_prefixes = None
         if request.token_ids is None:
             tables = self.limits.tables
-            self._prefixes = synthetic_prefixes(request, self._hash_size, tables.block_size, tables.num_groups)
+            prefixes = synthetic_prefixes(request, self._hash_size, tables.block_size, tables.num_groups)
+            make_prefixes = prefixes.copy
             token_ids = [0] * request.num_prompt_tokens  # only their number matters
         else:
-            self._prefixes = []
             token_ids = request.token_ids.tolist()
         params = SamplingParams(
             n=request.num_samples, max_tokens=largest_output(request), temperature=0, ignore_eos=True, seed=0
@@ -113,20 +122,15 @@ class SimulatedCore(EngineCore):
         ends_of_samples = iter(ends)
         make_stop_checker = (lambda: _EndsAt(next(ends_of_samples))) if any(ends) else None
         self.add_request(
-            request.request_id, token_ids, params, cache_salt=request.cache_salt, make_stop_checker=make_stop_checker
+            request.request_id,
+            token_ids,
+            params,
+            cache_salt=request.cache_salt,
+            make_stop_checker=make_stop_checker,
+            make_prefixes=make_prefixes,
         )
         if request.output_ids is not None:
             self.no_executor.outputs[request.request_id] = request.output_ids
-
-    def _new_sequence(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> Sequence:
-        seq = super()._new_sequence(request_id, token_ids, params, **fields)
-        seq.prefixes = self._prefixes.copy()
-        return seq
-
-    def _fork(self, sampled: list[Sequence]) -> tuple[list[Sequence], list[int] | None]:
-        seqs, rows = super()._fork(sampled)
-        self.no_executor.seqs = seqs
-        return seqs, rows
 
 
 class _EndsAt:

@@ -58,12 +58,12 @@ class StepFloor:
         """At least so many different tokens are in the blocks of the step's sequences, in layers without a window:
         blocks are full but for the last one of a sequence."""
         manager, num_running = scheduler.block_manager, len(scheduler.running)
-        num_full = manager.shape.windows.count(None)
+        num_full = manager.tables.windows.count(None)
         if not num_full:
             return 0
         num_blocks = manager.num_blocks - manager.num_free_blocks
         if manager.has_windows:
-            num_blocks -= num_running * manager.shape.most_in_windows(scheduler.chunk_size)
+            num_blocks -= num_running * manager.tables.most_in_windows(scheduler.chunk_size)
         num_spans = num_blocks // num_full - num_running
         if len(work.seqs) < num_running:
             scheduled = {seq.seq_id for seq in work.seqs}

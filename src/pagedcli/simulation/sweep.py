@@ -3,11 +3,11 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 
 from pagedcli.config import parse_bytes
+from pagedcli.core import eviction
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
@@ -21,7 +21,7 @@ from pagedcli.simulation.unscheduled import STEP_TOKENS, tokens_of_hits, unsched
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
 MOST_BLOCKS = 2**24  # of a simulated pool: each takes about 200 bytes
-POLICIES: tuple[Eviction, ...] = get_args(Eviction)
+POLICIES: tuple[Eviction, ...] = tuple(eviction.POLICIES)
 
 
 def parse_pools(text: str, num_unique: int, block_bytes: int | None) -> list[int]:

@@ -29,7 +29,7 @@ class Prompt:
         self.block_table: list[int | None] = []
         self.prefixes = chain_of((struct.pack("<q", block) for block in blocks), tables.num_groups)
         self.cache_salt: str | None = None
-        self.num_computed_tokens = self.num_cached_tokens = self.writable_until = self.num_preemptions = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
 
 
 def unscheduled_hits(
@@ -70,7 +70,7 @@ def _serve(manager: BlockManager, prompt: Prompt, chunk: int) -> int:
     manager.begin_step()
     manager.allocate(prompt, hit, num_new)
     while True:
-        manager.confirm_filled(this_step=True)
+        manager.confirm_filled(latest=True)
         prompt.num_computed_tokens += num_new
         if prompt.num_computed_tokens == num_tokens:
             break
@@ -84,7 +84,7 @@ def _serve(manager: BlockManager, prompt: Prompt, chunk: int) -> int:
 
 
 def _prompts(accesses: Accesses, manager: BlockManager, chunk: int) -> Iterator[Prompt]:
-    blocks, starts, tables = accesses.blocks.tolist(), accesses.starts.tolist(), manager.shape
+    blocks, starts, tables = accesses.blocks.tolist(), accesses.starts.tolist(), manager.tables
     most = tables.longest(manager.num_blocks, chunk, MAX_TOKENS) // tables.block_size
     for request, (first, end) in enumerate(itertools.pairwise(starts)):
         yield Prompt(request, blocks[first : min(end, first + most)], tables)

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import ClassVar
 
 import pagedcli.events as ev
+from pagedcli.core.eviction import sees_queue
 from pagedcli.errors import TraceError
 from pagedcli.trace.check_eviction import UNCHECKED, EvictionLaws
 from pagedcli.trace.check_prefix import PrefixLaws
@@ -60,8 +61,8 @@ class TraceChecker:
             notes.append(f"ends within step {step.step}: the run was cut off")
         elif state.seqs:
             notes.append(f"ends with {len(state.seqs)} unfinished sequences: the run was cut off")
-        if state.engine.eviction == "next-use":
-            notes.append(UNCHECKED)
+        if sees_queue(state.engine.eviction):
+            notes.append(UNCHECKED.format(state.engine.eviction))
         return CheckedTrace(state.num_events, 0 if step is None else step.step + 1, state, tuple(notes))
 
 

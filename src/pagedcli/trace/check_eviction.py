@@ -4,7 +4,7 @@
 a trace need not have: its choices are not computed again.
 """
 
-from pagedcli.core.eviction import EvictionPolicy, make_policy
+from pagedcli.core.eviction import EvictionPolicy, make_policy, sees_queue
 from pagedcli.core.prefixes import Prefix
 from pagedcli.events import (
     BlockEvicted,
@@ -19,7 +19,7 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.laws import refuse
 from pagedcli.trace.state import PoolState
 
-UNCHECKED = "which blocks next-use chose to evict was not checked: that follows from the tokens of waiting requests"
+UNCHECKED = "which blocks {} chose to evict was not checked: that follows from the tokens of waiting requests"
 
 
 class EvictionLaws(View[PoolState]):
@@ -28,7 +28,7 @@ class EvictionLaws(View[PoolState]):
     _policy: EvictionPolicy | None = None
 
     def on_engine_started(self, event: EngineStarted, state: PoolState) -> None:
-        self._policy = None if event.eviction == "next-use" else make_policy(event.eviction)
+        self._policy = None if sees_queue(event.eviction) else make_policy(event.eviction)
 
     def on_blocks_filled(self, event: BlocksFilled, state: PoolState) -> None:
         for block_id in event.block_ids:

@@ -7,6 +7,7 @@ from itertools import chain, islice, takewhile
 from typing import Any, NoReturn
 
 import pagedcli.events as ev
+from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import TraceError
 from pagedcli.trace.dispatch import View
@@ -67,6 +68,8 @@ class PoolLaws(View[PoolState]):
                 f"a pool of {event.num_blocks:,} blocks of {event.block_size:,} tokens; "
                 f"at most {MOST_BLOCKS:,} blocks are supported",
             )
+        if event.eviction not in POLICIES:
+            refuse(event, f"eviction {event.eviction!r} is unknown")
         if not event.windows or any(window is not None and window < 1 for window in event.windows):
             refuse(event, f"groups of layers with windows {event.windows}")
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
