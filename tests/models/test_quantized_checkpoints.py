@@ -92,7 +92,7 @@ AUTO_ROUND = auto_round()[1]
         ({**GPTQ, "lm_head": True}, "its output layer is quantized, too"),
         ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 3}}}, "3-bit weights"),
         ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": "8"}}}, "Expected `int | null`, got `str`"),
-        ({**GPTQ, "dynamic": {"-:(": {}}}, "has a pattern that is none: 're:('"),
+        ({**GPTQ, "dynamic": {"-:(": {}}}, "has a pattern that is not supported: 're:('"),
         ({**AWQ, "version": "gemv"}, "version gemv"),
         ({**AWQ, "bits": 8}, "8-bit weights"),
         ({**AWQ, "zero_point": False}, "no zero points"),

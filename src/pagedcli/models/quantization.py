@@ -1,6 +1,5 @@
 """Reads `quantization_config` of a checkpoint's config.json. Free of torch."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pagedcli.models.stored_quantization import (
     Layout,
     Quantization,
     StoredQuantization,
+    name_pattern,
 )
 
 
@@ -379,6 +379,9 @@ def _check_pattern(pattern: str, where: Path) -> None:
     if not pattern.startswith("re:"):
         return
     try:
-        re.compile(pattern[3:])
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ModelError(f"{where}: quantization_config has a pattern that is none: {pattern!r}: {error}") from error
+        name_pattern(pattern[3:])
+    except ValueError as error:
+        raise ModelError(
+            f"{where}: quantization_config has a pattern that is not supported: {pattern!r}: {error}",
+            hint="patterns are made of characters, ., classes, groups, |, *, +, ?, ^ and $",
+        ) from error
