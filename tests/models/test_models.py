@@ -158,3 +158,15 @@ def test_a_rank_keeps_whole_elements_of_packed_weights(tmp_path_factory):
     assert [parameter.parts["down_proj"] for parameter in parts.values()] == [Part(0, 4, 8), Part(0, 1, 2)]
     with pytest.raises(ConfigError, match="groups of 32 that 'scales' holds"):
         shard_parameters({"layers.0.down.scales": down["scales"]}, spec, ParallelContext(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("gemma3", {"attn_logit_softcapping": 1.5}), ("qwen2-moe", {"qkv_bias": False})]
+)
+def test_fields_act_as_in_transformers(family, fields, tmp_path):
+    path = tiny_model(family, tmp_path, **fields)
+    sequences, num_prompt = ragged_sequences()
+    options = {"num_prompt": num_prompt, "block_size": 4, "chunk": 7}
+    assert_same_logits(
+        paged_logits(load(path), ReferenceAttention(), sequences, **options), transformers_logits(path, sequences)
+    )

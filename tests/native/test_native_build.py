@@ -7,6 +7,8 @@ import platform
 import stat
 import subprocess
 import sys
+import tempfile
+import time
 
 import pytest
 import torch
@@ -108,6 +110,96 @@ def test_unwritable_cache_is_replaced_for_this_process_and_said(monkeypatch, tmp
     directory.rmdir()
 
 
+@pytest.fixture
+def quick(tmp_path):
+    """A compiler that makes a small library at once, whatever it is given."""
+    source = tmp_path / "small.cpp"
+    names = ["native_read_all", "native_has_tiles", "native_may_use_tiles", "native_bf16_path"]
+    source.write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in names))
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", tmp_path / "small.so", source], check=True)
+    compiler = tmp_path / "quick++"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; cp {tmp_path}/small.so "$2"\n')
+    compiler.chmod(0o755)
+    return compiler
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path, quick, fresh_outcome):
+    """The cache's folder, after the first build."""
+    monkeypatch.setenv("CXX", str(quick))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert load_library().notes[-1].startswith("compiled")
+    build._outcome.cache_clear()
+    return tmp_path / "cache" / "pagedcli" / "native"
+
+
+def replace(path, content):
+    """As a new file: this process has loaded the old one, and would end if it shrank."""
+    path.rename(path.parent.parent / path.name)
+    path.write_bytes(content)
+
+
+@needs_compiler
+def test_a_whole_library_in_the_cache_is_loaded_as_it_is(cache):
+    assert load_library().notes == ()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [
+        ("so", lambda path: replace(path, path.read_bytes()[:5000])),
+        ("so", lambda path: replace(path, b"")),
+        ("so", lambda path: path.unlink()),
+        ("sha256", lambda path: path.write_bytes(b"\xff")),
+        ("sha256", lambda path: path.unlink()),
+    ],
+    ids=["truncated", "empty", "gone", "another digest", "no digest"],
+)
+def test_a_damaged_library_in_the_cache_is_built_again(cache, suffix, damage):
+    (made,) = cache.glob("*.so")
+    whole = made.read_bytes()
+    damage(made.with_suffix(f".{suffix}"))
+    assert load_library().notes[-1].startswith("compiled")
+    assert made.read_bytes() == whole
+    build._outcome.cache_clear()
+    assert load_library().notes == ()
+
+
+@needs_compiler
+def test_a_killed_build_leaves_nothing_that_the_next_one_does_not_remove(monkeypatch, tmp_path, quick, fresh_outcome):
+    slow = tmp_path / "slow++"
+    slow.write_text('#!/bin/sh\n: > "$TMPDIR/temporary"\nsleep 3\n')
+    slow.chmod(0o755)
+    folder = tmp_path / "cache" / "pagedcli" / "native"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(slow)}
+    program = "from pagedcli.native import load_library; load_library()"
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    while not list(folder.glob("building-*/temporary")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    monkeypatch.setenv("CXX", str(quick))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_library()
+    assert sorted(path.suffix for path in folder.iterdir()) == [".sha256", ".so"]
+
+
+@needs_compiler
+def test_an_unwritable_cache_leaves_nothing_in_the_temporary_folder(monkeypatch, tmp_path, quick, fresh_outcome):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CXX", str(quick))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    first, second = load_library().notes
+    assert "is not writable" in first
+    assert second.endswith("(not kept)")
+    assert list(temporary.iterdir()) == []
+
+
 def test_key_depends_on_compiler_flags_and_processor(monkeypatch):
     compiler = build.Compiler(("c++",), "12.2")
     key = build.build_key(compiler)
@@ -133,7 +225,7 @@ def test_two_processes_may_build_at_once(tmp_path):
     notes = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert any("compiled" in note for note in notes)
-    assert len(list((tmp_path / "pagedcli" / "native").iterdir())) == 1
+    assert len(list((tmp_path / "pagedcli" / "native").iterdir())) == 2, "the library and its digest"
     again = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert again.stdout.strip() == "()", "the third process finds it built"
 

@@ -47,7 +47,7 @@ class FamilyConfig(msgspec.Struct):
     final_logit_softcapping: float | None = None
     query_pre_attn_scalar: float = 256
     sliding_window_pattern: int = 2  # one full-attention layer in each group of this size
-    qkv_bias: bool | None = None
+    qkv_bias: bool = False
     num_experts: int = 0
     num_local_experts: int | None = None
     num_experts_per_tok: int = 1
@@ -107,6 +107,10 @@ class Family:
     out_bias: bool | None = None  # None: attention_bias of config.json
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
     activations: tuple[str, ...] = ("silu", "swish")  # that it may have
+    # which layers have which rotary embedding: all the same one; none in those where no_rope_layers is 0; one for full
+    # attention and one for windows
+    ropes: Literal["same", "as listed", "by window"] = "same"
+    partial_rope: bool = False  # partial_rotary_factor is read
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
 
@@ -141,6 +145,7 @@ FAMILIES = {
         (128000, 128001),
         "as listed",
         mlp_bias=None,
+        ropes="as listed",
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "sliding_window": None},
     ),
     "phi3": Family(
@@ -152,6 +157,7 @@ FAMILIES = {
         "all",
         qkv_bias=False,
         out_bias=False,
+        partial_rope=True,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
         traits=lambda _: {"fused_projections": True},
     ),
@@ -174,8 +180,10 @@ FAMILIES = {
         (2, 1),
         "alternating",
         activations=("gelu_pytorch_tanh",),
+        ropes="by window",
         defaults={**_GEMMA, "sliding_window_pattern": 6},
-        traits=lambda fields: _gemma(fields) | {"qk_norm": True},
+        # as in transformers, attn_logit_softcapping has no effect
+        traits=lambda fields: _gemma(fields) | {"qk_norm": True, "soft_cap": None},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -194,16 +202,15 @@ FAMILIES = {
         32768,
         (None, None),
         "as listed",
-        qkv_bias=None,
         out_bias=False,
         defaults={
-            "attention_bias": True,
+            "qkv_bias": True,
             "num_experts": 60,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        traits=lambda fields: {"experts": _experts(fields)},
+        traits=lambda fields: {"experts": _experts(fields), "qkv_bias": fields.qkv_bias},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

@@ -45,11 +45,14 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
     head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
     _check_sizes(fields, num_kv_heads, head_dim, where)
     max_positions = fields.max_position_embeddings or family.max_position_embeddings
-    layer_ropes = _layer_ropes(config, fields, model_type, max_positions, where)
+    layer_ropes = _layer_ropes(config, fields, family, max_positions, where)
     rope = next(rope for rope in reversed(layer_ropes) if rope is not None)
-    traits = {"qk_norm": False, **family.traits(fields)}
-    if len(set(layer_ropes)) > 1:
-        traits["layer_ropes"] = layer_ropes
+    traits = {
+        "qk_norm": False,
+        "qkv_bias": fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
+        **family.traits(fields),
+    }
     default_bos, default_eos = family.special_ids
     eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
     return ModelSpec(
@@ -65,7 +68,6 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
         rms_norm_eps=fields.rms_norm_eps,
         rope=rope,
         tie_word_embeddings=fields.tie_word_embeddings,
-        qkv_bias=fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
         attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         hidden_act=activation,
@@ -87,15 +89,15 @@ def _refuse_unknown(config: dict[str, Any], where: Path) -> None:
 
 
 def _layer_ropes(
-    config: dict[str, Any], fields: FamilyConfig, model_type: str, max_positions: int, where: Path
+    config: dict[str, Any], fields: FamilyConfig, family: Family, max_positions: int, where: Path
 ) -> tuple[RopeSpec | None, ...]:
     """The rotary embedding of each layer."""
     layers = range(fields.num_hidden_layers)
-    if model_type == "gemma3_text":
-        by_kind = _gemma3_ropes(config, max_positions, where)
+    if family.ropes == "by window":
+        by_kind = _ropes_by_window(config, max_positions, where)
         return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields))
-    rope = read_rope_spec(config, max_positions, where, may_be_partial=model_type == "phi3")
-    if model_type != "smollm3":
+    rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
+    if family.ropes == "same":
         return (rope,) * len(layers)
     has_rope = fields.no_rope_layers or [(i + 1) % max(1, fields.no_rope_layer_interval) for i in layers]
     if len(has_rope) != len(layers) or not any(has_rope):
@@ -103,7 +105,7 @@ def _layer_ropes(
     return tuple(rope if has else None for has in has_rope)
 
 
-def _gemma3_ropes(config: dict[str, Any], max_positions: int, where: Path) -> dict[bool, RopeSpec]:
+def _ropes_by_window(config: dict[str, Any], max_positions: int, where: Path) -> dict[bool, RopeSpec]:
     """The rotary embeddings of layers that do not slide (False) and of those that do (True)."""
 
     def part(content: Any, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The library lives in the user's cache directory under a name that hashes sources
 update of any of them triggers a new build, and different machines can share a home directory.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -32,6 +33,7 @@ SOURCE_DIR = Path(__file__).parent
 BUILD_TIMEOUT_S = 300
 # Set and not empty: kernels for tile registers (AMX) run in plain C++, slowly, on any processor. For tests.
 EMULATE_TILES = "PAGEDCLI_EMULATE_TILES"
+_SCRATCH = "building-"  # folders of builds, with all their temporary files
 log = logging.getLogger("pagedcli")
 
 
@@ -73,10 +75,15 @@ def _outcome() -> NativeLibrary | BackendError:
     try:
         compiler = find_compiler()
         directory, notes = cache_directory()
-        path = directory / f"kernels-{build_key(compiler)}.so"
-        if not path.exists():
-            notes += (build(compiler, path, is_kept=not notes),)
-        functions = ctypes.CDLL(str(path))
+        is_kept = not notes
+        try:
+            path = directory / f"kernels-{build_key(compiler)}.so"
+            if not is_whole(path):
+                notes += (_build_alone(compiler, path, is_kept=is_kept),)
+            functions = ctypes.CDLL(str(path))
+        finally:
+            if not is_kept:
+                shutil.rmtree(directory, ignore_errors=True)  # a loaded library needs no name
     except BackendError as error:
         return error
     except OSError as error:
@@ -84,6 +91,18 @@ def _outcome() -> NativeLibrary | BackendError:
     functions.native_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     functions.native_read_all.restype = ctypes.c_double
     return NativeLibrary(functions, notes + path_notes(functions))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a library is there as it was built: loading a truncated one would end the process."""
+    try:
+        return _digest_file(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
 
 
 def find_compiler() -> Compiler:
@@ -153,9 +172,25 @@ def cache_directory() -> tuple[Path, tuple[str, ...]]:
     return directory, ()
 
 
+def _build_alone(compiler: Compiler, path: Path, *, is_kept: bool) -> str:
+    """build, in one process at a time. Also removes what killed builds left. Returns the note."""
+    import fcntl  # not on Windows
+
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: two builds at once are only slower
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        if is_whole(path):
+            return "another process compiled the native CPU kernels meanwhile"
+        for left in path.parent.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return build(compiler, path, is_kept=is_kept)
+    finally:
+        os.close(folder)
+
+
 def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
-    """Compile the sources to `path`, atomically. Returns the time it took, in words. If two processes do this at
-    once, the last one wins.
+    """Compile the sources to `path`, atomically, with its digest next to it. Returns the time it took, in words.
 
     Raises: BackendError with the compiler's first error line.
     """
@@ -163,24 +198,39 @@ def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
     command = " ".join(compiler.command)
     log.info("compiling the native CPU kernels with %s, 10 to 20 seconds, %s", command, how_often)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         folder = Path(scratch)
         sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the slowest first
         objects = [str(folder / f"{source.stem}.o") for source in sources]
         jobs = [["-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
-        list(pool.map(lambda job: _run_compiler(compiler, job), jobs))
+        list(pool.map(lambda job: _run_compiler(compiler, job, folder), jobs))
         library = folder / path.name
-        _run_compiler(compiler, ["-shared", *objects, "-o", str(library)])
-        os.replace(library, path)
+        _run_compiler(compiler, ["-shared", *objects, "-o", str(library)], folder)
+        digest = _digest_file(library)
+        digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+        for made in (library, digest):
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(made, path.parent / made.name)
     seconds = time.monotonic() - started
     log.info("compiled the native CPU kernels in %.1f s", seconds)
     return f"compiled the native CPU kernels in {seconds:.1f} s ({f'kept in {path.parent}' if is_kept else 'not kept'})"
 
 
-def _run_compiler(compiler: Compiler, arguments: list[str]) -> None:
+def _run_compiler(compiler: Compiler, arguments: list[str], scratch: Path) -> None:
     command = [*compiler.command, *compile_flags(), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+            env=os.environ | {"TMPDIR": str(scratch)},
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"the C++ compiler failed: {error}") from error
     if done.returncode != 0:
