@@ -17,7 +17,8 @@ from pagedcli.batch.job import Job
 from pagedcli.batch.journal import journal_path
 from pagedcli.cli.session import run_job
 from pagedcli.config import load_config
-from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.errors import BackendError, PagedcliError, UsageError
+from pagedcli.native import build
 
 FLAGS = {
     "sampling.max_tokens": 12,
@@ -267,3 +268,30 @@ def test_resume_from_a_shorter_stdin_is_refused_and_keeps_the_journal(uninterrup
     assert not out.exists()
     assert run_job(stdin(every_line)) == 3
     assert [texts(row) for row in rows_of(out)] == [texts(row) for row in uninterrupted[1]]
+
+
+def test_a_run_is_not_resumed_with_other_kernels(tmp_path, monkeypatch, capsys):
+    (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
+    steps = iter(range(100))
+    assert run_job(job(tmp_path, resume=False), stop_requested=lambda: next(steps) > 30) != 0
+    partial = journal_path(tmp_path / "out.jsonl")
+    written = partial.read_bytes()
+
+    def no_compiler():
+        raise BackendError("no C++ compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "find_compiler", no_compiler)
+        build._outcome.cache_clear()
+        with pytest.raises(UsageError, match=r"kernels: .* -> torch"):
+            run_job(job(tmp_path, resume=True))
+    build._outcome.cache_clear()
+    assert partial.read_bytes() == written
+    header, _, rows = written.partition(b"\n")
+    content = json.loads(header)
+    assert content["fingerprint"].pop("kernels")
+    partial.write_bytes(json.dumps(content).encode() + b"\n" + rows)  # as older versions wrote it
+    assert run_job(job(tmp_path, resume=True)) == 3
+    assert is_complete(tmp_path / "out.jsonl")
+    assert run_job(job(tmp_path, resume=True)) == 3
+    assert "nothing to resume" in capsys.readouterr().err

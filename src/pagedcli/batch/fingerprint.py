@@ -1,9 +1,10 @@
 """The fingerprint of a run: everything that determines its rows. A resumed run must have the same one.
 
 It derives from the configuration: every key is in it that does not say `affects_rows=False`, as block size, pool size,
-batch limits, device and attention backend do.
+batch limits, device and attention backend do. A journal adds the kernels, which decide the last bits.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,9 @@ import xxhash
 from pagedcli import __version__
 from pagedcli.batch.lines import InputScan
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import Config
+from pagedcli.config import Config, EngineConfig
 from pagedcli.config_keys import keys_of
-from pagedcli.errors import UsageError
+from pagedcli.errors import BackendError, UsageError
 
 _ALWAYS = (
     *("pagedcli", "model", "model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "max_model_len"),
@@ -26,6 +27,7 @@ _ALWAYS = (
 _PIECE_BYTES, _NUM_PIECES = 2**16, 64  # read of each weights file; one of up to 4 MiB is read whole
 
 
+_KERNELS = "kernels"
 HINT_OTHER_RUN = "use --resume with the same input and settings, or --overwrite to start over"
 
 
@@ -77,6 +79,24 @@ def input_fingerprint(scan: InputScan | None) -> dict[str, str]:
     return {"input": scan.digest, "input rows": str(scan.num_rows)}
 
 
+def kernel_fingerprint(engine: EngineConfig) -> dict[str, str]:
+    """The part about who computes: other instructions round otherwise, so a resumed run must have the same. Not part of
+    run_key. Loads the native kernels, or builds them.
+
+    Raises: ConfigError if there is no such device.
+    """
+    from pagedcli.native.build import instructions, load_library
+    from pagedcli.planning.decide import resolve_device
+    from pagedcli.planning.machine import this_machine
+
+    device = resolve_device(engine.device, this_machine())
+    kernels = "torch" if device.type == "cpu" else device.type
+    if device.type == "cpu" and engine.attention_backend in ("auto", "cpu"):
+        with contextlib.suppress(BackendError):
+            kernels = instructions(load_library())
+    return {_KERNELS: kernels}
+
+
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """One text per changed key: `temperature: 0.0 -> 0.5`, or `tokenizer: changed` for digests."""
     names = [*before, *(name for name in now if name not in before)]
@@ -90,7 +110,10 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def check_same_run(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises: UsageError that names every key in which the run that wrote `path` differs from this one."""
+    """Raises: UsageError that names every key in which the run that wrote `path` differs from this one. Kernels count
+    where both name them: a finished run needs none."""
+    if not (_KERNELS in before and _KERNELS in now):
+        before, now = ({name: each[name] for name in each if name != _KERNELS} for each in (before, now))
     if found := differences(before, now):
         raise UsageError(f"{path} is of a run with other settings; " + "; ".join(found), hint=HINT_OTHER_RUN)
 

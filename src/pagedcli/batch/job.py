@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from pagedcli.batch.columns import Columns, OutputKind
 from pagedcli.batch.compare import Difference
-from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint, run_key
+from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import LineSource
 from pagedcli.batch.outputs import check_finished, check_output, is_csv, is_to_be_replaced, open_journal, output_files
@@ -172,7 +172,8 @@ class OpenJob:
         if job.output_file is None:
             stream = stdout if job.output is None else job.output.open("wb")
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
-        journal = open_journal(job.output_file, self._fingerprint, resume=job.resume, overwrite=job.overwrite)
+        fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
+        journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, table=self._table, columns=self._columns)
 
     def start(

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedcli.errors import BackendError
-from pagedcli.native.paths import path_notes
+from pagedcli.native.paths import NAMES, bf16_path, int8_path, path_notes
 
 SOURCE_DIR = Path(__file__).parent
 BUILD_TIMEOUT_S = 300
@@ -243,6 +243,12 @@ def processor_flags() -> frozenset[str]:
     """The processor's features by the system's names for them; empty if the system reports none."""
     lines = [line for line in _processor_features().splitlines() if line.startswith(("flags", "Features"))]
     return frozenset(lines[0].split(":", 1)[1].split()) if lines else frozenset()
+
+
+def instructions(library: NativeLibrary) -> str:
+    """What the bits of a result depend on besides the input, e.g. "bfloat16 tiles, int8 tiles, avx512f"."""
+    vectors = next((name for name in ("avx512f", "avx2") if name in processor_flags()), platform.machine())
+    return f"{NAMES[bf16_path(library.functions)]}, {NAMES[int8_path(library.functions)]}, {vectors}"
 
 
 def _processor_features() -> str:
