@@ -47,6 +47,34 @@ def test_lru_evicts_what_was_used_longest_ago():
     assert Pool("lru", 3).run("a", "b", "c", "a", "d").cached == "acd"
 
 
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_copy_that_no_lookup_finds_goes_before_any_other_content(eviction):
+    manager, first, second = twins(eviction)
+    manager.deallocate(second)  # the copy of `1 1` and `2 2`, released before what lookups find
+    manager.deallocate(first)
+    prefill(manager, make_seq([7, 7, 8, 8], 3))  # an empty block, and one of the three cached ones
+    assert num_hits(manager, [1, 1, 2, 2]) == 2
+    manager.check()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_contents_that_fit_into_the_pool_are_all_found_again_however_often_they_were_computed_at_once(eviction):
+    manager = BlockManager(8, 2, eviction=eviction)
+    prompts = [[1, 1], [2, 2], [3, 3], [4, 4]]
+    for prompt in prompts:
+        twice = [make_seq([*prompt, 9], seq_id) for seq_id in (1, 2)]
+        for seq in twice:
+            manager.allocate(seq, manager.lookup(seq), 1)
+            seq.num_computed_tokens = 1
+        for seq in twice:
+            manager.may_append(seq, 2)
+            seq.num_computed_tokens = 3
+        for seq in twice:
+            manager.deallocate(seq)
+        manager.check([])
+    assert [num_hits(manager, prompt) for prompt in prompts] == [1, 1, 1, 1]
+
+
 def test_fifo_evicts_what_came_first_whatever_its_hits():
     assert Pool("fifo", 3).run("a", "b", "c", "a", "a", "d").cached == "bcd"
     assert Pool("fifo", 3).run("a", "b", "c", "a", "d", "e", "f").cached == "def"
@@ -107,20 +135,19 @@ def test_next_use_hashes_each_block_of_a_request_once():
     assert len(hashed) == 3
 
 
-def twins(eviction):
+def twins(eviction, num_blocks=4):
     """Two requests compute `a` at the same time; the chain of the second, of b, continues its own copy."""
-    pool = Pool(eviction, 4)
-    pool.manager = BlockManager(4, 2, eviction=eviction)
+    manager = BlockManager(num_blocks, 2, eviction=eviction)
     first, second = make_seq([1, 1], 1), make_seq([1, 1, 2, 2], 2)
     for seq in (first, second):
-        pool.manager.allocate(seq, pool.manager.lookup(seq), 1)
+        manager.allocate(seq, manager.lookup(seq), 1)
         seq.num_computed_tokens = 1
     for seq in (first, second):
         num_new = len(seq.token_ids) - 1
-        pool.manager.may_append(seq, num_new)
+        manager.may_append(seq, num_new)
         seq.num_computed_tokens += num_new
     assert first.block_table[0] != second.block_table[0]
-    return pool.manager, first, second
+    return manager, first, second
 
 
 def num_hits(manager, token_ids):
@@ -130,10 +157,13 @@ def num_hits(manager, token_ids):
 def test_prefix_lru_keeps_a_block_that_a_cached_one_follows():
     kept = {}
     for eviction in ("lru", "prefix-lru"):
-        manager, first, second = twins(eviction)
+        manager, first, second = twins(eviction, num_blocks=5)
         manager.deallocate(first)  # its copy of the first block is the one that lookups find
+        later = make_seq([5, 5], 4)
+        prefill(manager, later)
+        manager.deallocate(later)
+        prefill(manager, make_seq([7, 7, 8, 8], 3))  # an empty block, and one of the two cached ones
         manager.deallocate(second)
-        prefill(manager, make_seq([7, 7, 8, 8], 3))  # an empty block, and one of the three cached ones
         kept[eviction] = num_hits(manager, [1, 1, 2, 2])
         manager.check()
     assert kept == {"lru": 0, "prefix-lru": 2}

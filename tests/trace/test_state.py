@@ -289,6 +289,26 @@ def test_cached_blocks_are_evicted_only_when_no_empty_one_is_left_and_by_lru_if_
         fold(BlocksAllocated(1, taken))
 
 
+@pytest.mark.parametrize(("evicted", "message"), [(0, None), (1, None), (2, "the next free block is 0")])
+def test_with_lru_a_duplicate_may_be_evicted_before_its_turn_but_need_not(evicted: int, message: str | None) -> None:
+    fold, hashes = pool_fold(), (7, 7, 8)
+    fold(engine_started(3, 1))
+    for seq_id in (0, 1, 2):
+        fold(RequestAdded(seq_id, f"r{seq_id}", 0, 1, 1, False))
+        fold(PrefixLookedUp(seq_id, "new", 1, 1, 0, 0, 0, hashes[seq_id], "no_match", 0))
+        fold(BlocksAllocated(seq_id, (seq_id,)))
+    for seq_id in (0, 1, 2):
+        fold(BlocksFilled(seq_id, (seq_id,), (hashes[seq_id],)))
+    for seq_id in (0, 1, 2):
+        fold(RequestFinished(seq_id, "abort", 0))
+        fold(BlocksReleased(seq_id, (seq_id,)))
+    fold(RequestAdded(3, "r3", 0, 1, 1, False))
+    fold(PrefixLookedUp(3, "new", 1, 1, 0, 0, 0, 9, "no_match", 0))
+    fold(BlockEvicted(evicted, hashes[evicted]))
+    with nullcontext() if message is None else pytest.raises(TraceError, match=message):
+        fold(BlocksAllocated(3, (evicted,)))
+
+
 def test_events_before_the_start_are_refused() -> None:
     with pytest.raises(TraceError, match="before engine_started"):
         pool_fold()(StepStarted(0, 0))

@@ -78,8 +78,9 @@ class PrefixHit:
 class BlockManager:
     """Owns all blocks, the map from hash to block, the free list and the used set; sequences own their tables.
 
-    The free list has empty blocks first, then cached ones, least recently used first. A fresh block is its first one;
-    but a policy other than lru chooses among the cached ones itself. Every operation is O(1) per block (eviction other
+    The free list has empty blocks first, then cached ones, least recently used first. A fresh block is its first one,
+    except that duplicates, which no lookup finds, go before the other cached ones. A policy other than lru chooses
+    among the cached ones itself. Every operation is O(1) per block (eviction other
     than lru: O(log n)). `emit` receives an event after each change; with None no event is built. `hash_function` lets
     tests force collisions.
     """
@@ -107,6 +108,7 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self.num_evictions = 0
+        self._free_duplicates: dict[int, None] = {}  # cached blocks that no lookup finds, in order of release; lru only
         self._policy = make_policy(eviction)  # None: lru
         sees_queue = self._policy is not None and self._policy.sees_queue and enable_prefix_caching
         self._queue = self._policy if sees_queue else None
@@ -333,16 +335,15 @@ class BlockManager:
         self.free_block_ids = OrderedDict.fromkeys([*empty, *cached])
         found = self.hash_to_block_id.items()
         self.hash_to_block_id = {each: block_id for each, block_id in found if self.blocks[block_id].hash == each}
-        self._followers = {}
+        self._followers, self._free_duplicates = {}, {}
         if self._policy is not None:
             self._policy.clear()
         for block_id in cached:
             block = self.blocks[block_id]
             self._follow(block)
-            if self._policy is not None:
-                if (found_prefix := self._indexed_prefix(block)) is not None:
-                    self._policy.filled(found_prefix)
-                self._policy.freed(block_id, found_prefix)
+            if self._policy is not None and (found_prefix := self._indexed_prefix(block)) is not None:
+                self._policy.filled(found_prefix)
+            self._freed_full(block)
         return cached
 
     # ------------------------------------------------------------------ blocks of a table
@@ -586,11 +587,14 @@ class BlockManager:
 
     def _take_free(self) -> int:
         """An empty block, or else the cached one to evict, which is evicted."""
-        if self._policy is None or self.blocks[next(iter(self.free_block_ids))].prefix is None:
-            block_id, _ = self.free_block_ids.popitem(last=False)
-        else:
-            block_id = self._policy.choose()
-            del self.free_block_ids[block_id]
+        block_id = next(iter(self.free_block_ids))
+        if self.blocks[block_id].prefix is not None:
+            if self._policy is not None:
+                block_id = self._policy.choose()
+            elif self._free_duplicates:
+                block_id = next(iter(self._free_duplicates))
+                del self._free_duplicates[block_id]
+        del self.free_block_ids[block_id]
         block = self.blocks[block_id]
         if block.prefix is not None:
             self._evict(block)
@@ -624,9 +628,17 @@ class BlockManager:
         self.free_block_ids[block_id] = None
         if block.prefix is None:
             self.free_block_ids.move_to_end(block_id, last=False)  # empty blocks are reused before cached ones
-        elif self._policy is not None:
-            self._policy.freed(block_id, self._indexed_prefix(block))
+        else:
+            self._freed_full(block)
         return True
+
+    def _freed_full(self, block: Block) -> None:
+        """The last owner of a full block released it."""
+        prefix = self._indexed_prefix(block)
+        if self._policy is not None:
+            self._policy.freed(block.block_id, prefix)
+        elif prefix is None:
+            self._free_duplicates[block.block_id] = None
 
     # ------------------------------------------------------------------ invariants
 
@@ -644,9 +656,12 @@ class BlockManager:
             assert self.blocks[block_id].hash == hash_value, f"hash map points to block {block_id} of another hash"
         in_order = [self.blocks[block_id].prefix is not None for block_id in self.free_block_ids]
         assert all(a <= b for a, b in pairwise(in_order)), "a cached block goes before an empty one"
+        cached = {block_id for block_id in free if self.blocks[block_id].prefix is not None}
         if self._policy is not None:
-            cached = {block_id for block_id in free if self.blocks[block_id].prefix is not None}
             assert self._policy.block_ids() == cached, "the policy has other blocks than the free cached ones"
+        else:
+            duplicates = {block_id for block_id in cached if self._indexed_prefix(self.blocks[block_id]) is None}
+            assert self._free_duplicates.keys() == duplicates, "the free duplicates are others"
         if seqs is not None:
             self._check_tables(seqs)
 

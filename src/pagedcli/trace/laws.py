@@ -40,7 +40,8 @@ class PoolLaws(View[PoolState]):
         self._due: tuple[tuple[type[ev.Event], ...], str] | None = (
             None  # the events that must come next, and the change in progress
         )
-        self._evicted: dict[int, None] = {}  # blocks not yet taken by BlocksAllocated, in order of eviction
+        # blocks not yet taken by BlocksAllocated, in order of eviction -> whether lookups found their content
+        self._evicted: dict[int, bool] = {}
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
         self._lookup: ev.PrefixLookedUp | None = None  # its hits are claimed next
         self._num_just_freed = 0  # blocks that the last BlocksReleased made free
@@ -147,7 +148,7 @@ class PoolLaws(View[PoolState]):
             refuse(event, f"block {block_id} is in use")
         if state.hashes[block_id] is None or state.hashes[block_id] != event.hash:
             refuse(event, f"block {block_id} holds hash {state.hashes[block_id]}")
-        self._evicted[block_id] = None
+        self._evicted[block_id] = state.hash_to_block_id.get(event.hash) == block_id
         self._due = (ev.BlockEvicted, ev.BlocksAllocated), "the evicted blocks are allocated"
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
@@ -309,15 +310,17 @@ class PoolLaws(View[PoolState]):
     # ------------------------------------------------------------------ parts
 
     def _next_free(self, event: ev.BlocksAllocated, state: PoolState) -> list[int | None]:
-        """The blocks that must be taken: empty ones in their order, then cached ones, by LRU or, with another eviction
-        policy, as they were evicted."""
+        """The blocks that must be taken: empty ones in their order, then those that were evicted. With lru these are
+        the first cached ones of the free list; duplicates may go earlier, as no lookup finds them."""
         assert state.engine is not None
-        count, evicted = len(event.block_ids), self._evicted
+        count, free, evicted = len(event.block_ids), state.free_block_ids, self._evicted
+        others = (block_id for block_id in free if block_id not in evicted)
+        empty = takewhile(lambda block_id: state.hashes[block_id] is None, others)
         if state.engine.eviction == "lru":
-            blocks = list(islice(state.free_block_ids, count))
+            oldest = (block_id for block_id in free if evicted.get(block_id, state.hashes[block_id] is not None))
+            taken = (next(oldest, block_id) if was_found else block_id for block_id, was_found in evicted.items())
+            blocks = list(islice(chain(empty, taken, oldest), count))
         else:
-            others = (block_id for block_id in state.free_block_ids if block_id not in evicted)
-            empty = takewhile(lambda block_id: state.hashes[block_id] is None, others)
             blocks = list(islice(chain(empty, evicted), count))
         return [*blocks, *[None] * (count - len(blocks))]
 
