@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -15,6 +16,7 @@ from kv_event_harness import message, removed, stored
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
+from pagedcli.kvevents.wire import MAX_PAYLOAD_BYTES
 from pagedcli.trace.file import TraceReader
 from pagedcli.trace.fold import Fold
 from pagedcli.trace.state import PoolState
@@ -121,6 +123,44 @@ def test_a_metrics_page_that_is_none_does_no_harm(publisher, content):
         document = json.loads(attached(publisher, "--format", "json", "--metrics", url).stdout)
     assert document["metrics"] == []
     assert document["num_batches"] == 3
+
+
+def test_after_a_message_over_the_limit_it_connects_again_and_says_so():
+    with PublisherSocket(LOOPBACK) as socket, ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(pagedcli, "attach", socket.endpoint, "--idle", "2", "--format", "json")
+        for number in range(40):
+            socket.send(message(0, stored(1 + number))[2] if number != 20 else b"x" * (MAX_PAYLOAD_BYTES + 1))
+            time.sleep(0.1)
+        said = ran.result()
+    document = json.loads(said.stdout)
+    assert document["num_reconnects"] == 1
+    assert document["num_gaps"] == 1
+    assert document["num_missed_messages"] < 15
+    assert "connection lost (server restart, or a message over 16 MiB): connected again" in said.stderr
+
+
+def test_a_flood_does_not_keep_receive_from_ending():
+    with PublisherSocket(LOOPBACK) as socket, Subscriber([socket.endpoint]) as subscriber:
+        ended = threading.Event()
+
+        def flood():
+            payload = message(0, stored(*range(1000)))[2]
+            while not ended.is_set():
+                socket.send(payload)
+
+        publisher = threading.Thread(target=flood)
+        publisher.start()
+        longest_s, num_messages = 0.0, 0
+        for _ in range(20):
+            start_s = time.monotonic()
+            for _ in subscriber.receive(0.1):
+                num_messages += 1
+                time.sleep(0.005)  # the fold takes longer than the publisher
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        ended.set()
+        publisher.join()
+    assert num_messages > 20
+    assert longest_s < 1
 
 
 def test_names_from_the_network_cannot_steer_the_terminal(tmp_path):

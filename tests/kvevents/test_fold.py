@@ -64,6 +64,25 @@ def test_a_copy_that_comes_back_from_another_medium_is_not_computed_twice():
     assert facts(state)["num_more_copies"] == 2
 
 
+def test_the_peak_is_that_after_every_event_not_after_every_message():
+    state = state_of(message(0, stored(1, 2)), message(1, stored(3), removed(1), removed(2)))
+    assert facts(state)["peak_resident_blocks"] == 3
+    two_groups = state_of(message(0, stored(1, group_idx=0), stored(1, group_idx=1), removed(1, group_idx=0)))
+    assert facts(two_groups)["peak_resident_blocks"] == 2
+
+
+def test_blocks_that_come_again_one_by_one_may_be_answers_and_are_counted_on_their_own():
+    first = [message(0, stored(1, 2)), message(1, stored(3, parent=2)), message(2, removed(3, 2))]
+    prompt = state_of(*first, message(3, stored(2, 3, parent=1)))
+    assert (facts(prompt)["num_blocks_stored_again"], facts(prompt)["num_blocks_stored_again_alone"]) == (2, 0)
+    in_one_message = state_of(*first, message(3, stored(2, parent=1), stored(3, parent=2)))
+    answer = state_of(*first, message(3, stored(2, parent=1)), message(4, stored(3, parent=2)))
+    alone = [facts(state)["num_blocks_stored_again_alone"] for state in (in_one_message, answer)]
+    assert alone == [0, 2]
+    assert any("answers that were generated again" in line for line in limits(answer))
+    assert not any("answers that were generated again" in line for line in limits(prompt))
+
+
 def test_a_late_start_is_said():
     state = state_of(message(5, stored(3, parent=2)), message(6, removed(9)))
     assert "tcp://host:1: what happened before message 5 is unknown" in limits(state)

@@ -53,7 +53,7 @@ def test_the_counts_of_the_recording_are_those_its_readme_gives(messages):
         state.take(frames, time_s)
     (tree,) = state.trees
     assert (state.num_batches, state.total("num_unique"), sum(tree.num_again.values())) == (52, 113, 5)
-    assert state.peak_resident == 66 <= 70
+    assert state.history.peak_resident == 66 <= 70
     assert (state.num_malformed, tree.num_unknown_removals, tree.num_more_copies) == (0, 0, 0)
     assert not state.notes
     assert not state.unknown_fields

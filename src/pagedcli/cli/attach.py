@@ -17,6 +17,7 @@ from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import metrics_table, print_summary, summary_tables
+from pagedcli.printable import plural
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 
@@ -92,7 +93,7 @@ def attach(
             try:
                 session.follow(duration, idle)
             except KeyboardInterrupt:
-                say()
+                say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
     tables = summary_tables(session.state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))
@@ -135,6 +136,7 @@ class _Session:
         self.deck: AttachDeck | None = None
         self._start = time.monotonic()
         self._next_line = self._start + _LINE_S
+        self._said_lost: set[int] = set()  # sources of which a lost connection was printed
         self._subscriber = subscriber
         self._writer = writer
 
@@ -149,6 +151,7 @@ class _Session:
                 last_message = self._now()
                 self.state.take(frames, last_message, source)
                 self._keep(frames, last_message, source)
+            self._reconnect()
             if idle is not None and self._now() - last_message >= idle:
                 return
             if self.deck is None:
@@ -158,8 +161,17 @@ class _Session:
             else:
                 self.deck.offer(self.state, self._now())
 
+    def _reconnect(self) -> None:
+        for source in self._subscriber.reconnect():
+            self.state.reconnected(source)
+            if self.deck is None and source not in self._said_lost:
+                say(f"note: {self.state.reconnect_note(source)}")
+            self._said_lost.add(source)
+
     def _fetch(self, source: int, first: int, before: int | None) -> Iterator[list[bytes]]:
         for frames in self._subscriber.replay(source, first, before):
+            if self.deck is not None and self.deck.stop_requested:
+                return
             self._keep(frames, self._now(), source)
             yield frames
 

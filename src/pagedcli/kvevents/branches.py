@@ -27,8 +27,8 @@ class Shape:
                 self.children.setdefault(node.parent, []).append(node)
             else:
                 self.roots.append(node)  # begins a prompt, or its parent is gone or unknown
-        self.num_blocks: dict[BlockHash, int] = {}  # of the subtree
-        self.num_tokens: dict[BlockHash, int] = {}
+        self.num_blocks = dict.fromkeys(self.nodes, 1)  # of the subtree
+        self.num_tokens = {node.hash: node.num_tokens for node in self.nodes.values()}
         self.depth: dict[BlockHash, int] = {}  # in blocks, 1 for a root
         self._measure()
 
@@ -42,18 +42,16 @@ class Shape:
         return sum(node.parent is not None for node in self.roots)
 
     def _measure(self) -> None:
-        order: list[Node] = []
-        level, depth = self.roots, 1
-        while level:
+        children, num_blocks, num_tokens = self.children, self.num_blocks, self.num_tokens
+        levels = [self.roots]
+        while level := levels[-1]:
+            self.depth.update(dict.fromkeys([node.hash for node in level], len(levels)))
+            levels.append([child for node in level if node.hash in children for child in children[node.hash]])
+        for level in reversed(levels[1:]):  # children before their parents; roots add to nothing
             for node in level:
-                self.depth[node.hash] = depth
-            order += level
-            level = [child for node in level for child in self.children.get(node.hash, ())]
-            depth += 1
-        for node in reversed(order):
-            children = self.children.get(node.hash, ())
-            self.num_blocks[node.hash] = 1 + sum(self.num_blocks[child.hash] for child in children)
-            self.num_tokens[node.hash] = node.num_tokens + sum(self.num_tokens[child.hash] for child in children)
+                assert node.parent is not None, "it is a child"
+                num_blocks[node.parent] += num_blocks[node.hash]
+                num_tokens[node.parent] += num_tokens[node.hash]
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pagedcli.kvevents import wire
 from pagedcli.kvevents.formats import decode_batch
 from pagedcli.kvevents.sequence import SequenceCheck
 from pagedcli.kvevents.tree import MAX_BLOCKS, History, PrefixTree, Watcher
+from pagedcli.printable import byte_text
 
 _MAX_PUBLISHERS = 256
 _MAX_GROUPS = 64  # per publisher
@@ -57,15 +58,18 @@ class KVState:
         self.num_batches = 0  # messages that were applied
         self.num_events = 0
         self.num_malformed = 0  # messages or single events
+        self.num_reconnects = 0
         self.num_cleared = 0  # AllBlocksCleared
         self.unknown_types: Counter[str] = Counter()
         self.unknown_fields: Counter[str] = Counter()
         self.field_values: Counter[tuple[str, str]] = Counter()  # (field, value), of few fields with few values
-        self.peak_resident = 0  # blocks, over all trees
+        # blocks stored again by themselves, next in a chain that was resident before: perhaps generated tokens
+        self.num_again_alone = 0
         self.time_s: float | None = None  # of the last message, on the receiver's clock
         self.first_time_s: float | None = None
         self.notes: deque[str] = deque(maxlen=200)  # what was odd, oldest first
         self.recent: deque[tuple[float, int, int]] = deque()  # (time, stored, removed) of the last seconds
+        self._stored_now: dict[wire.BlockHash, int] = {}  # by this message -> of num_again_alone
         self._names = list(names)
         self._keep_tokens = keep_tokens
         self.history = History(max_blocks)
@@ -87,6 +91,16 @@ class KVState:
             if first is not None:
                 self.catch_up(source, time_s, first=first, before=message.seq)
         self._take(message, batch, time_s, source)
+
+    def reconnected(self, source: int) -> None:
+        """The connection to an endpoint was lost, and made again."""
+        self.num_reconnects += 1
+        self.notes.append(self.reconnect_note(source))
+
+    def reconnect_note(self, source: int) -> str:
+        """What to say of a lost connection."""
+        most = byte_text(wire.MAX_PAYLOAD_BYTES, digits=0)
+        return f"{self._name(source)}: connection lost (server restart, or a message over {most}): connected again"
 
     def catch_up(self, source: int, time_s: float | None, *, first: int = 0, before: int | None = None) -> None:
         """Apply what the publisher can replay."""
@@ -126,12 +140,12 @@ class KVState:
                 _count(counter, name)
         before = self._num_changes(publisher)
         clock = batch.time_s if batch.time_s is not None else time_s
+        self._stored_now.clear()
         for event in batch.events:
             self._apply(publisher, event, clock)
         after = self._num_changes(publisher)
         if time_s is not None:
             self._count_changes(time_s, after[0] - before[0], after[1] - before[1])
-        self.peak_resident = max(self.peak_resident, self.num_resident)
 
     def _count_changes(self, time_s: float, num_stored: int, num_removed: int) -> None:
         if self.recent and time_s - self.recent[-1][0] < _RATE_STEP_S:
@@ -222,11 +236,19 @@ class KVState:
         tree = self._tree(publisher, event.group)
         parent, num_tokens = event.parent, event.block_size
         tokens = self._packed_tokens(event)
+        is_alone = len(event.hashes) == 1 and parent is not None and parent not in self._stored_now
+        if parent is not None and self._stored_now.get(parent):  # that one was not alone, either
+            self.num_again_alone -= self._stored_now[parent]
+            self._stored_now[parent] = 0
+        num_again = sum(tree.num_again.values())
         for place, block_hash in enumerate(event.hashes):
             node = tree.store(block_hash, parent, num_tokens, event.medium, clock, lora=event.lora)
             if node is not None and tokens is not None:
                 self.history.keep_tokens(node, tokens[8 * num_tokens * place : 8 * num_tokens * (place + 1)])
             parent = block_hash
+        num_alone = sum(tree.num_again.values()) - num_again if is_alone else 0
+        self.num_again_alone += num_alone
+        self._stored_now |= dict.fromkeys(event.hashes, num_alone)
         if event.extra:
             self._count_values(event.extra)
             kind = event.extra.get("kv_cache_spec_kind")
@@ -290,7 +312,7 @@ class KVState:
     @property
     def num_resident(self) -> int:
         """Blocks with at least one copy, over all trees."""
-        return sum(tree.num_resident for tree in self.trees)
+        return self.history.num_resident
 
     def total(self, name: str) -> int:
         """The sum of a count over all trees."""

@@ -6,6 +6,7 @@ and queues are bounded.
 
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Self
@@ -15,10 +16,11 @@ from pagedcli.kvevents.wire import END_OF_REPLAY, MAX_PAYLOAD_BYTES, WireError, 
 
 try:
     import zmq
+    from zmq.utils.monitor import recv_monitor_message
 except ModuleNotFoundError as error:
     raise UsageError("KV events need pyzmq, which is not installed", hint="pip install 'pagedcli[attach]'") from error
 
-_RECEIVE_MOST = 1000  # messages of a publisher at a time
+_RECEIVE_S = 0.1  # longest time in `receive` before it ends between two messages
 _RECEIVE_QUEUE = 128  # messages; a publisher queues more on its side
 _REPLAY_IDLE_S = 3.0
 _REPLAY_MOST = 200_000  # messages
@@ -42,6 +44,7 @@ class Subscriber:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sources: dict[zmq.Socket[bytes], int] = {}
+        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # reports lost connections of -> socket
         try:
             for source, endpoint in enumerate(endpoints):
                 socket = self._context.socket(zmq.SUB)
@@ -50,8 +53,11 @@ class Subscriber:
                 socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
                 socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
                 self._sources[socket] = source
+                monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                self._monitors[monitor] = socket
                 connect(socket, endpoint)
                 self._poller.register(socket, zmq.POLLIN)
+                self._poller.register(monitor, zmq.POLLIN)
         except BaseException:
             self.close()
             raise
@@ -61,15 +67,31 @@ class Subscriber:
         return bool(self._replays)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[int, list[bytes]]]:
-        """Yield (source, frames) of queued messages, up to a maximum; waits for the first up to the timeout."""
-        ready = self._poller.poll(int(timeout_s * 1000))
-        for socket, _ in ready:
-            for _ in range(_RECEIVE_MOST):
+        """Yield (source, frames) of queued messages, for a limited time; waits for the first up to the timeout."""
+        ready = [socket for socket, _ in self._poller.poll(int(timeout_s * 1000)) if socket in self._sources]
+        for socket in ready:
+            end_s = time.monotonic() + _RECEIVE_S / len(ready)
+            while time.monotonic() < end_s:
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 yield self._sources[socket], frames
+
+    def reconnect(self) -> list[int]:
+        """Connect again to the sources whose connection was lost since the last call, and return them. ZMQ itself does
+        not do so after a message over the limit."""
+        lost = []
+        for monitor, socket in self._monitors.items():
+            num_lost = 0
+            while monitor.poll(0):
+                num_lost += recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+            if num_lost:
+                source = self._sources[socket]
+                socket.disconnect(self.endpoints[source])
+                socket.connect(self.endpoints[source])
+                lost.append(source)
+        return lost
 
     def replay(self, source: int, first: int, before: int | None = None) -> Iterator[list[bytes]]:
         """The messages numbered from `first` to before `before` that the publisher still has. Ends early if the
@@ -96,6 +118,9 @@ class Subscriber:
             socket.close()
 
     def close(self) -> None:
+        for monitor, socket in self._monitors.items():
+            socket.disable_monitor()
+            monitor.close()
         for socket in self._sources:
             socket.close()
         self._context.term()

@@ -1,12 +1,15 @@
 """The figures of a state under plain keys, for --format json and the tables."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pagedcli.kvevents.branches import Shape
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tree import Cause
+from pagedcli.kvevents.tree import Cause, PrefixTree
+from pagedcli.printable import plural
 
 Row = dict[str, Any]
+ShapeOf = Callable[[PrefixTree], Shape]
 CAUSES: dict[Cause, str] = {
     "evicted": "evicted to make room for other blocks",
     "cleared": "the whole cache was reset",
@@ -35,11 +38,12 @@ def facts(state: KVState) -> Row:
         "num_unique_blocks": state.total("num_unique"),
         "num_blocks_stored_again": sum(again.values()),
         **{f"num_blocks_stored_again_{cause}": count for cause, count in again.items()},
+        "num_blocks_stored_again_alone": state.num_again_alone,
         "num_tokens_computed_twice": state.total("num_tokens_again"),
         "num_more_copies": state.total("num_more_copies"),
         "num_resident_blocks": state.num_resident,
         "num_resident_tokens": num_resident_tokens(state),
-        "peak_resident_blocks": state.peak_resident,
+        "peak_resident_blocks": state.history.peak_resident,
         "num_cleared": state.num_cleared,
         "median_lifetime_s": state.median_of("lifetimes_s"),
         "median_pause_s": state.median_of("pauses_s"),
@@ -49,6 +53,7 @@ def facts(state: KVState) -> Row:
         "num_gaps": sum(check.num_gaps for check in checks),
         "num_missed_messages": sum(check.num_missed for check in checks),
         "num_repeated_messages": sum(check.num_repeated for check in checks),
+        "num_reconnects": state.num_reconnects,
         "num_restarts": sum(check.num_restarts for check in checks),
         "num_malformed": state.num_malformed,
         "num_unknown_removals": state.total("num_unknown_removals"),
@@ -70,12 +75,12 @@ def num_resident_tokens(state: KVState) -> int:
     )
 
 
-def cache_rows(state: KVState) -> list[Row]:
+def cache_rows(state: KVState, shape_of: ShapeOf = Shape) -> list[Row]:
     """Per publisher, cache group and medium: copies and the depth of the tree."""
     rows = []
     for publisher in state.publishers.values():
         for group, tree in publisher.trees.items():
-            shape = Shape(tree)
+            shape = shape_of(tree)
             for medium in sorted(tree.copies.keys() | tree.capacity.keys()) or ["GPU"]:
                 copies = tree.copies.get(medium, {})
                 rows.append(
@@ -128,6 +133,11 @@ def limits(state: KVState) -> list[str]:
             )
         elif not check.next_seq and state.num_batches:
             said.append(f"{publisher.name}: its messages are not numbered, so gaps cannot be seen")
+    if state.num_again_alone:
+        said.append(
+            f"{plural(state.num_again_alone, 'block')} stored again came alone, as generated tokens do: if they belong"
+            " to answers that were generated again, no cache would have saved them"
+        )
     unknown = state.total("num_unknown_removals")
     if unknown:
         said.append(f"{unknown:,} removals were of blocks whose storing was never seen")

@@ -1,13 +1,15 @@
 """Tables of a KV event state: the summary of `attach`, and those of `explain` for a recording."""
 
 from collections.abc import Iterable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pagedcli.kvevents.branches import Decode, Shape, branch_label, largest_branches, near_twins, token_ids
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import CurvePoint
-from pagedcli.kvevents.summary import cache_rows, churn_rows, facts, limits, lora_rows
+from pagedcli.kvevents.summary import ShapeOf, cache_rows, churn_rows, facts, limits, lora_rows
 from pagedcli.kvevents.tree import Node, PrefixTree
+from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, text
 
 if TYPE_CHECKING:
@@ -30,10 +32,12 @@ _FIGURES = {
     "num_removed_blocks": "blocks removed",
     "num_blocks_stored_again": "blocks stored again after removal (churn)",
     "num_tokens_computed_twice": "tokens computed twice for that",
+    "num_blocks_stored_again_alone": "of these blocks, stored alone: may be answers generated again",
     "median_pause_s": "seconds they were gone, median",
     "median_lifetime_s": "seconds a block stays, median of the last evicted",
     "num_gaps": "gaps in the stream",
     "num_restarts": "restarts of a publisher",
+    "num_reconnects": "connections lost and made again",
     "num_malformed": "malformed messages or events",
     "num_unknown_removals": "removals of blocks never seen",
 }
@@ -43,13 +47,14 @@ _ALWAYS = ("num_batches", "num_resident_blocks", "peak_resident_blocks", "num_st
 
 def summary_tables(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> list[Table]:
     """All tables of a summary; empty ones are left out. with_gone: near twins among all blocks ever seen."""
+    shape_of = cache(Shape)
     tables = [
         _figures_table(state),
-        _caches_table(cache_rows(state)),
+        _caches_table(cache_rows(state, shape_of)),
         _lora_table(lora_rows(state)),
-        branches_table(state, decode),
+        branches_table(state, decode, shape_of),
         churn_table(state),
-        twins_table(state, decode, with_gone=with_gone),
+        twins_table(state, decode, shape_of if not with_gone else partial(Shape, with_gone=True)),
         _unknown_table(state),
     ]
     return [table for table in tables if table.rows]
@@ -103,8 +108,8 @@ def churn_table(state: KVState) -> Table:
     return Table("churn", "Churn: blocks removed and stored again", columns, rows)
 
 
-def branches_table(state: KVState, decode: Decode | None) -> Table:
-    rows = [row for tree in _largest_trees(state) for row in _branch_rows(Shape(tree), decode)]
+def branches_table(state: KVState, decode: Decode | None, shape_of: ShapeOf = Shape) -> Table:
+    rows = [row for tree in _largest_trees(state) for row in _branch_rows(shape_of(tree), decode)]
     columns = [
         Column("branch", "prefix"), Column("depth", "at block", count), Column("num_run_blocks", "run", count),
         Column("num_children", "forks", count), Column("num_blocks", "blocks below", count),
@@ -129,11 +134,11 @@ def _branch_rows(shape: Shape, decode: Decode | None) -> Iterable[dict[str, Any]
         }  # fmt: skip
 
 
-def twins_table(state: KVState, decode: Decode | None, *, with_gone: bool = False) -> Table:
+def twins_table(state: KVState, decode: Decode | None, shape_of: ShapeOf = Shape) -> Table:
     """Where near twins part, with a tokenizer as text. Empty unless tokens, or digests of them, were kept."""
     rows = []
     for tree in _largest_trees(state):
-        for twins in near_twins(Shape(tree, with_gone=with_gone), _MOST_TWINS):
+        for twins in near_twins(shape_of(tree), _MOST_TWINS):
             row: dict[str, Any] = {
                 "place": twins.num_prefix_tokens + twins.num_equal, "num_equal": twins.num_equal,
                 "num_tokens": twins.num_tokens,
@@ -176,9 +181,8 @@ def curve_table(points: list[CurvePoint], state: KVState) -> Table:
         Column("num_more_blocks", "more blocks", count), Column("num_blocks_kept", "blocks kept", count),
         Column("num_tokens_kept", "tokens not computed again", count), Column("share", "of all evicted", percent),
     ]  # fmt: skip
-    notes = [
-        f"at least so many, if it evicts in the same order; this cache held {state.peak_resident:,} blocks at most"
-    ]
+    most = plural(state.history.peak_resident, "block")
+    notes = [f"lower bounds, if it evicts in the same order; this cache held at most {most}"]
     return Table("larger_cache", "What a larger cache would have kept", columns, rows, notes)
 
 

@@ -45,11 +45,14 @@ class Node:
 
 
 class History:
-    """The removed blocks of all trees that share it, and their common limits of blocks and tokens."""
+    """What trees have in common: how many blocks are resident in all of them, those that were removed, and the limits
+    of blocks and tokens."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_token_bytes: int = MAX_TOKEN_BYTES) -> None:
         self.max_blocks = max_blocks
         self.max_token_bytes = max_token_bytes
+        self.num_resident = 0  # blocks with at least one copy
+        self.peak_resident = 0
         self.num_blocks = 0
         self.token_bytes = 0
         self.num_forgotten = 0
@@ -92,7 +95,6 @@ class PrefixTree:
         self.copies: dict[str, dict[BlockHash, int]] = {}  # medium -> block -> copies
         self.capacity: dict[str, int] = {}  # medium -> blocks, if published
         self.num_resident = 0  # blocks with at least one copy
-        self.peak_resident = 0
         self.num_stored = 0  # copies
         self.num_removed = 0  # copies
         self.num_unique = 0
@@ -132,8 +134,10 @@ class PrefixTree:
                 self._came_back(node, time_s)
             node.stored_s = time_s
             self.num_resident += 1
-            if self.num_resident > self.peak_resident:
-                self.peak_resident = self.num_resident
+            history = self._history
+            history.num_resident += 1
+            if history.num_resident > history.peak_resident:
+                history.peak_resident = history.num_resident
         node.num_copies += 1
         copies = self._copies_on(medium)
         copies[block_hash] = copies.get(block_hash, 0) + 1
@@ -189,6 +193,7 @@ class PrefixTree:
     def _leave(self, node: Node, cause: Cause, time_s: float | None) -> None:
         node.cause, node.gone_s = cause, time_s
         self.num_resident -= 1
+        self._history.num_resident -= 1
         self._history.gone[node] = None
         if time_s is not None and node.stored_s is not None and cause == "evicted":
             self.lifetimes_s.append(max(0.0, time_s - node.stored_s))
