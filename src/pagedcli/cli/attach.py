@@ -151,7 +151,7 @@ class _Session:
                 last_message = self._now()
                 self.state.take(frames, last_message, source)
                 self._keep(frames, last_message, source)
-            self._reconnect()
+            self._note_lost()
             if idle is not None and self._now() - last_message >= idle:
                 return
             if self.deck is None:
@@ -161,8 +161,8 @@ class _Session:
             else:
                 self.deck.offer(self.state, self._now())
 
-    def _reconnect(self) -> None:
-        for source in self._subscriber.reconnect():
+    def _note_lost(self) -> None:
+        for source in self._subscriber.take_lost():
             self.state.reconnected(source)
             if self.deck is None and source not in self._said_lost:
                 say(f"note: {self.state.reconnect_note(source)}")

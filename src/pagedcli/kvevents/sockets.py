@@ -45,6 +45,7 @@ class Subscriber:
         self._poller = zmq.Poller()
         self._sources: dict[zmq.Socket[bytes], int] = {}
         self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # reports lost connections of -> socket
+        self._lost: list[int] = []
         try:
             for source, endpoint in enumerate(endpoints):
                 socket = self._context.socket(zmq.SUB)
@@ -68,7 +69,8 @@ class Subscriber:
 
     def receive(self, timeout_s: float) -> Iterator[tuple[int, list[bytes]]]:
         """Yield (source, frames) of queued messages, for a limited time; waits for the first up to the timeout."""
-        ready = [socket for socket, _ in self._poller.poll(int(timeout_s * 1000)) if socket in self._sources]
+        polled = [socket for socket, _ in self._poller.poll(int(timeout_s * 1000))]
+        ready = [socket for socket in polled if socket in self._sources]
         for socket in ready:
             end_s = time.monotonic() + _RECEIVE_S / len(ready)
             while time.monotonic() < end_s:
@@ -77,21 +79,26 @@ class Subscriber:
                 except zmq.Again:
                     break
                 yield self._sources[socket], frames
+        for monitor in polled:
+            if monitor in self._monitors:
+                self._reconnect(monitor)
 
-    def reconnect(self) -> list[int]:
-        """Connect again to the sources whose connection was lost since the last call, and return them. ZMQ itself does
-        not do so after a message over the limit."""
-        lost = []
-        for monitor, socket in self._monitors.items():
-            num_lost = 0
-            while monitor.poll(0):
-                num_lost += recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
-            if num_lost:
-                source = self._sources[socket]
-                socket.disconnect(self.endpoints[source])
-                socket.connect(self.endpoints[source])
-                lost.append(source)
+    def take_lost(self) -> list[int]:
+        """The sources whose connection was lost and made again since the last call."""
+        lost, self._lost = self._lost, []
         return lost
+
+    def _reconnect(self, monitor: zmq.Socket[bytes]) -> None:
+        """Connect again, which ZMQ itself does not do after a message over the limit."""
+        num_lost = 0
+        while monitor.poll(0):
+            num_lost += recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+        if num_lost:
+            socket = self._monitors[monitor]
+            source = self._sources[socket]
+            socket.disconnect(self.endpoints[source])
+            socket.connect(self.endpoints[source])
+            self._lost.append(source)
 
     def replay(self, source: int, first: int, before: int | None = None) -> Iterator[list[bytes]]:
         """The messages numbered from `first` to before `before` that the publisher still has. Ends early if the
