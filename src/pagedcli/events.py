@@ -85,6 +85,8 @@ class PrefixLookedUp(Event, frozen=True, gc=False):
     missing_hash: int | None  # its chain hash
     miss_reason: MissReason | None  # None: every full block hit
     partial_tokens: int  # tokens after the last hit that match the start of a cached block after the same prefix
+    # first lookup of a request: tokens that an earlier sequence begins with, too, cached or not; None: not compared
+    shared_tokens: int | None = None
 
 
 class BlocksReused(Event, frozen=True, gc=False):

@@ -207,7 +207,7 @@ def test_one_step_ahead_waits_for_what_a_grammar_says():
     lines += [hot(f"Free {i}", max_tokens=200, ignore_eos=True) for i in range(4)]
     ahead = Harness(async_scheduling=True)
     assert ahead.rows(lines) == Harness(async_scheduling=False).rows(lines)
-    assert 0 < ahead.engine.stats.num_steps_ahead < ahead.engine.stats.num_steps
+    assert 0 < ahead.engine.num_steps_ahead < ahead.engine.stats.num_steps
 
 
 # ---------------------------------------------------------------------- the vocabulary

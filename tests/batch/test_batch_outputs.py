@@ -154,7 +154,7 @@ def test_reordered_rows_are_the_same_and_hit_the_cache_more_often():
     (plain, plain_rows), (reordered, reordered_rows) = results["none"], results["prefix"]
     assert [*map(without_run_dependent_fields, reordered_rows)] == [*map(without_run_dependent_fields, plain_rows)]
     assert [row["index"] for row in reordered_rows] == list(range(121))
-    assert reordered.stats.hit_rate > 2 * plain.stats.hit_rate
+    assert reordered.stats.facts.hit_rate > 2 * plain.stats.facts.hit_rate
 
 
 def test_a_reordered_run_takes_lines_window_by_window(monkeypatch):

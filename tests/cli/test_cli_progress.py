@@ -8,6 +8,7 @@ from rich.console import Console
 from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.session import parse_shard
 from pagedcli.cli.summary import resume_command
+from pagedcli.core.facts import RunFacts
 from pagedcli.errors import UsageError
 from pagedcli.printable import byte_text
 from pagedcli.show import progress
@@ -21,12 +22,14 @@ def some_stats():
         num_failed=2,
         num_resumed=100,
         num_resumed_failed=1,
-        num_prompt_tokens=5000,
-        num_cached_tokens=1250,
-        num_generated_tokens=9000,
-        num_preemptions=7,
-        num_used_blocks=30,
-        num_blocks=40,
+        facts=RunFacts(
+            num_prompt_tokens=5000,
+            num_cached_tokens=1250,
+            num_generated_tokens=9000,
+            num_preemptions=7,
+            num_used_blocks=30,
+            num_blocks=40,
+        ),
         elapsed_s=30.0,
     )
 

@@ -131,16 +131,16 @@ def test_steps_are_launched_before_the_last_tokens_are_read(model):
     requests = [([3, 4, 5], GREEDY, None)] * 3
     _, plain = run(model, requests, ahead=False, max_num_seqs=4)
     _, ahead = run(model, requests, ahead=True, max_num_seqs=4)
-    assert plain.stats.num_steps_ahead == 0
-    assert ahead.stats.num_steps_ahead == 19
-    assert ahead.stats.num_discarded_tokens == 0
+    assert plain.num_steps_ahead == 0
+    assert ahead.num_steps_ahead == 19
+    assert ahead.num_discarded_tokens == 0
     assert ahead.stats.num_generated_tokens == plain.stats.num_generated_tokens == 60
 
 
 def test_penalties_keep_a_step_in_order_and_the_stats_say_so(model):
     penalized = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=1.2)
     _, engine = run(model, [([3, 4], GREEDY, None), ([3, 4], penalized, None)], ahead=True, max_num_seqs=4)
-    assert engine.stats.num_steps_ahead == 0
+    assert engine.num_steps_ahead == 0
     assert engine.stats.num_steps == 21
 
 
@@ -151,7 +151,7 @@ def test_a_token_behind_the_end_is_discarded_and_counted(model):
     requests = [([3, 4], params, None), ([5, 6, 7], GREEDY, None)]
     results, engine = run(model, requests, ahead=True)
     assert results[0, 0][0] == tokens[: tokens.index(stop) + 1]
-    assert engine.stats.num_discarded_tokens == 1
+    assert engine.num_discarded_tokens == 1
 
 
 def test_abort_with_a_step_in_flight_discards_its_tokens(model):
@@ -180,4 +180,4 @@ def test_a_full_pool_preempts_one_step_later_and_not_more_often(model):
     ahead_results, ahead = run(model, requests, ahead=True, **config)
     assert ahead_results == plain_results
     assert 0 < ahead.stats.num_preemptions <= plain.stats.num_preemptions + 2
-    assert ahead.stats.num_steps_ahead > 0
+    assert ahead.num_steps_ahead > 0

@@ -93,7 +93,7 @@ def test_the_figures_of_the_fold_are_those_of_the_engine(model):
         engine.add_request(str(number), [3, 4, 5, 3 + number % 3], SamplingParams(temperature=0, max_tokens=9))
     while engine.has_unfinished_requests():
         engine.step()
-    stats, figures = engine.stats, moment.stats
+    stats, figures = engine.stats, moment.stats.facts
     assert figures.num_preemptions == stats.num_preemptions > 0
     assert figures.num_generated_tokens == stats.num_generated_tokens
     assert figures.peak_used_blocks == stats.peak_used_blocks

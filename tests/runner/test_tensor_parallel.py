@@ -64,7 +64,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
     expected = run(make_engine(model), prompts, PARAMS)
     engine = close(make_engine(model, tensor_parallel_size=2, async_scheduling=True))
     assert run(engine, prompts, PARAMS) == expected
-    assert engine.stats.num_steps_ahead > 0
+    assert engine.num_steps_ahead > 0
     assert engine.stats.num_preemptions > 0
     long = (prompts[0] * 70)[:70]  # in chunks, of which all but the last sample nothing
     assert run(engine, [long], PARAMS[0]) == run(make_engine(model), [long], PARAMS[0])

@@ -54,8 +54,8 @@ def test_the_summary_counts_failed_steps_among_all(events):
     moment = Moment()
     for _ in pool_fold(moment).steps(events):
         pass
-    assert moment.summary()["num_failed_steps"] == moment.stats.num_failed_steps == count(events, StepFailed)
-    assert moment.stats.num_steps == count(events, StepStarted)
+    assert moment.summary()["num_failed_steps"] == moment.stats.facts.num_failed_steps == count(events, StepFailed)
+    assert moment.stats.facts.num_steps == count(events, StepStarted)
 
 
 def test_a_failed_step_is_among_the_last_words():

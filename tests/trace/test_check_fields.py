@@ -32,6 +32,7 @@ NOT_CHECKABLE = {
     "PrefixLookedUp": {
         "missing_hash": "with a salt it shows only when that block is filled",
         "partial_tokens": "with a salt no one knows which cached blocks follow",
+        "shared_tokens": "with a salt no one knows what has the same one",
     },
     "RequestPreempted": {"for_seq_id": "any running sequence that needed as many blocks explains it"},
     "RequestWaiting": {
@@ -120,6 +121,7 @@ def unsalted(**limits):
     ("kind", "name"),
     [
         ("RequestAdded", "token_ids"), ("PrefixLookedUp", "missing_hash"), ("PrefixLookedUp", "partial_tokens"),
+        ("PrefixLookedUp", "shared_tokens"),
         ("RequestWaiting", "num_blocks_needed"), ("RequestWaiting", "reason"),
     ],
 )  # fmt: skip

@@ -309,3 +309,16 @@ def test_a_further_sample_that_finds_its_prompt_cached_hits_its_own_request():
     first, own = explained.explainer.totals(own=False), explained.explainer.totals(own=True)
     assert (first.num_lookups, first.hit) == (1, 0)
     assert (own.num_lookups, own.hit) == (1, 8)
+
+
+def test_what_a_preempted_sequence_lost_is_named_and_what_only_part_of_a_block_shares_is_not_lost():
+    explained = Explained(num_blocks=7, block_size=2, max_num_seqs=3)
+    for index in range(3):
+        explained.sim.add([0, 0, 0, 10 * index, 5], 6)
+    explained.sim.run()
+    explained.explainer.finish()
+    lookups = explained.explainer.lookups
+    first = [lookup for lookup in lookups if not lookup.own]
+    assert [lookup.num_shared_tokens for lookup in first] == [0, 3, 3]
+    assert [lookup.num_lost_tokens() - (lookup.num_evicted + lookup.num_in_flight) * 2 for lookup in first] == [0, 0, 0]
+    assert any(lookup.own and lookup.num_lost_tokens() for lookup in lookups)

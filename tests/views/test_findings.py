@@ -3,82 +3,176 @@
 import json
 import random
 import shutil
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from cli_harness import pagedcli
 from model_zoo import tiny_model
+from msgspec.structs import replace
 from scripted import Simulation
 from trace_harness import EventList, simulated
 
 import pagedcli as package
-from pagedcli.cli.summary import engine_facts
-from pagedcli.core.groups import TableShape
+from pagedcli.core.facts import RunFacts
+from pagedcli.events import PrefixLookedUp
 from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.dispatch import View
 from pagedcli.trace.file import TraceReader
 from pagedcli.trace.fold import Fold, fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.findings import RunFacts, advice, finding_lines, story
+from pagedcli.trace.writer import TraceWriter
+from pagedcli.views.findings import Findings, advice, finding_lines, story
+from pagedcli.views.stats import memory_use
 from pagedcli.views.whole_run import WholeRun
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 
 
-def facts_of(events):
+def findings_of(events):
     run = WholeRun()
     state = fold(EventList(events) if isinstance(events, list) else events, run)
     run.finish(state)
-    return run, run.facts(state)
+    return run, run.findings(state)
 
 
-def simulation(prompts, *, num_blocks=64, block_size=16, **limits):
-    """A run of these prompts, and its facts from the events."""
+def simulation(prompts, *, num_blocks=64, block_size=16, params=None, **limits):
+    """A run of these prompts, and its findings from the events."""
     run = WholeRun()
     folding = Fold(PoolState(), run)
-    sim = Simulation(num_blocks, block_size, emit=folding, max_num_batched_tokens=4096, **limits)
+    limits = {"max_num_batched_tokens": 4096, **limits}
+    sim = Simulation(num_blocks, block_size, emit=folding, **limits)
     for prompt in prompts:
-        sim.add(prompt, 4)
+        sim.add(prompt, 4, params=params)
     sim.run()
     run.finish(folding.state)
-    return sim, run.facts(folding.state)
+    return sim, run.findings(folding.state)
 
 
 def shared_prompts(num_shared, num_prompts=6, num_own=300):
     return [[1] * num_shared + [10 + n] * num_own for n in range(num_prompts)]
 
 
+PROMPTS = [[1 + n % 2] * 40 + [10 + n] * (3 * n) for n in range(10)]
+RUNS = {
+    "plain": {"num_blocks": 64},
+    "small blocks": {"num_blocks": 200, "block_size": 4},
+    "large blocks": {"num_blocks": 20, "block_size": 256},
+    "blocks of 24": {"num_blocks": 40, "block_size": 24},
+    "preempted": {"num_blocks": 27, "block_size": 4, "max_num_seqs": 4},
+    "evicted": {"num_blocks": 10, "block_size": 8, "max_num_seqs": 1},
+    "chunked": {"num_blocks": 30, "block_size": 8, "chunked_prefill_size": 5, "max_num_batched_tokens": 12},
+    "beams": {"num_blocks": 90, "block_size": 4, "params": SamplingParams(beam_width=3, max_tokens=6)},
+    "beams preempted": {"num_blocks": 36, "block_size": 4, "params": SamplingParams(beam_width=2, max_tokens=9)},
+    "samples": {"num_blocks": 60, "block_size": 8, "params": SamplingParams(n=3, max_tokens=5)},
+    "samples preempted": {"num_blocks": 26, "block_size": 4, "params": SamplingParams(n=3, max_tokens=9)},
+    "windows": {"num_blocks": 60, "block_size": 4, "windows": (20,), "max_model_len": 90, "chunked_prefill_size": 16},
+    "groups": {"num_blocks": 66, "block_size": 4, "windows": (24, None), "max_model_len": 90,
+               "chunked_prefill_size": 16},
+    "caching off": {"num_blocks": 64, "enable_prefix_caching": False},
+    "one ahead": {"num_blocks": 27, "block_size": 4, "runs_ahead": True},
+    "no room": {"num_blocks": 64, "max_num_seqs": 2},
+}  # fmt: skip
+
+
+def assert_equal_facts(counted, of_events):
+    for each in fields(RunFacts):
+        value, expected = getattr(counted, each.name), getattr(of_events, each.name)
+        assert value == (pytest.approx(expected) if isinstance(value, float) else expected), each.name
+
+
+@pytest.mark.parametrize("limits", RUNS.values(), ids=RUNS)
+def test_every_fact_that_the_engine_counts_is_that_of_its_events(limits):
+    sim, found = simulation(PROMPTS, **limits)
+    assert_equal_facts(sim.stats, found.facts)
+    assert sim.stats.num_steps
+    assert sim.stats.peak_waste
+    if limits.get("enable_prefix_caching", True):
+        assert sim.stats.longest_shared == found.facts.longest_shared >= 40
+        assert sim.stats.num_ideal_tokens >= sim.stats.num_cached_tokens
+
+
+def test_the_runs_of_the_test_before_are_what_their_names_say():
+    stats = {name: simulation(PROMPTS, **limits)[0].stats for name, limits in RUNS.items()}
+    assert all(facts.num_preemptions for name, facts in stats.items() if "preempted" in name)
+    assert stats["evicted"].num_evictions
+    assert stats["one ahead"].num_preemptions
+    assert stats["no room"].waiting_ns["max_num_seqs"]
+    assert {reason for facts in stats.values() for reason in facts.waiting_ns} >= {"free_blocks", "max_num_seqs"}
+
+
+@pytest.mark.parametrize("fails", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(4))
+def test_facts_of_random_runs(fails, seed):
+    rng, run = random.Random(seed), WholeRun()
+    folding = Fold(PoolState(), run)
+    sim = Simulation(14, 2, emit=folding, max_num_batched_tokens=7, chunked_prefill_size=5)
+    for index in range(30):
+        prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+        sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)
+    while sim.has_unfinished_requests():
+        sim.executor.fail_launch, sim.executor.fail_read = rng.random() < fails / 2, rng.random() < fails / 2
+        with suppress(RuntimeError):
+            sim.step()
+    run.finish(folding.state)
+    assert (sim.stats.num_failed_steps > 0) == (fails > 0)
+    assert_equal_facts(sim.stats, run.findings(folding.state).facts)
+
+
+def test_facts_of_a_resumed_run_are_those_of_its_parts(tmp_path):
+    counted = None
+    for part in range(2):
+        with TraceWriter(tmp_path / "run.jsonl", resume=bool(part)) as writer:
+            sim = Simulation(20, 4, emit=writer, max_num_batched_tokens=4096)
+            for prompt in PROMPTS[5 * part : 5 * part + 5]:
+                sim.add(prompt, 4)
+            while sim.has_unfinished_requests() and (part or sim.stats.num_steps < 7):
+                sim.step()
+        if counted is None:
+            counted = sim.stats
+        else:
+            counted.add(sim.stats, same_pool=True)
+    assert_equal_facts(counted, findings_of(TraceReader(tmp_path / "run.jsonl"))[1].facts)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 256])
-@pytest.mark.parametrize("num_shared", [15, 96, 240])
-def test_counters_and_events_agree(block_size, num_shared):
-    sim, facts = simulation(shared_prompts(num_shared), block_size=block_size, max_num_seqs=2)
-    cache = sim.stats.cache
-    assert cache.num_looked_up == facts.num_looked_up
-    assert cache.num_ideal[block_size] == facts.num_ideal == 5 * (num_shared // block_size * block_size)
-    assert cache.longest_shared == facts.longest_shared // 16 * 16 == num_shared // 16 * 16
-    assert sim.stats.num_cached_tokens == facts.num_hit
-    assert {
-        size: ideal - facts.num_ideal for size, ideal in cache.num_ideal.items() if size < block_size
-    } == facts.gains
-    assert cache.waiting_ns.keys() == facts.waiting_s.keys()
+@pytest.mark.parametrize("num_shared", [15, 28, 96, 240])
+def test_shared_prefixes_are_counted_to_the_token(block_size, num_shared):
+    sim, found = simulation(shared_prompts(num_shared), block_size=block_size, max_num_seqs=2)
+    assert sim.stats.longest_shared == num_shared
+    assert sim.stats.num_ideal[block_size] == 5 * (num_shared // block_size * block_size)
+    assert sim.stats.num_partial_tokens == 5 * (num_shared % block_size)
+    assert sim.stats.gains == {
+        size: 5 * (num_shared // size * size - num_shared // block_size * block_size)
+        for size in (16, 32, 64, 128)
+        if size < block_size
+    }
+    assert found.lost() == (
+        [(5 * (num_shared % block_size), "shared, but less than a block")]
+        * (num_shared % 16 > 0 or num_shared % block_size > 0)
+    )
 
 
-@pytest.mark.parametrize("windows", [(20,), (24, None), (17, 17, None)])
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_counters_and_events_agree_on_models_with_windows(windows, block_size):
-    """Also where blocks are released while sequences run, evicted, and sequences preempted."""
-    prompts = [[1 + n % 2] * 40 + [10 + n] * (3 * n) for n in range(10)]
-    tables = TableShape(block_size, windows)
-    for num_blocks in (tables.most_blocks(40 + 27 + 3, 16) + 3, 60 * len(windows)):
-        limits = {"windows": windows, "chunked_prefill_size": 16, "max_num_seqs": 3, "max_model_len": 90}
-        sim, facts = simulation(prompts, num_blocks=num_blocks, block_size=block_size, **limits)
-        stats, cache = sim.stats, sim.stats.cache
-        assert (cache.num_looked_up, stats.num_cached_tokens) == (facts.num_looked_up, facts.num_hit)
-        assert (stats.num_preemptions, stats.num_recomputed_tokens) == (facts.num_preemptions, facts.num_recomputed)
-        assert (stats.num_generated_tokens, stats.peak_used_blocks) == (facts.num_generated, facts.peak_used_blocks)
-        assert facts.num_hit <= cache.num_ideal[block_size] == facts.num_ideal
-        assert cache.longest_shared == facts.longest_shared // cache.unit * cache.unit
-        assert cache.waiting_ns.keys() == facts.waiting_s.keys()
-        assert facts.peak_waste >= cache.peak_waste > 0  # the counters sample
+@pytest.mark.parametrize("limits", RUNS.values(), ids=RUNS)
+def test_a_trace_without_shared_tokens_shows_nearly_as_much(limits):
+    """Older traces: what their blocks show, which is less where no block was ever full."""
+    run = WholeRun()
+    folding = Fold(PoolState(), run)
+
+    def emit(event):
+        folding(replace(event, shared_tokens=None) if isinstance(event, PrefixLookedUp) else event)
+
+    limits = {"max_num_batched_tokens": 4096, "block_size": 16, **limits}
+    params = limits.pop("params", None)
+    sim = Simulation(limits.pop("num_blocks"), limits.pop("block_size"), emit=emit, **limits)
+    for prompt in PROMPTS:
+        sim.add(prompt, 4, params=params)
+    sim.run()
+    run.finish(folding.state)
+    facts = run.findings(folding.state).facts
+    assert facts.num_ideal_tokens == sim.stats.num_ideal_tokens
+    assert facts.longest_shared <= sim.stats.longest_shared
 
 
 def test_summary_and_metrics_of_a_model_with_windows_are_those_of_its_trace(tmp_path):
@@ -94,111 +188,121 @@ def test_summary_and_metrics_of_a_model_with_windows_are_those_of_its_trace(tmp_
         "--max-model-len", "64", "--num-gpu-blocks-override", "30", "--ignore-eos", "--record", trace,
         "--metrics", tmp_path / "run.prom", "--summary-json", tmp_path / "summary.json",
     )  # fmt: skip
-    facts = facts_of(TraceReader(trace))[1]
+    facts = findings_of(TraceReader(trace))[1].facts
     summary = json.loads((tmp_path / "summary.json").read_text())
     lines = [line.split() for line in (tmp_path / "run.prom").read_text().splitlines() if not line.startswith("#")]
     metrics = {name.removeprefix("pagedcli_"): float(value) for name, value in lines}
     for key, name, value in (
-        ("prompt_tokens", "prompt_tokens_total", facts.num_looked_up),
-        ("cached_tokens", "prompt_tokens_cached_total", facts.num_hit),
-        ("generated_tokens", "generated_tokens_total", facts.num_generated),
+        ("prompt_tokens", "prompt_tokens_total", facts.num_prompt_tokens),
+        ("cached_tokens", "prompt_tokens_cached_total", facts.num_cached_tokens),
+        ("generated_tokens", "generated_tokens_total", facts.num_generated_tokens),
         ("preemptions", "preemptions_total", facts.num_preemptions),
         ("kv_blocks_peak", "kv_blocks_peak", facts.peak_used_blocks),
         ("steps", "steps_total", facts.num_steps),
     ):
         assert summary[key] == metrics[name] == value, key
-    assert facts.num_hit > 0
+    assert facts.num_cached_tokens > 0
     assert metrics["kv_blocks_used"] == 0
-    assert summary["cache"]["ideal_hit_rate"] == facts.num_ideal / facts.num_looked_up
+    assert summary["cache"]["ideal_hit_rate"] == facts.num_ideal_tokens / facts.num_prompt_tokens
 
 
 def test_the_ceiling_says_of_how_many_tokens_it_is(monkeypatch):
-    monkeypatch.setattr("pagedcli.core.cache_counters.MOST_KNOWN", 8)
+    monkeypatch.setattr("pagedcli.core.prefixes.MOST_SEEN_TOKENS", 128)
     sim, _ = simulation(shared_prompts(240, num_own=16), max_num_seqs=1)
-    facts = engine_facts(sim, is_reordered=False)
-    assert facts.ideal_of == 8 * 16
-    assert "(cache of the newest 128 tokens)" in dict(finding_lines(facts))["prefixes"]
+    assert sim.stats.ideal_of
+    sim.stats.ideal_of = 128
+    assert "(cache of the newest 128 tokens)" in dict(finding_lines(Findings(sim.stats)))["prefixes"]
     few, _ = simulation([[1] * 40] * 2, max_num_seqs=1)
-    assert "(unlimited cache)" in dict(finding_lines(engine_facts(few, is_reordered=False)))["prefixes"]
+    assert few.stats.ideal_of is None
+    assert "(unlimited cache)" in dict(finding_lines(Findings(few.stats)))["prefixes"]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ceiling_of_the_counters_on_random_prompts(seed):
     rng = random.Random(seed)
     prompts = [[rng.randrange(2)] * rng.randrange(1, 90) + [rng.randrange(3)] * 9 for _ in range(30)]
-    sim, facts = simulation(prompts, num_blocks=300, max_num_seqs=1)
-    assert sim.stats.cache.num_ideal[16] == facts.num_ideal == facts.num_hit  # nothing is evicted, none overlap
+    sim, found = simulation(prompts, num_blocks=300, max_num_seqs=1)
+    facts = sim.stats
+    assert facts.num_ideal[16] == facts.num_cached_tokens  # nothing is evicted, none overlap
+    assert found.lost() == [(facts.num_partial_tokens, "shared, but less than a block")]
 
 
-def test_waste_of_the_counters_is_that_of_the_events():
-    sim, facts = simulation([[n] * 40 for n in range(4)], max_num_seqs=4)
-    assert sim.stats.cache.peak_waste == pytest.approx((3 * 16 - 40) / 48)  # in the first step, which is sampled
-    assert facts.peak_waste == pytest.approx((3 * 16 - 40) / 48)
+def test_waste_is_the_mean_of_what_the_tables_of_the_steps_show():
+    shares = []
+
+    class Steps(View[PoolState]):
+        def on_step_scheduled(self, event, state):
+            shares.append(memory_use(state).unfilled_share)
+
+    folding = Fold(PoolState(), Steps())
+    sim = Simulation(64, 16, emit=folding, max_num_batched_tokens=4096)
+    for number in range(4):
+        sim.add([number] * 40, 20 * number + 1)
+    sim.run()
+    assert sim.stats.peak_waste == max(shares)
+    assert sim.stats.mean_waste == pytest.approx(sum(shares) / len(shares))
+    assert shares[0] == pytest.approx((3 * 16 - 40) / 48)
 
 
 def test_block_size_is_advised_where_smaller_blocks_would_be_shared():
-    _, facts = simulation(shared_prompts(240), block_size=256, max_num_seqs=1)
-    assert facts.num_ideal == 0
-    assert facts.gains == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128}
-    assert advice(facts).setting == "--block-size"
-    assert "--block-size 32 instead of 256 would find up to 1,120 tokens" in advice(facts).text  # 0.9 of the best gain
-    assert dict(finding_lines(facts))["prefixes"].startswith("longest shared 240 tokens = 0 blocks of 256; found 0.0 %")
+    _, found = simulation(shared_prompts(240), block_size=256, max_num_seqs=1)
+    assert found.facts.num_ideal_tokens == 0
+    assert found.facts.gains == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128}
+    assert advice(found).setting == "--block-size"
+    assert "--block-size 32 instead of 256 would find up to 1,120 tokens" in advice(found).text  # 0.9 of the best gain
+    assert dict(finding_lines(found))["prefixes"].startswith("longest shared 240 tokens = 0 blocks of 256; found 0.0 %")
 
 
-def test_the_counters_also_see_what_prompts_below_a_block_share():
-    sim, facts = simulation(shared_prompts(240, num_own=10), block_size=256, max_num_seqs=1)
-    assert facts.longest_shared == 0  # no block was ever full, so the events do not show it
-    assert sim.stats.cache.longest_shared == 240
-    assert sim.stats.cache.num_ideal == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128, 256: 0}
+def test_what_prompts_below_a_block_share_is_seen():
+    sim, found = simulation(shared_prompts(240, num_own=10), block_size=256, max_num_seqs=1)
+    assert found.facts.longest_shared == 240  # although no block was ever full
+    assert sim.stats.num_ideal == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128, 256: 0}
 
 
 def test_a_larger_pool_is_advised_after_preemptions_and_the_pool_it_names_is_enough():
-    prompts = [[n] * 40 for n in range(6)]
-    sim, facts = simulation(prompts, num_blocks=7, max_num_seqs=4, block_size=8)
-    preempted = facts_of(simulated(num_blocks=12, num_requests=40))[1]
-    assert preempted.num_recomputed
+    preempted = findings_of(simulated(num_blocks=12, num_requests=40))[1]
+    assert preempted.facts.num_recomputed_tokens
     assert advice(preempted).setting in ("--num-gpu-blocks-override", "--reorder")
-    enough = preempted.num_enough_blocks
-    assert facts_of(simulated(num_blocks=enough, num_requests=40))[1].num_preemptions == 0
-    assert sim.stats.num_preemptions == facts.num_preemptions
+    enough = preempted.losses.num_enough_blocks
+    assert findings_of(simulated(num_blocks=enough, num_requests=40))[1].facts.num_preemptions == 0
 
 
 def test_order_is_advised_where_content_was_evicted_before_its_next_use():
     prompts = [[1 + n % 3] * 64 + [50 + n] * 8 for n in range(12)]
-    _, facts = simulation(prompts, num_blocks=8, max_num_seqs=1)
-    assert facts.num_evicted
-    assert advice(facts).setting == "--reorder"
+    _, found = simulation(prompts, num_blocks=8, max_num_seqs=1)
+    assert found.losses.num_evicted
+    assert advice(found).setting == "--reorder"
     _, in_order = simulation(sorted(prompts), num_blocks=8, max_num_seqs=1)
-    assert in_order.num_evicted == 0
-    assert in_order.num_hit == facts.num_hit + facts.num_evicted  # as promised
+    assert in_order.losses.num_evicted == 0
+    assert in_order.facts.num_cached_tokens == found.facts.num_cached_tokens + found.losses.num_evicted  # as promised
     assert advice(in_order).setting != "--reorder"
 
 
 def test_a_sequence_limit_is_advised_only_where_the_pool_has_room():
     prompts = [[n] * 20 for n in range(12)]
-    _, facts = simulation(prompts, num_blocks=64, max_num_seqs=1)
-    assert advice(facts).setting == "--max-num-seqs"
+    _, found = simulation(prompts, num_blocks=64, max_num_seqs=1)
+    assert advice(found).setting == "--max-num-seqs"
     _, full = simulation(prompts, num_blocks=2, max_num_seqs=1)
     assert advice(full).setting is None
 
 
 def test_without_prefix_caching_the_advice_is_to_turn_it_on():
-    _, facts = simulation(shared_prompts(64), enable_prefix_caching=False)
-    assert advice(facts).setting == "--enable-prefix-caching"
-    assert "prefixes" not in dict(finding_lines(facts))
-    assert story(facts)[1] == "Prefix caching was off."
+    _, found = simulation(shared_prompts(64), enable_prefix_caching=False)
+    assert advice(found).setting == "--enable-prefix-caching"
+    assert "prefixes" not in dict(finding_lines(found))
+    assert story(found, 1.0)[1] == "Prefix caching was off."
 
 
 def test_the_story_is_three_sentences_also_of_an_empty_run():
-    assert len(story(RunFacts(block_size=16, num_blocks=4, max_num_seqs=2))) == 3
-    for sentence in story(facts_of(simulated())[1]):
+    assert len(story(Findings(RunFacts(block_size=16, num_blocks=4, max_num_seqs=2)), 0.0)) == 3
+    for sentence in story(findings_of(simulated())[1], 1.0):
         assert sentence[0].isupper() or sentence[0].isdigit()
         assert sentence.endswith(".")
 
 
 def test_the_parts_of_a_requests_time_add_up():
-    run, facts = facts_of(simulated())
-    assert sum(row.num_output for row in run.requests) == facts.num_generated
+    run, found = findings_of(simulated())
+    assert sum(row.num_output for row in run.requests) == found.facts.num_generated_tokens
     for row in run.requests:
         assert row.total_s == pytest.approx(run.time_at(row.last_step + 1) - run.time_at(row.first_step))
         waited = row.seconds["waiting"] + row.seconds["preempted"]
@@ -212,4 +316,4 @@ def test_an_unfilled_block_that_beams_share_counts_once():
     sim = Simulation(20, 16)
     sim.add([1, 2, 3, 4], params=SamplingParams(beam_width=2, max_tokens=8))
     sim.step()
-    assert sim.stats.cache.peak_waste == pytest.approx((16 - 4) / 16)
+    assert sim.stats.peak_waste == pytest.approx((16 - 4) / 16)

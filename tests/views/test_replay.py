@@ -194,7 +194,7 @@ def test_own_hits_after_a_preemption_are_not_hits_from_others():
     for index in range(3):
         sim.add(range(100 * index, 100 * index + 12), 6)
     sim.run()
-    assert moment.stats.num_preemptions > 0
+    assert moment.stats.facts.num_preemptions > 0
     assert moment.stats.run.from_others.tokens_hit == 0
     assert moment.stats.run.own.tokens_hit > 0
 
@@ -318,13 +318,13 @@ def test_series_adds_up_to_the_totals(events):
     moment, series = Moment(), StepSeries()
     fold(EventList(events), moment, series)
     columns = series.columns
-    assert len(series) == moment.stats.num_steps
-    assert sum(columns["new_tokens"]) == moment.stats.num_computed_tokens
-    assert sum(columns["sampled"]) == moment.stats.num_generated_tokens
+    assert len(series) == moment.stats.facts.num_steps
+    assert sum(columns["new_tokens"]) == moment.stats.facts.num_computed_tokens
+    assert sum(columns["sampled"]) == moment.stats.facts.num_generated_tokens
     assert sum(columns["hit_tokens"]) == moment.stats.run.from_others.tokens_hit
     assert sum(columns["self_hit_tokens"]) == moment.stats.run.own.tokens_hit
-    assert sum(columns["preempted"]) == moment.stats.num_preemptions
-    assert max(columns["used"]) == moment.stats.peak_used_blocks
+    assert sum(columns["preempted"]) == moment.stats.facts.num_preemptions
+    assert max(columns["used"]) == moment.stats.facts.peak_used_blocks
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ class BatchRun:
         self._num_tokens_in_work = 0
         self._window = PrefixWindow() if options.reorder == "prefix" else None
         self._exhausted = False  # whether the input has ended
-        self.stats = BatchStats(num_rows=num_rows, num_blocks=engine.plan.num_blocks)
+        self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
 
     def run(self) -> BatchResult:
         """Serve every line. Finishes the sink if the run is complete, and abandons it if the run stops early."""
@@ -146,7 +146,7 @@ class BatchRun:
             self._sink.finish(self._read.scan())
         else:
             self._sink.abandon()
-        self._update_stats(start_ns)
+        self._update_time(start_ns)
         return BatchResult(outcome, self.stats, dict(self._intake.parser.ignored))
 
     def _serve(self, start_ns: int) -> Outcome:
@@ -164,7 +164,7 @@ class BatchRun:
                 continue
             for output in engine.step():
                 self._take_output(output)
-            self._update_stats(start_ns)
+            self._update_time(start_ns)
             if self._observe is not None:
                 self._observe(self.stats)
         return "interrupted"
@@ -292,6 +292,7 @@ class BatchRun:
         self.stats.num_done += 1
         for answer in answers:
             metrics = answer.output.metrics
+            self.stats.num_row_tokens += sum(len(sample.token_ids) for sample in answer.output.samples)
             self.stats.ttft.add(metrics.ttft_s)
             self.stats.queued.add(metrics.queued_s)
             if metrics.tpot_s is not None:
@@ -310,14 +311,5 @@ class BatchRun:
         self.stats.num_failed += 1
         self.stats.error_codes[error.code] += 1
 
-    def _update_stats(self, start_ns: int) -> None:
-        stats, engine = self.stats, self._engine
-        stats.num_prompt_tokens = engine.stats.num_prompt_tokens
-        stats.num_cached_tokens = engine.stats.num_cached_tokens
-        stats.num_generated_tokens = engine.stats.num_generated_tokens
-        stats.num_preemptions = engine.stats.num_preemptions
-        stats.num_recomputed_tokens = engine.stats.num_recomputed_tokens
-        stats.num_steps = engine.stats.num_steps
-        stats.peak_used_blocks = engine.stats.peak_used_blocks
-        stats.num_used_blocks = engine.plan.num_blocks - engine.block_manager.num_free_blocks
-        stats.elapsed_s = (engine.clock_ns() - start_ns) * 1e-9
+    def _update_time(self, start_ns: int) -> None:
+        self.stats.elapsed_s = (self._engine.clock_ns() - start_ns) * 1e-9

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 
 import xxhash
 
+from pagedcli.core.facts import RunFacts
+
 _GROWTH = 1.02  # a percentile is exact to about 1 %
 
 
@@ -38,7 +40,7 @@ class LogHistogram:
 
 @dataclass(slots=True)
 class BatchStats:
-    """The progress of a run. Tokens, unless another unit is named; rows of a resumed journal are counted separately."""
+    """The progress of a run: rows, and what its engine counts. Rows of a resumed journal are counted separately."""
 
     num_rows: int | None = None  # that the run will write, if known
     num_done: int = 0  # rows of this run, failed ones included
@@ -46,34 +48,27 @@ class BatchStats:
     error_codes: Counter[str] = field(default_factory=Counter)  # rows by error code
     num_resumed: int = 0  # rows that were in the journal
     num_resumed_failed: int = 0  # rows
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_steps: int = 0
-    num_used_blocks: int = 0  # blocks, right now
-    peak_used_blocks: int = 0  # blocks
-    num_blocks: int = 0  # blocks in the pool
+    num_row_tokens: int = 0  # generated tokens in the rows of this run; dropped beams and failed rows have others
     elapsed_s: float = 0.0
     ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from when the engine took the row
     queued: LogHistogram = field(default_factory=LogHistogram)  # seconds, the part of it before the first step
     tpot: LogHistogram = field(default_factory=LogHistogram)  # seconds
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens found in the prefix cache, over the run so far."""
-        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+    facts: RunFacts = field(default_factory=RunFacts)  # of the engine
 
     @property
     def num_finished(self) -> int:
         """Finished rows of the output, including those of a resumed journal."""
         return self.num_done + self.num_resumed
 
+    @property
+    def num_finished_failed(self) -> int:
+        """Those of them that are error rows."""
+        return self.num_failed + self.num_resumed_failed
+
 
 def total(all_stats: Iterable[BatchStats]) -> BatchStats:
     """The sum of several engines' counters; the time is the longest."""
-    result = BatchStats()
+    result = BatchStats(facts=RunFacts())
     for stats in all_stats:
         result.elapsed_s = max(result.elapsed_s, stats.elapsed_s)
         for each in fields(BatchStats):
@@ -81,9 +76,56 @@ def total(all_stats: Iterable[BatchStats]) -> BatchStats:
             if isinstance(value, int):
                 setattr(result, each.name, (getattr(result, each.name) or 0) + value)
         result.error_codes.update(stats.error_codes)
-        result.ttft.add_all(stats.ttft)
-        result.tpot.add_all(stats.tpot)
+        for name in ("ttft", "queued", "tpot"):
+            getattr(result, name).add_all(getattr(stats, name))
+        result.facts.add(stats.facts, same_pool=False)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a run, as every machine-readable output names it."""
+
+    key: str  # in the summary as JSON
+    label: str
+    unit: str  # `tokens`, `steps`, `seconds` ...
+    value: float | None
+    metric: str | None = None  # its name for Prometheus, without `pagedcli_`; None: it follows from others
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it only grows while the run lasts."""
+        return self.metric is not None and self.metric.endswith("_total")
+
+
+def figures(stats: BatchStats) -> list[Figure]:
+    """The figures of a run so far. Rates are shares of 1."""
+    facts, seconds = stats.facts, max(stats.elapsed_s, 1e-9)
+    prompt, generated = facts.num_prompt_tokens, facts.num_generated_tokens
+    return [
+        Figure("elapsed_s", "Time since the run started.", "seconds", stats.elapsed_s, "elapsed_seconds"),
+        Figure("steps", "Engine steps.", "steps", facts.num_steps, "steps_total"),
+        Figure("prompt_tokens", "Prompt tokens of started requests.", "tokens", prompt, "prompt_tokens_total"),
+        Figure(
+            "cached_tokens", "Of these, found in the prefix cache.", "tokens", facts.num_cached_tokens,
+            "prompt_tokens_cached_total",
+        ),
+        Figure("hit_rate", "Share of prompt tokens found in the prefix cache.", "share", facts.hit_rate),
+        Figure("computed_tokens", "Tokens computed by the model.", "tokens", facts.num_computed_tokens,
+               "computed_tokens_total"),
+        Figure("generated_tokens", "Tokens generated, those of dropped beams included.", "tokens", generated,
+               "generated_tokens_total"),
+        Figure("row_tokens", "Generated tokens in the rows.", "tokens", stats.num_row_tokens, "row_tokens_total"),
+        Figure("generated_tokens_per_s", "Tokens generated per second.", "tokens/s", generated / seconds),
+        Figure("total_tokens_per_s", "Prompt and generated tokens per second.", "tokens/s",
+               (prompt + generated) / seconds),
+        Figure("preemptions", "Preempted sequences.", "sequences", facts.num_preemptions, "preemptions_total"),
+        Figure("recomputed_tokens", "Tokens recomputed after preemption.", "tokens", facts.num_recomputed_tokens,
+               "recomputed_tokens_total"),
+        Figure("kv_blocks", "Blocks in the pool.", "blocks", facts.num_blocks, "kv_blocks"),
+        Figure("kv_blocks_used", "Blocks in use.", "blocks", facts.num_used_blocks, "kv_blocks_used"),
+        Figure("kv_blocks_peak", "Most blocks in use in a step.", "blocks", facts.peak_used_blocks, "kv_blocks_peak"),
+    ]  # fmt: skip
 
 
 class SeenIds:

@@ -1,5 +1,6 @@
 """Runs a workload through the engine and times it: all requests at once, generation only."""
 
+import copy
 import math
 import statistics
 import time
@@ -18,7 +19,7 @@ from pagedcli.bench.spread import Spread
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.budget import INT4_BYTES, head_bytes
-from pagedcli.core.outputs import EngineStats, RequestOutput
+from pagedcli.core.outputs import RequestOutput
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.packed_formats import Checkpoint
 from pagedcli.models.parameters import decoder_parameters
@@ -119,7 +120,7 @@ def run_workload(
 
 def measure(engine: LLMEngine, workload: Workload, *, on_step: Callable[[int], None] = lambda num: None) -> Run:
     """One timed pass."""
-    before = _copy(engine.stats)
+    before = copy.copy(engine.stats)
     started = time.perf_counter()
     outputs = generate(engine, workload.prompts, workload.output_lens, on_step=on_step)
     wall_s = time.perf_counter() - started
@@ -216,7 +217,3 @@ def _weight_bytes(engine: LLMEngine) -> _WeightBytes:
     if quantization is None:
         return _WeightBytes(itemsize, itemsize, False)
     return _WeightBytes(INT4_BYTES if quantization == "int4" else 1.0, 1.0, True)
-
-
-def _copy(stats: EngineStats) -> EngineStats:
-    return EngineStats(**{name: getattr(stats, name) for name in EngineStats.__slots__})

@@ -165,11 +165,11 @@ class _Progress:
         for number, runs in enumerate(self._snapshot.workers.values(), 1):
             stats = total(runs.values())
             seconds = max(sum(each.elapsed_s for each in runs.values()), 1e-9)
-            rows, per_s = plural(stats.num_done, "row"), stats.num_generated_tokens / seconds
+            rows, per_s = plural(stats.num_done, "row"), stats.facts.num_generated_tokens / seconds
             restarts = f", restarted {len(runs) - 1} times" if len(runs) > 1 else ""
             say(
                 f"  worker {number:<5} {rows}, {per_s:,.0f} tok/s"
-                f" generated, {100 * stats.hit_rate:.1f} % cached{restarts}"
+                f" generated, {100 * stats.facts.hit_rate:.1f} % cached{restarts}"
             )
         num_stolen = self._snapshot.num_stolen
         say(f"  stolen       {plural(num_stolen, 'part')} done by a different worker than planned")

@@ -70,9 +70,9 @@ def explain(
     decode = recorded_decoder(trace, tokenizer)
     tables = [] if request is not None else [_totals_table(explainer), _reasons_table(explainer)]
     if request is None and not lookups:
-        chosen = [lookup for lookup in chosen if not lookup.own and lookup.num_lost_tokens()]
+        chosen = [lookup for lookup in chosen if lookup.num_lost_tokens()]
         chosen = sorted(chosen, key=Lookup.num_lost_tokens, reverse=True)[:_MOST_LOST]
-        title = "First lookups that lost most" if chosen else "First lookups: none lost any tokens"
+        title = "Lookups that lost most" if chosen else "Lookups: none lost any tokens"
     else:
         title = "Lookups"
     tables.append(_lookups_table(chosen, title, decode))
@@ -120,7 +120,7 @@ def _totals_table(explainer: Explainer) -> Table:
         Column("own_tokens", "own again", count),
         Column("own_share", "share", percent),
     ]
-    counts = f"{first.num_lookups:,} first lookups, {own.num_lookups:,} after a preemption or for n > 1"
+    counts = f"{plural(first.num_lookups, 'first lookup')}, {own.num_lookups:,} after a preemption or for n > 1"
     title = f"Prefix cache: {counts}, in tokens"
     return Table("totals", title, columns, kept, _prefix_notes(explainer))
 
@@ -138,13 +138,13 @@ def _totals_row(key: str, label: str, first: Totals, own: Totals) -> dict[str, A
 def _prefix_notes(explainer: Explainer) -> list[str]:
     size, longest = explainer.block_size, explainer.longest_shared_prefix()
     sizes = sorted({size, 16, 256} - {0})
-    blocks = ", ".join(f"{longest // s:,} {'block' if longest // s == 1 else 'blocks'} at block {s}" for s in sizes)
+    blocks = ", ".join(f"{plural(longest // s, 'block')} at block {s}" for s in sizes)
     failed = explainer.num_failed_steps
     lost = f"{plural(failed, 'step')} failed; the content of {plural(explainer.num_lost_blocks, 'block')} was dropped"
     return [
         *([lost] if failed else []),
-        f"minimum cacheable prefix: {size} tokens (one block)",
-        f"longest shared prefix seen: {longest:,} tokens = {blocks}",
+        f"minimum cacheable prefix: {plural(size, 'token')} (one block)",
+        f"longest shared prefix seen: {plural(longest, 'token')} = {blocks}",
     ]
 
 
@@ -169,9 +169,9 @@ def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> T
     columns = [
         Column("step", "step", count), Column("seq_id", "seq", count), Column("label", "request"),
         Column("kind", "kind"), Column("num_tokens", "tokens", count), Column("blocks_asked", "full blocks", count),
-        Column("blocks_hit", "hit", count), Column("tokens_hit", "tokens hit", count),
-        Column("ideal_tokens_hit", "ideal", count), Column("first_miss", "first miss", count),
-        Column("why", "why it ended there"),
+        Column("blocks_hit", "blocks hit", count), Column("tokens_hit", "tokens hit", count),
+        Column("ideal_tokens_hit", "ideal tokens", count), Column("first_miss", "first miss: block", count),
+        Column("lost_tokens", "tokens lost", count), Column("why", "why it ended there"),
     ]  # fmt: skip
     notes = [f"seq {row['seq_id']}: {row['divergence']}" for row in rows if row["divergence"] is not None]
     return Table("lookups", title, columns, rows, notes)
@@ -183,7 +183,8 @@ def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
         "step": lookup.step, "seq_id": lookup.seq_id, "request_id": lookup.request_id, "row_id": lookup.row_id,
         "label": lookup.label, "kind": lookup.kind,
         "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
-        "tokens_hit": lookup.tokens_hit, "ideal_tokens_hit": lookup.ideal_tokens_hit, "first_miss": event.first_miss,
+        "tokens_hit": lookup.tokens_hit, "ideal_tokens_hit": lookup.ideal_tokens_hit,
+        "lost_tokens": lookup.num_lost_tokens(), "first_miss": event.first_miss,
         "reason": lookup.reason, "why": lookup.why(), "evicted_step": lookup.evicted_step,
         "num_more_blocks": lookup.num_more_blocks, "partial_tokens": event.partial_tokens,
         "divergence": None if split is None else divergence_text(split, decode),

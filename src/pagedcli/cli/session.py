@@ -12,14 +12,14 @@ from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.summary import engine_facts, resume_command, say_model, say_plan, say_summary, write_summary
+from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary, write_summary
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
 from pagedcli.printable import plural
 from pagedcli.show.metrics import MetricsFile
 from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import TerminalJson, say
-from pagedcli.views.findings import RunFacts, with_shared_prefixes
+from pagedcli.views.findings import Findings
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
@@ -34,14 +34,14 @@ def run_job(
     trace_tokens: bool = False,
     terminal_is_taken: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
-    facts_of_events: Callable[[], RunFacts | None] = lambda: None,
+    findings_of_events: Callable[[], Findings | None] = lambda: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
     """Run a job to its end, or to the step after `stop_requested` returns True, and return the exit code.
 
     `emit` receives the engine's events. `terminal_is_taken`: show no progress, the terminal is in use.
-    `facts_of_events` returns, once it has ended, what its events say about it; None: its counters do. `clock_ns` is the
-    clock of all times.
+    `findings_of_events` returns, once it has ended, what its events say about it; None: its counters do. `clock_ns` is
+    the clock of all times.
     Raises: PagedcliError for fatal errors.
     """
     work = OpenJob(job)
@@ -64,17 +64,16 @@ def run_job(
     quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
     result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
     is_reordered = job.loaded.config.run.reorder == "prefix"
-    facts = engine_facts(engine, is_reordered=is_reordered)
-    of_events = facts_of_events()
-    if of_events is not None:
-        facts = with_shared_prefixes(of_events, facts)
-    say_summary(result, facts)
+    of_events = findings_of_events()
+    losses = None if of_events is None else of_events.losses
+    findings = Findings(engine.stats, losses, is_reordered)
+    say_summary(result, findings)
     if work.lines.has_grown:
         say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
     if metrics is not None:
         metrics.update(result.stats, now=True)
     if job.summary_json is not None:
-        write_summary(job.summary_json, result, facts)
+        write_summary(job.summary_json, result, findings)
     code = _exit_code(job, sink, result)
     if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
         return EXIT_FATAL

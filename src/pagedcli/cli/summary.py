@@ -9,17 +9,16 @@ import msgspec
 
 from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
-from pagedcli.batch.stats import BatchStats, LogHistogram
+from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, plural, printable
 from pagedcli.show.terminal import say
-from pagedcli.views.findings import RunFacts, advice, finding_lines
+from pagedcli.views.findings import Findings, advice, finding_lines
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
-    from pagedcli.runner.llm_engine import LLMEngine
 
 
 def say_model(model: str) -> None:
@@ -52,127 +51,86 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say("prefix caching is off")
 
 
-def say_summary(result: BatchResult, facts: RunFacts | None = None) -> None:
-    """Print the summary of a run; given its facts, also what they say about the cache, and the change that would help
-    most."""
-    stats = result.stats
+def say_summary(result: BatchResult, findings: Findings | None = None) -> None:
+    """Print the summary of a run; given its findings, also what they say about the cache, and the change that would
+    help most."""
+    stats, facts = result.stats, result.stats.facts
     say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if stats.num_resumed:
         say(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
-    if stats.num_prompt_tokens:
-        generated_per_s = stats.num_generated_tokens / max(stats.elapsed_s, 1e-9)
-        all_per_s = generated_per_s + stats.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
+    if facts.num_prompt_tokens:
+        generated_per_s = facts.num_generated_tokens / max(stats.elapsed_s, 1e-9)
+        all_per_s = generated_per_s + facts.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
+        others = facts.num_generated_tokens - stats.num_row_tokens
+        in_rows = f", {stats.num_row_tokens:,} of them in rows" if others else ""
         say(
-            f"  prompt       {plural(stats.num_prompt_tokens, 'token')}, {stats.num_cached_tokens:,} of them cached"
-            f" ({100 * stats.hit_rate:.1f} % of this run's prompt tokens)"
+            f"  prompt       {plural(facts.num_prompt_tokens, 'token')}, {facts.num_cached_tokens:,} of them cached"
+            f" ({100 * facts.hit_rate:.1f} % of this run's prompt tokens)"
         )
         say(
-            f"  generated    {plural(stats.num_generated_tokens, 'token')}, {generated_per_s:,.0f} tok/s"
+            f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
         say(f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run")
         say(f"  of it queued {_percentiles(stats.queued)}, before the row's first step")
         say(f"  TPOT         {_percentiles(stats.tpot)}")
         say(
-            f"  KV blocks    {stats.peak_used_blocks:,} of {stats.num_blocks:,} at the peak"
-            f" ({100 * stats.peak_used_blocks / stats.num_blocks:.1f} %)"
+            f"  KV blocks    {facts.peak_used_blocks:,} of {facts.num_blocks:,} at the peak"
+            f" ({100 * facts.peak_used_blocks / facts.num_blocks:.1f} %)"
         )
-        say(f"  preemptions  {stats.num_preemptions:,}, {plural(stats.num_recomputed_tokens, 'token')} recomputed")
-        for label, text in [] if facts is None else finding_lines(facts):
+        say(f"  preemptions  {facts.num_preemptions:,}, {plural(facts.num_recomputed_tokens, 'token')} recomputed")
+        for label, text in [] if findings is None else finding_lines(findings):
             say(f"  {label:<12} {text}")
     for name, count in sorted(result.ignored.items()):
         say(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
-def engine_facts(engine: "LLMEngine", *, is_reordered: bool) -> RunFacts:
-    """What the engine's counters say about a run."""
-    stats, limits, cache = engine.stats, engine.limits, engine.stats.cache
-    num_ideal = max(cache.num_ideal[limits.block_size], stats.num_cached_tokens)
-    counted = None if stats.num_evictions else (0, num_ideal - stats.num_cached_tokens)
-    return RunFacts(
-        block_size=limits.block_size,
-        num_blocks=engine.plan.num_blocks,
-        max_num_seqs=limits.max_num_seqs,
-        prefix_caching=limits.enable_prefix_caching,
-        is_reordered=is_reordered,
-        num_steps=stats.num_steps,
-        num_looked_up=cache.num_looked_up,
-        num_hit=stats.num_cached_tokens,
-        num_ideal=num_ideal,
-        ideal_of=cache.most_known_tokens,
-        num_evicted=None if counted is None else counted[0],
-        num_in_flight=None if counted is None else counted[1],
-        longest_shared=cache.longest_shared,
-        gains={size: max(0, ideal - num_ideal) for size, ideal in cache.num_ideal.items() if size < limits.block_size},
-        num_generated=stats.num_generated_tokens,
-        num_computed=stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_generated_tokens
-        + stats.num_recomputed_tokens,
-        num_recomputed=stats.num_recomputed_tokens,
-        num_preemptions=stats.num_preemptions,
-        mean_waste=cache.mean_waste,
-        peak_waste=cache.peak_waste,
-        peak_used_blocks=stats.peak_used_blocks,
-        num_sequences=stats.num_requests_finished,
-        waiting_s={reason: ns * 1e-9 for reason, ns in cache.waiting_ns.items()},
-        running_s=cache.running_ns * 1e-9,
-    )  # fmt: skip
-
-
-def _findings_document(facts: RunFacts) -> dict[str, object]:
+def _findings_document(findings: Findings) -> dict[str, object]:
     """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
-    looked_up = facts.num_looked_up
+    facts, advised = findings.facts, advice(findings)
+    looked_up = facts.num_prompt_tokens
     return {
         "longest_shared_prefix_tokens": facts.longest_shared,
-        "ideal_hit_rate": facts.num_ideal / looked_up if looked_up else None,
+        "ideal_hit_rate": facts.num_ideal_tokens / looked_up if looked_up else None,
         "ideal_of_newest_tokens": facts.ideal_of,
-        "lost_tokens": {words: count for count, words in facts.lost()},
+        "lost_tokens": {words: count for count, words in findings.lost()},
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
         "waiting_s": facts.waiting_s,
-        "advice": advice(facts).text,
-        "advised_flag": advice(facts).setting,
+        "advice": advised.text,
+        "advised_flag": advised.setting,
     }
 
 
-def summary_document(result: BatchResult, facts: RunFacts | None = None) -> dict[str, object]:
+def summary_document(result: BatchResult, findings: Findings | None = None) -> dict[str, object]:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured.
 
     ttft_s: from admission of a row to its first token; queued_s: the part of it before the row's first step.
     """
     stats = result.stats
-    seconds = max(stats.elapsed_s, 1e-9)
+    times = {"ttft_s": stats.ttft, "queued_s": stats.queued, "tpot_s": stats.tpot}
     return {
         "pagedcli": __version__,
         "outcome": result.outcome,
         "rows": stats.num_finished,
-        "rows_failed": stats.num_failed + stats.num_resumed_failed,
+        "rows_failed": stats.num_finished_failed,
         "rows_resumed": stats.num_resumed,
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
-        "elapsed_s": stats.elapsed_s,
-        "steps": stats.num_steps,
-        "prompt_tokens": stats.num_prompt_tokens,
-        "cached_tokens": stats.num_cached_tokens,
-        "hit_rate": stats.hit_rate,
-        "generated_tokens": stats.num_generated_tokens,
-        "generated_tokens_per_s": stats.num_generated_tokens / seconds,
-        "total_tokens_per_s": (stats.num_prompt_tokens + stats.num_generated_tokens) / seconds,
-        "ttft_s": {f"p{percent}": stats.ttft.percentile(percent) for percent in (50, 95, 99)},
-        "queued_s": {f"p{percent}": stats.queued.percentile(percent) for percent in (50, 95, 99)},
-        "tpot_s": {f"p{percent}": stats.tpot.percentile(percent) for percent in (50, 95, 99)},
-        "preemptions": stats.num_preemptions,
-        "recomputed_tokens": stats.num_recomputed_tokens,
-        "kv_blocks": stats.num_blocks,
-        "kv_blocks_peak": stats.peak_used_blocks,
-        "cache": None if facts is None else _findings_document(facts),
+        **{figure.key: figure.value for figure in figures(stats)},
+        **{
+            key: {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
+            for key, values in times.items()
+        },
+        "cache": None if findings is None else _findings_document(findings),
     }
 
 
-def write_summary(path: Path, result: BatchResult, facts: RunFacts | None = None) -> None:
+def write_summary(path: Path, result: BatchResult, findings: Findings | None = None) -> None:
     """Raises: PagedcliError if the file cannot be written."""
     try:
         with whole_file(path, overwrite=True) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result, facts))) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result, findings))) + b"\n")
     except OSError as error:
         raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
 
@@ -211,7 +169,7 @@ def _outcome(result: BatchResult) -> str:
 
 
 def _failures(stats: BatchStats) -> str:
-    num_failed = stats.num_failed + stats.num_resumed_failed
+    num_failed = stats.num_finished_failed
     if not num_failed:
         return ""
     parts = [f"{code} {count:,}" for code, count in stats.error_codes.most_common()]

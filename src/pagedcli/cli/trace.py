@@ -26,7 +26,7 @@ from pagedcli.show.printers import PlainView, StepPrinter, print_ending
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.writer import TraceWriter
-from pagedcli.views.findings import RunFacts
+from pagedcli.views.findings import Findings
 from pagedcli.views.names import NamedRequest, unknown_request
 from pagedcli.views.whole_run import WholeRun
 
@@ -177,12 +177,12 @@ def _run(
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
             emit = both(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
 
-        def facts() -> RunFacts | None:
+        def findings() -> Findings | None:
             state = view.settled()
             if state is None:
                 return None
             whole_run.finish(state)
-            return whole_run.facts(state)
+            return whole_run.findings(state)
 
         code = run_job(
             job,
@@ -190,7 +190,7 @@ def _run(
             trace_tokens=record_tokens,
             terminal_is_taken=terminal_is_taken,
             stop_requested=stop_requested,
-            facts_of_events=facts,
+            findings_of_events=findings,
             clock_ns=clock_ns,
         )
     if writer is not None and writer.path.exists():

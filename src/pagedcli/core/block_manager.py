@@ -197,16 +197,18 @@ class BlockManager:
 
     # ------------------------------------------------------------------ changes
 
-    def allocate(self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int) -> None:
+    def allocate(
+        self, seq: CacheUser, hit: PrefixHit, num_new_tokens: int, *, num_shared_tokens: int | None = None
+    ) -> None:
         """Give a sequence without blocks its hits and fresh blocks for num_new_tokens more, and mark the blocks that
         this step fills as full. Sets its num_cached_tokens and num_computed_tokens.
 
-        The hit must be current, and can_allocate true.
+        The hit must be current, and can_allocate true. `num_shared_tokens` is for the record of the lookup.
         """
         assert not seq.block_table, "allocate is called once, at prefill"
         assert self.can_allocate(seq, hit, num_new_tokens), "ask can_allocate first"
         if self._emit is not None:
-            self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit)))
+            self._emit(self._looked_up(seq, hit, 0, self.num_computed_after(seq, hit), num_shared_tokens))
         self._claim(seq, hit.block_ids)
         self.forget(seq)
         seq.num_cached_tokens = hit.num_spans * self.block_size
@@ -514,7 +516,9 @@ class BlockManager:
         if index + 1 < len(seq.prefixes):
             seq.prefixes[index + 1].parent = prefix
 
-    def _looked_up(self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int) -> PrefixLookedUp:
+    def _looked_up(
+        self, seq: CacheUser, hit: PrefixHit, first: int, tokens_hit: int, num_shared_tokens: int | None = None
+    ) -> PrefixLookedUp:
         """The record of a lookup of the spans from number `first` on."""
         end = first + hit.num_spans
         missed = hit.num_spans < hit.num_asked
@@ -536,6 +540,7 @@ class BlockManager:
             missing_hash=seq.prefixes[end * self.num_groups].hash if missed and self.enable_prefix_caching else None,
             miss_reason=miss_reason,
             partial_tokens=self._partial_tokens(seq, end),
+            shared_tokens=num_shared_tokens,
         )
 
     def _partial_tokens(self, seq: CacheUser, num_hit: int) -> int:

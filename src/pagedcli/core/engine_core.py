@@ -11,11 +11,11 @@ from typing import Any
 
 from pagedcli.core.admission import admit
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.cache_counters import CacheCounters
+from pagedcli.core.facts import RunFacts
 from pagedcli.core.forks import Forks
-from pagedcli.core.outputs import EngineStats, Request, RequestOutput
+from pagedcli.core.outputs import Request, RequestOutput
 from pagedcli.core.plan import Plan, started
-from pagedcli.core.prefixes import Prefix
+from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead
@@ -38,6 +38,7 @@ class EngineCore:
     the events include token ids, which are private by default. `clock_ns` is the clock of all times, in events and
     outputs: a simulation passes its own, an application one that stands still while the run is paused.
     `make_builder` makes what turns scheduled steps into the inputs of the executor.
+    `knows_tokens` False: those of prompts stand for others, so that comparing them means nothing.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EngineCore:
         trace_tokens: bool = False,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         make_builder: Callable[[Scheduler], Builder] = lambda scheduler: StepBuilder(scheduler.limits),
+        knows_tokens: bool = True,
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -63,10 +65,20 @@ class EngineCore:
             eviction=limits.eviction,
             emit=self._emit,
         )
-        self.scheduler = Scheduler(limits, self.block_manager, trace_tokens=trace_tokens, emit=self._emit)
+        self.stats = RunFacts(limits.block_size, plan.num_blocks, limits.max_num_seqs, limits.enable_prefix_caching)
+        self.num_steps_ahead = 0  # steps launched before the tokens of the one before were read
+        self.num_discarded_tokens = 0  # sampled for sequences that had already ended
+        self._seen = SeenPrefixes() if limits.enable_prefix_caching and knows_tokens else None
+        self.scheduler = Scheduler(
+            limits,
+            self.block_manager,
+            facts=self.stats,
+            seen=self._seen,
+            trace_tokens=trace_tokens,
+            emit=self._emit,
+        )
         self._forks = Forks(self.scheduler)
         self.runs_ahead = plan.runs_ahead
-        self.stats = EngineStats(cache=CacheCounters(limits.block_size))
         self._builder = make_builder(self.scheduler)
         self._in_flight: LaunchedStep | None = None
         self._requests: dict[str, Request] = {}
@@ -192,6 +204,8 @@ class EngineCore:
                 launched = self._launch(work)
             with clock.phase(SAMPLE):
                 self._read(launched, is_latest=True)
+        else:
+            self._count_scheduled(work)
         return work
 
     def _step_ahead(self, step: int, clock: "StepClock") -> ScheduledStep:
@@ -212,14 +226,16 @@ class EngineCore:
             if work.seqs and self._may_run_ahead(work):
                 with clock.phase(FORWARD):
                     launched = self._launch(work, earlier)
-                self.stats.num_steps_ahead += 1
+                self.num_steps_ahead += 1
             with clock.phase(SAMPLE):
                 self._read(earlier, is_latest=False)
             if launched is None:
                 work.drop_ended()
             self.block_manager.fill_known()
         self.scheduler.report_scheduled(step, work)
-        if launched is None and work.seqs:
+        if launched is not None or not work.seqs:
+            self._count_scheduled(work)
+        else:
             with clock.phase(FORWARD):
                 launched = self._launch(work)
         if launched is not None:
@@ -244,15 +260,14 @@ class EngineCore:
         for seq in work.changed:  # among them all that start
             if seq.admitted_s is None:
                 seq.admitted_s = now_s
-                self.stats.cache.admit(seq)
         for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
             if seq.most_computed_tokens > seq.num_computed_tokens:
                 self.stats.num_recomputed_tokens += seq.count_recomputed(num_new)
             seq.num_computed_tokens += num_new
+        if earlier is None:
+            self._count_scheduled(work)
         seqs, logits_rows = self._forks.fork_samples(self._requests, seqs, self._new_sequence)
         tokens = self.executor.launch(step, self._builder.sampling(seqs, logits_rows))
-        used = self.block_manager.num_blocks - self.block_manager.num_free_blocks
-        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
         scored = {} if step.prompt_rows is None else {seq.seq_id: seq for seq in work.seqs}
         return LaunchedStep(seqs, tokens, scored)
 
@@ -281,13 +296,10 @@ class EngineCore:
         searches: dict[str, Request] = {}  # whose beams got their candidates
         for row, (seq, token_id) in enumerate(zip(seqs, tokens.token_ids, strict=True)):
             if seq.finish_reason is not None:  # it had ended before this step was launched, or has been aborted since
-                self.stats.num_discarded_tokens += 1
+                self.num_discarded_tokens += 1
                 continue
             if seq.first_token_s is None:
                 seq.first_token_s = now_s
-                if seq.sample_index == 0:
-                    self.stats.num_prompt_tokens += seq.num_prompt_tokens
-                    self.stats.num_cached_tokens += seq.num_cached_prompt_tokens
             if token_id is None:
                 seq.finished_s = now_s
                 ended += self._fail(seq, RequestError("invalid_logits", "the model returned NaN logits"))
@@ -328,7 +340,8 @@ class EngineCore:
         """Release the blocks of ended sequences, and keep the output of requests that are now complete."""
         self.scheduler.finish(ended)
         for seq in ended:
-            self.stats.cache.finish(seq)
+            if self._seen is not None:
+                self._seen.add(seq.token_ids[:-1], seq.cache_salt)  # the last token was never written
             request = self._requests[seq.request_id]
             request.num_unfinished -= 1
             if not request.num_unfinished:
@@ -338,7 +351,6 @@ class EngineCore:
         request = self._requests.pop(request_id)
         self._forks.forget(request)
         self._finished.append(request.output())
-        self.stats.num_requests_finished += 1
 
     # ------------------------------------------------------------------ parts
 
@@ -349,7 +361,8 @@ class EngineCore:
         unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
         cached_block_ids = self.block_manager.recover(self.scheduler.running)
         requeued = self.scheduler.requeue(unfinished)
-        self.stats.num_steps += 1
+        self.stats.count_failed_step()
+        self.stats.num_evictions = self.block_manager.num_evictions
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)
             self._emit(StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
@@ -362,18 +375,36 @@ class EngineCore:
     def _new_sequence(self, request_id: str, token_ids: list[int], params: SamplingParams, **fields: Any) -> Sequence:
         seq = Sequence(self._next_seq_id, request_id, token_ids, params, **fields)
         self._next_seq_id += 1
+        self.stats.num_sequences += 1
         return seq
 
+    def _count_scheduled(self, work: ScheduledStep) -> None:
+        """Count what the step computes, once its tokens count as computed and what an earlier step ended is gone."""
+        manager, running, size = self.block_manager, self.scheduler.running, self.limits.block_size
+        pairs = zip(work.seqs, work.num_new_tokens, strict=True)
+        # of their last blocks, one in each group; several sequences may share one
+        last = {seq.block_table[-1]: seq.num_computed_tokens for seq in running if seq.block_table}
+        self.stats.count_scheduled(
+            num_new_tokens=sum([num_new for seq, num_new in pairs if seq.finish_reason is None]),
+            num_used_blocks=manager.num_blocks - manager.num_free_blocks,
+            num_unfilled_slots=manager.num_groups * sum([-num_tokens % size for num_tokens in last.values()]),
+            num_running=len(running),
+            num_waiting=len(self.scheduler.waiting),
+        )
+
     def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
-        stats = self.stats
-        stats.num_steps += 1
-        stats.num_preemptions += work.num_preempted
-        stats.num_evictions = self.block_manager.num_evictions
-        stats.cache.count_step(work.blocked, self.scheduler, step_ns=sum(clock.phases_ns))
+        manager, stats = self.block_manager, self.stats
+        stats.num_evictions = manager.num_evictions
+        if self._seen is not None and self._seen.has_forgotten:
+            stats.ideal_of = MOST_SEEN_TOKENS
         schedule_ns, forward_ns, sample_ns = clock.phases_ns
-        stats.schedule_ns += schedule_ns
-        stats.forward_ns += forward_ns
-        stats.sample_ns += sample_ns
+        stats.count_step(
+            blocked=work.blocked,
+            num_used_blocks=manager.num_blocks - manager.num_free_blocks,
+            schedule_ns=schedule_ns,
+            forward_ns=forward_ns,
+            sample_ns=sample_ns,
+        )
 
     def _now_s(self) -> float:
         return self.clock_ns() * 1e-9

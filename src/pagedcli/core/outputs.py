@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedcli.core.beams import BeamSearch
-from pagedcli.core.cache_counters import CacheCounters
 from pagedcli.core.prefixes import Prefix
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker, TokenLogprobs
 from pagedcli.errors import RequestError
@@ -47,27 +46,6 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
     error: RequestError | None = None  # why it ended early: its samples then have the finish reason "error"
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters of a run; tokens unless another unit is named."""
-
-    num_steps: int = 0
-    num_requests_finished: int = 0
-    num_prompt_tokens: int = 0  # of requests whose prompt has been computed
-    num_cached_tokens: int = 0  # of these, those found in the prefix cache
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
-    peak_used_blocks: int = 0  # blocks
-    num_steps_ahead: int = 0  # steps launched before the tokens of the one before were read
-    num_discarded_tokens: int = 0  # sampled for sequences that had already ended
-    num_evictions: int = 0  # blocks
-    cache: CacheCounters = field(default_factory=CacheCounters)
-    schedule_ns: int = 0
-    forward_ns: int = 0
-    sample_ns: int = 0
 
 
 @dataclass(slots=True)

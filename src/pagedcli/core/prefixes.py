@@ -79,3 +79,76 @@ class Prefix:
 
 # marks a salt chain: no token id is negative, so no token block can equal it
 _SALT = Prefix(token_bytes([-1]), None)
+
+
+MOST_SEEN_TOKENS = 2**21
+
+
+class SeenPrefixes:
+    """Tells of each sequence how much of its beginning an earlier one has, to the token.
+
+    A tree whose edges are runs of tokens. After `1 2 3 4` and `1 2 9`, the first edge `1 2` leads to the edges `3 4`
+    and `9`; of `1 2 9 9` three tokens are shared. It remembers at least the newest MOST_SEEN_TOKENS tokens, and at most
+    twice as many: once the newer of two trees has that many, the older one goes.
+    """
+
+    def __init__(self) -> None:
+        self._newer: _Trees = {}
+        self._older: _Trees = {}
+        self._num_tokens = 0  # of the newer one
+        self.has_forgotten = False
+
+    def add(self, token_ids: Sequence[int], salt: str | None = None) -> int:
+        """Remember a sequence. Returns how many of its first tokens an earlier one of the same salt begins with."""
+        tokens = token_bytes(token_ids)
+        found, _ = _walk(self._older.get(salt, {}), tokens, insert=False)
+        shared, num_new = _walk(self._newer.setdefault(salt, {}), tokens, insert=True)
+        self._num_tokens += num_new
+        if self._num_tokens >= MOST_SEEN_TOKENS:
+            self.has_forgotten = self.has_forgotten or bool(self._older)
+            self._older, self._newer, self._num_tokens = self._newer, {}, 0
+        return max(shared, found)
+
+
+class _Edge:
+    """Tokens, and what follows them, by the first token."""
+
+    __slots__ = ("edges", "tokens")
+
+    def __init__(self, tokens: bytes, edges: "dict[bytes, _Edge]") -> None:
+        self.tokens = tokens
+        self.edges = edges
+
+
+_Trees = dict[str | None, dict[bytes, _Edge]]  # by salt
+
+
+def _walk(edges: dict[bytes, _Edge], tokens: bytes, *, insert: bool) -> tuple[int, int]:
+    """How many tokens the tree begins with, too, and how many were inserted."""
+    place = 0
+    while place < len(tokens):
+        first = tokens[place : place + TOKEN_BYTES]
+        edge = edges.get(first)
+        if edge is None:
+            if insert:
+                edges[first] = _Edge(tokens[place:], {})
+                return place // TOKEN_BYTES, (len(tokens) - place) // TOKEN_BYTES
+            break
+        same = _num_equal_bytes(edge.tokens, tokens[place : place + len(edge.tokens)])
+        place += same
+        if same < len(edge.tokens):
+            if not insert or place == len(tokens):
+                break
+            rest = _Edge(edge.tokens[same:], edge.edges)
+            edge.tokens, edge.edges = edge.tokens[:same], {rest.tokens[:TOKEN_BYTES]: rest}
+        edges = edge.edges
+    return place // TOKEN_BYTES, 0
+
+
+def _num_equal_bytes(a: bytes, b: bytes) -> int:
+    """Bytes of the tokens that both begin with. `b` is not longer than `a`."""
+    if a == b:
+        return len(a)
+    differ = int.from_bytes(a[: len(b)], "little") ^ int.from_bytes(b, "little")
+    num_equal = (differ & -differ).bit_length() - 1 if differ else 8 * len(b)
+    return num_equal // (8 * TOKEN_BYTES) * TOKEN_BYTES

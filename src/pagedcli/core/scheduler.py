@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import pagedcli.events as ev
-from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.block_manager import BlockManager, PrefixHit
+from pagedcli.core.facts import RunFacts
 from pagedcli.core.limits import Limits
+from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
 from pagedcli.events import WaitingReason
 
@@ -62,6 +64,8 @@ class Scheduler:
         block_manager: BlockManager,
         *,
         trace_tokens: bool = False,
+        facts: RunFacts | None = None,
+        seen: SeenPrefixes | None = None,
         emit: ev.Emit | None = None,
     ) -> None:
         self.limits = limits
@@ -70,6 +74,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._trace_tokens = trace_tokens
+        self._facts = RunFacts() if facts is None else facts
+        self._seen = seen  # prompts and outputs so far; None: they are not compared
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_beams = 0  # running
@@ -202,6 +208,8 @@ class Scheduler:
             seq.synced_blocks = min(seq.synced_blocks, num_synced)
             if not seq.num_preemptions:
                 seq.num_cached_prompt_tokens += num_reused
+                if not seq.sample_index:
+                    self._facts.num_cached_tokens += num_reused
         return num_reused
 
     def _num_fitting_tokens(self, seq: Sequence) -> int:
@@ -242,6 +250,7 @@ class Scheduler:
         self._free_row(victim)
         self.waiting.appendleft(victim)
         work.num_preempted += 1
+        self._facts.num_preemptions += 1
         if self._emit is not None:
             self._emit(ev.RequestPreempted(victim.seq_id, for_seq.seq_id, num_needed, num_dropped, num_freed))
 
@@ -266,15 +275,26 @@ class Scheduler:
                 num_left -= 1  # the last token of all beams is computed in one step
             num_new = min(num_left, budget, self.chunk_size)
             self.waiting.remove(seq)
-            manager.allocate(seq, hit, num_new)
-            if not seq.num_preemptions:
-                seq.num_cached_prompt_tokens = seq.num_computed_tokens
+            self._allocate(seq, hit, num_new)
             self._start(seq)
             num_rows += seq.num_rows
             if num_new:
                 work.add(seq, num_new)
                 budget -= num_new
         return None
+
+    def _allocate(self, seq: Sequence, hit: PrefixHit, num_new: int) -> None:
+        """Give a sequence its hits and room for its first tokens, and count the first lookup of its request."""
+        manager, shared = self.block_manager, None
+        is_first = not (seq.num_preemptions or seq.sample_index)
+        if is_first and self._seen is not None:
+            # blocks of an answer that is still being generated can be found, too
+            shared = max(self._seen.add(seq.token_ids, seq.cache_salt), hit.num_spans * manager.block_size)
+        manager.allocate(seq, hit, num_new, num_shared_tokens=shared)
+        if not seq.num_preemptions:
+            seq.num_cached_prompt_tokens = seq.num_computed_tokens
+        if is_first:
+            self._facts.count_lookup(seq.num_tokens, seq.num_computed_tokens, shared)
 
     def _next_waiting(self) -> Sequence:
         """The first in the queue, but beams before all others where some of their search run and wait for them. So only

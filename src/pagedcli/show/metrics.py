@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from pagedcli.batch.stats import BatchStats, LogHistogram
+from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.errors import UsageError
 from pagedcli.files import whole_file
 from pagedcli.show.terminal import say
@@ -43,23 +43,17 @@ class MetricsFile:
 
 def metrics_text(stats: BatchStats) -> str:
     """The counters in Prometheus' text format, version 0.0.4."""
-    num_failed = stats.num_failed + stats.num_resumed_failed
+    num_failed = stats.num_finished_failed
     rows = {'{status="ok"}': stats.num_finished - num_failed, '{status="failed"}': num_failed}
     errors = {f'{{code="{code}"}}': count for code, count in sorted(stats.error_codes.items())}
     families: list[tuple[str, str, str, dict[str, int] | float]] = [
         ("counter", "rows_total", "Rows of the output, including those of a resumed journal.", rows),
         ("counter", "row_errors_total", "Error rows of this process by code.", errors),
-        ("counter", "prompt_tokens_total", "Prompt tokens of started requests.", stats.num_prompt_tokens),
-        ("counter", "prompt_tokens_cached_total", "Of these, found in the prefix cache.", stats.num_cached_tokens),
-        ("counter", "generated_tokens_total", "Tokens generated.", stats.num_generated_tokens),
-        ("counter", "preemptions_total", "Preempted sequences.", stats.num_preemptions),
-        ("counter", "recomputed_tokens_total", "Tokens recomputed after preemption.", stats.num_recomputed_tokens),
-        ("counter", "steps_total", "Engine steps.", stats.num_steps),
-        ("gauge", "kv_blocks", "Blocks in the pool.", stats.num_blocks),
-        ("gauge", "kv_blocks_used", "Blocks in use.", stats.num_used_blocks),
-        ("gauge", "kv_blocks_peak", "Most blocks ever in use.", stats.peak_used_blocks),
-        ("gauge", "elapsed_seconds", "Time since the run started.", round(stats.elapsed_s, 3)),
     ]
+    for figure in figures(stats):
+        if figure.metric is not None and figure.value is not None:
+            kind = "counter" if figure.is_counter else "gauge"
+            families.append((kind, figure.metric, figure.label, round(figure.value, 3)))
     if stats.num_rows is not None:
         families.append(("gauge", "rows_expected", "Rows expected in the output.", stats.num_rows))
     lines = [line for family in families for line in _family(*family)]

@@ -11,7 +11,7 @@ from pagedcli.printable import byte_text, percent_text, plural
 from pagedcli.trace.records import SeqState
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
-from pagedcli.views.stats import ROLLING_STEPS, HitCounts, memory_use, num_recomputed_tokens, pool_counts
+from pagedcli.views.stats import ROLLING_STEPS, HitCounts, memory_use, pool_counts
 from pagedcli.views.words import waiting_reason
 
 
@@ -120,15 +120,15 @@ def _rates(counts: HitCounts) -> tuple[str, str]:
 
 def work_lines(moment: Moment) -> Text:
     """Work lost and memory saved."""
-    state, stats = moment.state, moment.stats
+    state, stats, facts = moment.state, moment.stats, moment.stats.facts
     use = memory_use(state)
-    recomputed = num_recomputed_tokens(state)
-    share = recomputed / stats.num_computed_tokens if stats.num_computed_tokens else None
+    recomputed = facts.num_recomputed_tokens
+    share = recomputed / facts.num_computed_tokens if facts.num_computed_tokens else None
     others = stats.run.from_others
     lines = [
         f"hits      {others.tokens_hit:,} of {others.tokens:,} tokens looked up, "
         f"{others.blocks_hit:,} of {others.blocks_asked:,} full blocks",
-        f"preempted {plural(stats.num_preemptions, 'time')}: {stats.num_dropped_tokens:,} tokens dropped, "
+        f"preempted {plural(facts.num_preemptions, 'time')}: {plural(stats.num_dropped_tokens, 'token')} dropped, "
         f"{recomputed:,} computed again ({percent(share)} of all computed)",
         f"unfilled  {plural(use.unfilled_slots, 'slot')} of last blocks, {percent(use.unfilled_share)} of those in use"
         f" ({byte_text(use.unfilled_bytes)})",
@@ -137,8 +137,8 @@ def work_lines(moment: Moment) -> Text:
     ]
     if state.engine is not None and any(state.engine.windows):
         lines.append(f"windows   save {plural(use.passed_blocks, 'block')} ({byte_text(use.passed_bytes)})")
-    if stats.num_failed_steps:
-        lines.append(f"failed    {plural(stats.num_failed_steps, 'step')}: what was running waited again")
+    if facts.num_failed_steps:
+        lines.append(f"failed    {plural(facts.num_failed_steps, 'step')}: what was running waited again")
     if use.contiguous_times is not None:
         lines.append(
             f"contiguous allocation for the model's length would take {byte_text(use.contiguous_bytes)}, "

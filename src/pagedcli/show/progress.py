@@ -42,7 +42,7 @@ class _Rates:
 
     def add(self, stats: BatchStats) -> None:
         now = time.monotonic()
-        self._points.append((now, stats.num_prompt_tokens, stats.num_generated_tokens))
+        self._points.append((now, stats.facts.num_prompt_tokens, stats.facts.num_generated_tokens))
         while now - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
             self._points.popleft()
 
@@ -56,7 +56,7 @@ class _Rates:
 def rows_text(stats: BatchStats) -> str:
     """`412/1,000 rows, 3 failed`"""
     total = f"/{stats.num_rows:,}" if stats.num_rows is not None else ""
-    num_failed = stats.num_failed + stats.num_resumed_failed
+    num_failed = stats.num_finished_failed
     return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
 
 
@@ -74,12 +74,12 @@ def eta_text(stats: BatchStats) -> str | None:
 
 def details(stats: BatchStats, rates: _Rates) -> list[str]:
     """Speeds, cache use and scheduling, briefly."""
-    prompt_per_s, generated_per_s = rates.per_s()
+    facts, (prompt_per_s, generated_per_s) = stats.facts, rates.per_s()
     parts = [f"prompt {prompt_per_s:,.0f} tok/s", f"generated {generated_per_s:,.0f} tok/s"]
-    parts.append(f"KV {100 * stats.num_used_blocks / max(stats.num_blocks, 1):.0f} %")
-    parts.append(f"hits {100 * stats.hit_rate:.0f} %")
-    if stats.num_preemptions:
-        parts.append(f"preempted {stats.num_preemptions:,}")
+    parts.append(f"KV {100 * facts.num_used_blocks / max(facts.num_blocks, 1):.0f} %")
+    parts.append(f"hits {100 * facts.hit_rate:.0f} %")
+    if facts.num_preemptions:
+        parts.append(f"preempted {facts.num_preemptions:,}")
     return parts
 
 

@@ -55,7 +55,7 @@ def render_report(
         "file": reader.path.name,
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
-        "story": story(run.facts(state)),
+        "story": story(run.findings(state), run.elapsed_s),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],

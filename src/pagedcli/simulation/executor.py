@@ -102,6 +102,7 @@ class SimulatedCore(EngineCore):
             self.no_executor,
             emit=emit,
             clock_ns=self.clock,
+            knows_tokens=False,
             make_builder=lambda scheduler: TimingBuilder(scheduler, self.no_executor, self.clock, step_time),
         )
 

@@ -112,6 +112,11 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
 
     def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        seq, token_ids = state.finished[event.seq_id], self._token_ids.get(event.seq_id)
+        if event.reason == "error" or token_ids is None:
+            self._seen = None  # a sequence whose callback failed is not remembered
+        elif self._seen is not None and event.reason != "abort" and not seq.salted:
+            self._seen.add(token_ids[:-1])
         if state.finished[event.seq_id].block_table:
             self._unreleased.add(event.seq_id)
         self._lookups.pop(event.seq_id, None)

@@ -1,6 +1,6 @@
 """The laws of the prefix cache: lookups, hits and hashes. The part of check.py that follows tokens and chains."""
 
-from pagedcli.core.prefixes import compute_hash, num_equal
+from pagedcli.core.prefixes import SeenPrefixes, compute_hash, num_equal
 from pagedcli.events import BlockEvicted, BlocksFilled, BlocksReused, PrefixLookedUp
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.laws import refuse
@@ -17,6 +17,7 @@ class PrefixLaws(View[PoolState]):
         self._followers: dict[int | None, dict[int, None]] = {}  # full blocks by the hash of the chain before them
         self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
         self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
+        self._seen: SeenPrefixes | None = SeenPrefixes()  # None: not all of them are known
 
     def _chain(self, seq: SeqState, state: PoolState) -> list[int] | None:
         """Hashes of the full blocks of a sequence, in the order of its block table. None without recorded tokens or
@@ -56,7 +57,25 @@ class PrefixLaws(View[PoolState]):
         if not 0 <= event.partial_tokens <= engine.block_size:
             refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
         self._check_prefix(event, seq, first + event.blocks_hit, state)
+        if event.reason == "new" and not seq.sample_index:
+            self._check_shared(event, seq, state)
         self._lookups[event.seq_id] = event
+
+    def _check_shared(self, event: PrefixLookedUp, seq: SeqState, state: PoolState) -> None:
+        """Check how many tokens earlier sequences share: exactly where all tokens are recorded and there is no salt."""
+        token_ids = self._token_ids.get(event.seq_id)
+        if token_ids is None or seq.salted:
+            self._seen = None if token_ids is None else self._seen
+            expected = None
+        else:
+            expected = None if self._seen is None else self._seen.add(token_ids)
+        found, least = event.shared_tokens, event.blocks_hit * state.block_size
+        if found is None:
+            return
+        if expected is not None:
+            expected = max(expected, least)
+        if found != expected if expected is not None else not least <= found <= event.num_tokens:
+            refuse(event, f"{found} tokens shared with earlier sequences, where {expected or least} are")
 
     def _check_prefix(self, event: PrefixLookedUp, seq: SeqState, end: int, state: PoolState) -> None:
         """Check the block after the last hit against the tokens, where they are recorded."""

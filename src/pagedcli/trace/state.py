@@ -33,6 +33,7 @@ class PoolState(BlockLedger):
         self._pace = Pace()
         self._num_entries = 0  # of all block tables
         self._num_computed = 0  # tokens of all unfinished sequences
+        self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
         self._hole = 0  # index in a block table that BlockCopied fills
         self._queue_head = 0  # place of the first waiting sequence
 
@@ -256,7 +257,9 @@ class PoolState(BlockLedger):
                 continue
             seq = self.seqs[seq_id]
             num_computed = seq.num_computed_tokens + num_new_tokens
-            seq.num_recomputed_tokens += max(0, min(num_computed, seq.most_computed_tokens) - seq.num_computed_tokens)
+            num_again = max(0, min(num_computed, seq.most_computed_tokens) - seq.num_computed_tokens)
+            seq.num_recomputed_tokens += num_again
+            self.num_recomputed_tokens += num_again
             seq.num_computed_tokens = num_computed
         step = self.step
         if step is not None:

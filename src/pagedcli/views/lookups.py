@@ -92,6 +92,8 @@ class Lookup:
     @property
     def num_shared_tokens(self) -> int:
         """The longest prefix shared with anything earlier, as far as the trace shows."""
+        if self.event.shared_tokens is not None:
+            return self.event.shared_tokens
         at_lookup = self.event.blocks_hit * self.block_size + self.event.partial_tokens
         exact = self.divergence.num_shared_tokens if self.divergence is not None else 0
         return max(self.num_shared_blocks * self.block_size, at_lookup, exact)
@@ -110,14 +112,15 @@ class Lookup:
         return min(self.num_shared_blocks * self.block_size, self.event.num_tokens - 1)
 
     def num_lost_tokens(self) -> int:
-        """Tokens computed although an earlier or concurrent sequence shares them."""
-        return 0 if self.reason == "all_hit" else max(self.ideal_tokens_hit, self.num_shared_tokens) - self.tokens_hit
+        """Tokens computed although an unlimited cache would have found them."""
+        return self.ideal_tokens_hit - self.tokens_hit
 
     def why(self) -> str:
         """The reason as text, with numbers."""
         event, words = self.event, REASON_WORDS[self.reason]
         if self.num_late:
-            words += f"; {self.late_tokens_hit:,} tokens were reused later from another sequence"
+            later = "was" if self.late_tokens_hit == 1 else "were"
+            words += f"; {plural(self.late_tokens_hit, 'token')} {later} reused later from another sequence"
         if self.reason == "all_hit":
             if event.tokens_hit < event.blocks_hit * self.block_size:
                 return f"{words}; the last token is always computed: its logits give the next token"
@@ -127,7 +130,7 @@ class Lookup:
             would = "" if more is None else f"; keeping it would take at least {plural(more, 'more block')}"
             return f"{words} at step {self.evicted_step}{would}"
         if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
-            return f"{words}: {event.partial_tokens} more tokens shared, a block is {self.block_size}"
+            return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {self.block_size}"
         if self.reason == "no_shared_prefix" and self.salted:
             return f"{words} (under its cache_salt)"
         return words
@@ -185,7 +188,7 @@ def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] 
         return text if token_ids else f"{text} (its end)"
 
     if not split.own_next and not split.other_next:
-        return f"all {split.num_shared_tokens} tokens match request {split.other_label}"
+        return f"all of {plural(split.num_shared_tokens, 'token')} match request {split.other_label}"
     return (
         f"first divergence at token {split.num_shared_tokens}: earlier {shown(split.other_next)} "
         f"(request {split.other_label}) vs prompt {shown(split.own_next)}"

@@ -14,7 +14,7 @@ from pagedcli.printable import plural
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, memory_use, num_recomputed_tokens, pool_counts
+from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, memory_use, pool_counts
 from pagedcli.views.words import describe, event_seq_ids
 
 _NOTABLE = (
@@ -130,7 +130,7 @@ class Moment(View[PoolState]):
 
     def summary(self) -> dict[str, Any]:
         """The moment with plain keys, for `--format json`. Rates are between 0 and 1, or None without lookups."""
-        state, stats = self.state, self.stats
+        state, stats, facts = self.state, self.stats, self.stats.facts
         step = state.step
         waiting = step.waiting if step is not None else None
         new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
@@ -157,14 +157,14 @@ class Moment(View[PoolState]):
             },
             "memory": dataclasses.asdict(memory_use(state)),
             "num_finished": len(state.finished),
-            "num_failed_steps": stats.num_failed_steps,
-            "num_preemptions": stats.num_preemptions,
+            "num_failed_steps": facts.num_failed_steps,
+            "num_preemptions": facts.num_preemptions,
             "num_dropped_tokens": stats.num_dropped_tokens,
-            "num_recomputed_tokens": num_recomputed_tokens(state),
-            "num_computed_tokens": stats.num_computed_tokens,
-            "num_generated_tokens": stats.num_generated_tokens,
+            "num_recomputed_tokens": facts.num_recomputed_tokens,
+            "num_computed_tokens": facts.num_computed_tokens,
+            "num_generated_tokens": facts.num_generated_tokens,
             "num_duplicate_blocks": stats.num_duplicate_blocks,
-            "peak_used_blocks": stats.peak_used_blocks,
+            "peak_used_blocks": facts.peak_used_blocks,
             "events": self.last_words(1000, of_step=state.step_number),
         }  # fmt: skip
 

@@ -5,9 +5,10 @@ Used by the views and the report; draws nothing.
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pagedcli.events as ev
+from pagedcli.core.facts import RunFacts
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
 
@@ -63,21 +64,30 @@ class RunStats(View[PoolState]):
     """Totals of the run and of its last ROLLING_STEPS steps."""
 
     def __init__(self) -> None:
+        self.facts = RunFacts()
         self.run = Hits()
         self.rolling = Hits()
-        self.num_steps = 0
-        self.num_failed_steps = 0
-        self.num_computed_tokens = 0  # by the model, recomputed ones included
-        self.num_generated_tokens = 0
-        self.num_preemptions = 0
         self.num_dropped_tokens = 0
         self.num_duplicate_blocks = 0  # filled while a block with the same hash was already cached
-        self.peak_used_blocks = 0
+        self.num_compared = 0  # first lookups whose shared tokens the engine has counted
         self.busy_ns = 0  # steps without the time of observers
         self._lookups: list[tuple[ev.PrefixLookedUp, bool]] = []  # of the current step, and whether they repeat
         self._window: deque[tuple[int, int, list[tuple[ev.PrefixLookedUp, bool]]]] = (
             deque()
         )  # per step: busy ns, tokens
+
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        part = RunFacts(event.block_size, event.num_blocks, event.max_num_seqs, event.enable_prefix_caching)
+        if self.facts.num_blocks:
+            self.facts.add(part, same_pool=True)
+        else:
+            self.facts = part
+
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        self.facts.num_sequences += 1
+
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        self.facts.num_evictions += 1
 
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         found = state.hash_to_block_id
@@ -86,28 +96,46 @@ class RunStats(View[PoolState]):
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         own = state.seqs[event.seq_id].repeats
+        if not own and event.reason == "continued":
+            self.facts.num_cached_tokens += event.tokens_hit
+        elif not own:
+            self.facts.count_lookup(event.num_tokens, event.tokens_hit, event.shared_tokens)
+            self.num_compared += event.shared_tokens is not None
         self.run.add(event, own=own)
         self.rolling.add(event, own=own)
         self._lookups.append((event, own))
 
     def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
-        self.num_computed_tokens += sum(event.num_new_tokens)
-        self.peak_used_blocks = max(self.peak_used_blocks, state.num_used_blocks)
+        self.facts.num_recomputed_tokens = state.num_recomputed_tokens
+        self.facts.count_scheduled(
+            num_new_tokens=sum(event.num_new_tokens),
+            num_used_blocks=state.num_used_blocks,
+            num_unfilled_slots=state.num_unfilled_slots(),
+            num_running=state.num_running,
+            num_waiting=event.num_waiting,
+        )
 
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
-        self.num_generated_tokens += len(event.seq_ids)
+        self.facts.num_generated_tokens += len(event.seq_ids)
 
     def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
-        self.num_preemptions += 1
+        self.facts.num_preemptions += 1
         self.num_dropped_tokens += event.num_tokens_dropped
 
     def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+        waiting = None if state.step is None else state.step.waiting
+        self.facts.count_step(
+            blocked=None if waiting is None else waiting.reason,
+            num_used_blocks=state.num_used_blocks,
+            schedule_ns=event.schedule_ns,
+            forward_ns=event.forward_ns,
+            sample_ns=event.sample_ns,
+        )
         self._end_step(state)
 
     def _end_step(self, state: PoolState) -> None:
         step = state.step
         assert step is not None
-        self.num_steps += 1
         self.busy_ns += step.busy_ns
         self._window.append((step.busy_ns, step.num_sampled, self._lookups))
         self._lookups = []
@@ -116,13 +144,16 @@ class RunStats(View[PoolState]):
                 self.rolling.add(lookup, own=own, sign=-1)
 
     def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
-        self.num_failed_steps += 1
+        self.facts.count_failed_step()
         self._end_step(state)
 
     def copy(self) -> "RunStats":
         """A snapshot that later events do not change."""
         other = RunStats.__new__(RunStats)
         other.__dict__.update(self.__dict__)
+        other.facts = replace(
+            self.facts, num_ideal=self.facts.num_ideal.copy(), waiting_ns=self.facts.waiting_ns.copy()
+        )
         other.run = Hits(_copy(self.run.from_others), _copy(self.run.own))
         other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.own))
         other._window, other._lookups = self._window.copy(), self._lookups.copy()
@@ -190,12 +221,6 @@ def pool_counts(state: PoolState) -> dict[str, int]:
         "empty": state.num_empty_blocks,
         "total": state.num_blocks,
     }
-
-
-def num_recomputed_tokens(state: PoolState) -> int:
-    """Tokens that were computed, dropped by a preemption and computed again."""
-    live = sum(seq.num_recomputed_tokens for seq in state.seqs.values())
-    return live + sum(seq.num_recomputed_tokens for seq in state.finished.values())
 
 
 WAITING_REASONS = (None, "max_num_seqs", "token_budget", "free_blocks", "preemption")

@@ -5,23 +5,21 @@ Used by `trace` at its end, and by the report.
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from pagedcli.core.budget import blocks_for
+from pagedcli.core.facts import BLOCK_SIZES
 from pagedcli.events import Event
-from pagedcli.planning.memory_report import BLOCK_SIZES
 from pagedcli.printable import plural, seconds_text
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.records import SeqState
 from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import Explainer
-from pagedcli.views.findings import WAITING_WORDS, RunFacts
+from pagedcli.views.findings import WAITING_WORDS, Findings, Losses
 from pagedcli.views.lookups import Lookup
-from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries, num_recomputed_tokens
+from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
 from pagedcli.views.timeline import Phase, Timelines
-
-_SMALLEST_BLOCK = 16  # tokens; the GPU kernels support no smaller ones
 
 
 @dataclass(slots=True)
@@ -114,45 +112,30 @@ class WholeRun(View[PoolState]):
 
     # ------------------------------------------------------------------ facts
 
-    def facts(self, state: PoolState) -> RunFacts:
-        """The run's counts, for findings.py."""
-        engine, first = state.started, self.explainer.totals(own=False)
-        columns, size = self.series.columns, engine.block_size
-        slots = [used * size for used in columns["used"]]
-        unfilled = columns["unfilled_slots"]
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the first step to the end of the last."""
+        return self._starts_s[-1] if self._starts_s else 0.0
+
+    def findings(self, state: PoolState) -> Findings:
+        """What the run says about its cache."""
+        engine, first, size = state.started, self.explainer.totals(own=False), state.block_size
         evicted = [lookup.num_more_blocks for lookup in self.explainer.lookups if lookup.num_more_blocks is not None]
-        waited: Counter[str] = Counter()
-        for row in self.requests:
-            waited.update(row.waited_for)
-        return RunFacts(
-            block_size=size,
-            num_blocks=engine.num_blocks,
-            max_num_seqs=engine.max_num_seqs,
-            prefix_caching=engine.enable_prefix_caching,
-            num_steps=len(self.series),
-            elapsed_s=self._starts_s[-1] if self._starts_s else 0.0,
-            num_looked_up=first.num_tokens,
-            num_hit=first.hit + first.late_hit,
-            num_ideal=first.ideal,
+        losses = Losses(
             num_evicted=first.evicted,
             num_in_flight=first.in_flight,
-            num_partial=first.first_seen_shared + first.last_block_shared,
-            longest_shared=self.explainer.longest_shared_prefix(),
-            gains=_gains(self.explainer.lookups, size),
             num_more_blocks=max(evicted, default=None),
-            num_generated=self.stats.num_generated_tokens,
-            num_computed=self.stats.num_computed_tokens,
-            num_recomputed=num_recomputed_tokens(state),
-            num_preemptions=self.stats.num_preemptions,
             num_enough_blocks=_enough_blocks(self.requests, engine.max_num_seqs, size),
-            mean_waste=sum(unfilled) / sum(slots) if sum(slots) else None,
-            peak_waste=max((part / whole for part, whole in zip(unfilled, slots, strict=True) if whole), default=None),
-            peak_used_blocks=self.stats.peak_used_blocks,
-            num_sequences=len(self.requests),
-            waiting_s=dict(waited),
-            running_s=sum(row.seconds["prefill"] + row.seconds["decode"] for row in self.requests),
-            is_reordered=_is_reordered(state),
         )
+        facts = self.stats.facts
+        if not self.stats.num_compared and engine.enable_prefix_caching:  # an older trace: what its blocks show
+            facts = replace(
+                facts,
+                num_ideal={size: first.ideal} | _ideal_of_smaller(self.explainer.lookups, size, first.ideal),
+                num_partial_tokens=first.first_seen_shared + first.last_block_shared,
+                longest_shared=self.explainer.longest_shared_prefix(),
+            )
+        return Findings(facts, losses, _is_reordered(state))
 
     # ------------------------------------------------------------------ requests
 
@@ -203,16 +186,16 @@ def _is_reordered(state: PoolState) -> bool:
     return any(before > after for before, after in pairwise(numbers))
 
 
-def _gains(lookups: list[Lookup], block_size: int) -> dict[int, int]:
-    """By smaller block size: how many more tokens the first lookups would have hit in an unlimited cache."""
+def _ideal_of_smaller(lookups: list[Lookup], block_size: int, ideal: int) -> dict[int, int]:
+    """By smaller block size: what the first lookups would have hit in an unlimited cache."""
     first = [lookup for lookup in lookups if not lookup.own and lookup.reason != "caching_off"]
-    gains = {}
-    for size in BLOCK_SIZES[bisect_left(BLOCK_SIZES, _SMALLEST_BLOCK) : bisect_left(BLOCK_SIZES, block_size)]:
-        gains[size] = 0
+    found = {}
+    for size in BLOCK_SIZES[: bisect_left(BLOCK_SIZES, block_size)]:
+        found[size] = ideal
         for lookup in first:
             shared = lookup.num_shared_blocks * block_size + lookup.num_further_tokens
-            gains[size] += min(shared // size * size, lookup.event.num_tokens - 1) - lookup.ideal_tokens_hit
-    return gains
+            found[size] += min(shared // size * size, lookup.event.num_tokens - 1) - lookup.ideal_tokens_hit
+    return found
 
 
 def _enough_blocks(rows: list[RequestRow], max_num_seqs: int, block_size: int) -> int:

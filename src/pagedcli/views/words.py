@@ -32,7 +32,7 @@ def lookup_outcome(event: ev.PrefixLookedUp) -> str:
     if event.miss_reason is None:
         return found
     if event.partial_tokens:
-        return f"{found}, {event.partial_tokens} more tokens shared, less than a block"
+        return f"{found}, {plural(event.partial_tokens, 'more token')} shared, less than a block"
     return found
 
 

@@ -1,0 +1,152 @@
+"""What a run did, in counts: one record for the engine, which counts while it runs, and for views of its events.
+
+Used by EngineCore and views.whole_run, which call the same methods, and by all that prints the figures of a run.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+BLOCK_SIZES = (
+    16,
+    32,
+    64,
+    128,
+    256,
+)  # compared with that of the run, if smaller; the GPU kernels support no smaller ones
+_LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
+_POOL = ("num_blocks", "peak_used_blocks")
+_LAST = ("num_used_blocks", "_num_running", "_num_waiting")
+_LARGEST = ("longest_shared", "peak_waste", "ideal_of")
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """Counts of a run so far: tokens, unless another unit is named."""
+
+    block_size: int = 16
+    num_blocks: int = 0  # blocks of the pool
+    max_num_seqs: int = 0  # sequences
+    prefix_caching: bool = True
+    num_steps: int = 0  # steps, failed ones included
+    num_failed_steps: int = 0  # steps
+    num_sequences: int = 0  # sequences that were added: all samples and beams
+    # the first prefix lookup of each request
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of these, found then or while the prompt was computed in chunks
+    longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
+    num_ideal: dict[int, int] = field(default_factory=dict)  # by block size: hits if each block is computed only once
+    num_partial_tokens: int = 0  # shared, but less than a block
+    ideal_of: int | None = None  # num_ideal counts at least this many of the newest tokens; None: all
+    # work
+    num_computed_tokens: int = 0  # by the model, recomputed ones included
+    num_generated_tokens: int = 0  # those of dropped beams included
+    num_recomputed_tokens: int = 0  # computed, dropped by a preemption and computed again
+    num_preemptions: int = 0  # sequences
+    num_evictions: int = 0  # blocks
+    # the pool, as the forward pass of a step sees it
+    num_used_blocks: int = 0  # blocks, in the last step
+    peak_used_blocks: int = 0  # blocks
+    waste_sum: float = 0.0  # over the steps: shares of the slots in use that hold no token
+    num_waste_steps: int = 0  # steps in which blocks were in use
+    peak_waste: float | None = None
+    # time, without that of observers; summed over sequences where they run or wait
+    schedule_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+    running_ns: int = 0
+    waiting_ns: Counter[str] = field(default_factory=Counter)  # by reason
+    _num_running: int = 0  # sequences, in the last step
+    _num_waiting: int = 0
+
+    def __post_init__(self) -> None:
+        smaller = (size for size in BLOCK_SIZES if size < self.block_size)
+        self.num_ideal = self.num_ideal or dict.fromkeys((*smaller, self.block_size), 0)
+
+    @property
+    def num_ideal_tokens(self) -> int:
+        """Hits at the block size of the run if each block is computed only once."""
+        return max(self.num_ideal[self.block_size], self.num_cached_tokens)
+
+    @property
+    def gains(self) -> dict[int, int]:
+        """Smaller block size -> tokens by which num_ideal_tokens would grow."""
+        ideal = self.num_ideal_tokens
+        return {size: max(0, count - ideal) for size, count in self.num_ideal.items() if size < self.block_size}
+
+    @property
+    def mean_waste(self) -> float | None:
+        """The mean of the steps: share of the slots in use that held no token."""
+        return self.waste_sum / self.num_waste_steps if self.num_waste_steps else None
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def waiting_s(self) -> dict[str, float]:
+        """Seconds by reason, summed over sequences."""
+        return {reason: ns * 1e-9 for reason, ns in self.waiting_ns.items()}
+
+    # ------------------------------------------------------------------ counting
+
+    def count_lookup(self, num_tokens: int, num_cached: int, num_shared: int | None) -> None:
+        """Count the first lookup of a request. `num_shared`: how much of its beginning an earlier sequence has, cached
+        or not; None: unknown."""
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+        if num_shared is not None:
+            self.longest_shared = max(self.longest_shared, num_shared)
+            self.num_partial_tokens += num_shared % self.block_size
+            for size in self.num_ideal:
+                self.num_ideal[size] += min(num_shared // size * size, num_tokens - 1)
+
+    def count_scheduled(
+        self, *, num_new_tokens: int, num_used_blocks: int, num_unfilled_slots: int, num_running: int, num_waiting: int
+    ) -> None:
+        """Count what a step computes, with the pool and the sequences as its forward pass sees them."""
+        self.num_computed_tokens += num_new_tokens
+        self.num_used_blocks = num_used_blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+        if num_used_blocks:
+            waste = num_unfilled_slots / (num_used_blocks * self.block_size)
+            self.waste_sum += waste
+            self.num_waste_steps += 1
+            self.peak_waste = waste if self.peak_waste is None else max(self.peak_waste, waste)
+        self._num_running, self._num_waiting = num_running, num_waiting
+
+    def count_step(
+        self, *, blocked: str | None, num_used_blocks: int, schedule_ns: int, forward_ns: int, sample_ns: int
+    ) -> None:
+        """Count a step that has ended. `blocked`: why the first in the queue was not started in it."""
+        self.num_steps += 1
+        self.num_used_blocks = num_used_blocks
+        self.schedule_ns += schedule_ns
+        self.forward_ns += forward_ns
+        self.sample_ns += sample_ns
+        step_ns = schedule_ns + forward_ns + sample_ns
+        self.running_ns += self._num_running * step_ns
+        if blocked is not None:
+            self.waiting_ns[blocked] += self._num_waiting * step_ns
+
+    def count_failed_step(self) -> None:
+        """Count a step that raised: its time is unknown, and every block is free."""
+        self.num_steps += 1
+        self.num_failed_steps += 1
+        self.num_used_blocks = 0
+
+    def add(self, other: "RunFacts", *, same_pool: bool) -> None:
+        """Add the counts of a later part of this run, or without `same_pool` those of another engine next to it."""
+        for name in (each.name for each in fields(self)):
+            mine, others = getattr(self, name), getattr(other, name)
+            if name in _LIMITS:
+                value = others if other.num_blocks else mine
+            elif name in _LAST and same_pool:
+                value = others
+            elif name in _LARGEST or (same_pool and name in _POOL):
+                value = max((each for each in (mine, others) if each is not None), default=None)
+            elif isinstance(mine, dict):
+                value = type(mine)({key: mine.get(key, 0) + others.get(key, 0) for key in {**mine, **others}})
+            else:
+                value = mine + others
+            setattr(self, name, value)
