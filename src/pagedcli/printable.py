@@ -38,8 +38,9 @@ def _json_escape(match: re.Match[bytes]) -> bytes:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 block`, `2 blocks`, `1,000 blocks`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """`1 block`, `2 blocks`, `1,000 batches`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def byte_text(num_bytes: float, digits: int = 1) -> str:

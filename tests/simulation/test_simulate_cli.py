@@ -2,10 +2,16 @@
 
 import html
 import json
+import re
 
 import pytest
 from cli_harness import pagedcli
 from test_trace_formats import write
+
+from pagedcli.core.eviction import POLICIES, Fifo
+from pagedcli.events import RequestPreempted
+from pagedcli.show import pages
+from pagedcli.trace.file import TraceReader
 
 
 def rows(num_rows=60):
@@ -42,7 +48,7 @@ def test_the_table_says_what_the_json_says(trace):
         assert sum(share for name, share in shares.items() if name.endswith("_share")) == pytest.approx(1)
         assert f"{100 * row['hit_rate_tokens']:.1f} %" in text
         assert sum(row["tokens"].values()) == document["num_prompt_tokens"]
-    assert all(line in text for line in ("Hit rates of real runs", "Where the prompts' tokens went", "Answers"))
+    assert all(line in text for line in ("Hit rates of simulated runs", "Where the prompts' tokens went", "Answers"))
     assert max(len(line) for line in text.split("Answers")[0].splitlines() if "  " in line) <= 80
 
 
@@ -52,6 +58,59 @@ def test_every_policy_is_a_row(trace):
         found = as_json(trace, "--pool", "30", "--policy", ",".join(policies), *flags)["pools"]
         assert [row["policy"] for row in found] == policies
     assert "unknown policy 'mru'" in simulate(trace, "--policy", "mru", expect=2).stderr
+
+
+def test_a_policy_more_than_there_are_markers_is_on_the_page(trace, tmp_path, monkeypatch):
+    for name in ("sixth", "seventh"):
+        monkeypatch.setitem(POLICIES, name, Fifo)
+    simulate(trace, "--pool", "30", "--policy", ",".join(POLICIES), "-o", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>seventh, 30 blocks: " in text
+    assert len(POLICIES) == 7
+    drawn = [pages.marker(series) for series in range(7)]
+    assert len(set(drawn)) == 7
+    assert all(each in text for each in drawn)
+
+
+def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(tmp_path):
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{i} times " * 9, "max_tokens": 40} for i in range(40)])
+    flags = ("--num-gpu-blocks-override", "30", "--max-num-seqs", "8", "--block-size", "8")
+    trace = tmp_path / "run.jsonl"
+    outputs, ids = tmp_path / "out.jsonl", "--output-token-ids"
+    pagedcli("generate", prompts, "-o", outputs, "--record", trace, "--ignore-eos", ids, *flags)
+    ran = [event for event in TraceReader(trace) if isinstance(event, RequestPreempted)]
+    recorded = tmp_path / "simulated.jsonl"
+    simulated = ("simulate", prompts, "--outputs", outputs, "--pool", "30", *flags[2:], "--format", "json")
+    found = json.loads(pagedcli(*simulated, "--record", recorded).stdout)
+    assert found["pools"][0]["num_preemptions"] == len(ran) > 0
+    assert not any("assumed" in note for note in found["notes"])
+    engines = [next(iter(TraceReader(path))).max_num_batched_tokens for path in (trace, recorded)]
+    assert engines == [512, 512]
+    gpu = tmp_path / "gpu.jsonl"
+    pagedcli(*simulated, "--gpu", "h200", "--record", gpu)
+    assert next(iter(TraceReader(gpu))).max_num_batched_tokens == 2048
+
+
+def test_the_limits_of_a_foreign_trace_are_named_as_assumed(trace):
+    assumed = "assumed: up to 256 sequences and 2,048 tokens per step, the defaults on a GPU"
+    assert any(note.startswith(assumed) for note in as_json(trace, "--pool", "30")["notes"])
+    for flags in (("--max-num-batched-tokens", "512"), ("--no-schedule",)):
+        assert not any("assumed" in note for note in as_json(trace, "--pool", "30", *flags)["notes"])
+
+
+def test_the_sentences_have_units_that_fit_their_figures(tmp_path):
+    tiny = write(tmp_path / "tiny.jsonl", [
+        {"timestamp": 0, "input_length": 4, "output_length": 60, "hash_ids": [1]} for _ in range(8)
+    ])  # fmt: skip
+    text = simulate(tiny, "--pool", "50", "-m", "builtin").stdout
+    assert "(0.0 GiB)" not in text
+    assert re.search(r"with 1 \([\d.]+ KiB\) / ", text)
+    assert "50 times" in simulate(tiny, "--pool", "50").stdout
+    doubling = [answer for answer in as_json(tiny, "--pool", "50")["answers"] if answer.startswith("Doubling")]
+    assert doubling == [
+        "Doubling any of these pools raises the hit rate by less than 0.1 points (LRU without running requests), but it"
+        " also saves preemptions."
+    ]
 
 
 def test_memory_sizes_need_a_model_and_are_the_same_pools(trace):

@@ -123,7 +123,7 @@ def test_a_bad_line_is_counted_and_named(tmp_path, line, reason):
 def test_lines_out_of_order_are_sorted_and_counted(tmp_path):
     workload = read_traces([str(write(tmp_path / "trace", MOONCAKE[::-1]))], hash_size=4)
     assert [request.num_prompt_tokens for request in workload.requests] == [9, 6]
-    assert "1 lines have an earlier time" in workload.notes[0]
+    assert "1 line with an earlier time" in workload.notes[0]
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "hello\n", '{"x": 1}\n'])

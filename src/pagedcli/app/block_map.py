@@ -16,6 +16,7 @@ from textual.geometry import Size
 from textual.message import Message
 
 from pagedcli.app.lines import Line, Painted, line_of
+from pagedcli.printable import plural
 from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
@@ -87,7 +88,7 @@ class BlockMap(Painted):
             which = f"blocks {self._within[0]:,} to {self._within[-1]:,}"
         else:
             which = "blocks in use" if self._only_used else "block pool"
-        return which if per_cell == 1 else f"{which}, 1 cell = {per_cell:,} blocks"
+        return which if per_cell == 1 else f"{which}, 1 cell = {plural(per_cell, 'block')}"
 
     # ------------------------------------------------------------------ cells
 

@@ -17,7 +17,7 @@ from pagedcli.app.dialogs import Ask, StoryPage
 from pagedcli.app.kv_decks import Picture
 from pagedcli.app.rows import Rows
 from pagedcli.kvevents.branches import Branch, Decode, branch_label, hash_text, token_ids
-from pagedcli.printable import one_line
+from pagedcli.printable import one_line, plural
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -108,7 +108,7 @@ class KVApp(DeckApp):
         facts = self._picture.facts
         problems = facts["num_missed_messages"] + facts["num_malformed"]
         return Text.assemble(
-            f"{facts['num_batches']:,} batches  {facts['num_resident_blocks']:,} blocks resident  ",
+            f"{plural(facts['num_batches'], 'batch')}  {plural(facts['num_resident_blocks'], 'block')} resident  ",
             (f"{problems:,} lost or malformed" if problems else "", "bold red"),
             ("" if facts["num_batches"] else "waiting for the first event ...", "italic"),
         )
@@ -157,7 +157,7 @@ class KVApp(DeckApp):
             rows = [(one_line(row["lora"]), row["num_blocks"], row["num_tokens"]) for row in picture.adapters[:5]]
             cells = [(name, f"{blocks:,}", f"{tokens:,}") for name, blocks, tokens in rows]
             parts.append(_table(("LoRA adapter", "blocks", "tokens"), cells))
-        parts += [Text(f"{row['num_blocks']:,} blocks stored again: {row['meaning']}") for row in picture.churn]
+        parts += [Text(f"{plural(row['num_blocks'], 'block')} stored again: {row['meaning']}") for row in picture.churn]
         if self._scraper is not None:
             parts.append(_server(self._scraper))
         return parts
@@ -192,11 +192,13 @@ def _figures(picture: Picture) -> Text:
     again, stored = facts["num_blocks_stored_again"], facts["num_stored_blocks"]
     share = f" ({100 * again / stored:.1f} %)" if stored else ""
     lines = [
-        f"resident {facts['num_resident_blocks']:,} blocks, {facts['num_resident_tokens']:,} tokens, at most "
+        f"resident {plural(facts['num_resident_blocks'], 'block')}, "
+        f"{plural(facts['num_resident_tokens'], 'token')}, at most "
         f"{facts['peak_resident_blocks']:,}; different blocks {facts['num_unique_blocks']:,}",
         f"last 10 s: {facts['stored_blocks_per_s']:,.1f} stored/s, {facts['removed_blocks_per_s']:,.1f} removed/s; a "
         f"block stays {_seconds(facts['median_lifetime_s'])} (median)",
-        f"churn {again:,} of {stored:,} blocks stored{share}: {facts['num_tokens_computed_twice']:,} tokens twice; "
+        f"churn {again:,} of {plural(stored, 'block')} stored{share}: "
+        f"{plural(facts['num_tokens_computed_twice'], 'token')} twice; "
         f"gone for {_seconds(facts['median_pause_s'])}",
     ]
     return Text("\n".join(lines))
@@ -246,9 +248,10 @@ def _branch_facts(branch: Branch, decode: Decode | None) -> Text:
     first = branch.nodes[0]
     before = "nothing: it begins a prompt" if first.parent is None else f"block {hash_text(first.parent)}"
     lines = [
-        f"run        {len(branch.nodes):,} blocks without a fork, the first at depth {branch.depth:,}",
+        f"run        {plural(len(branch.nodes), 'block')} without a fork, the first at depth {branch.depth:,}",
         f"before     {before}",
-        f"below      {branch.num_blocks:,} blocks, {branch.num_tokens:,} tokens; forks {branch.num_children:,} times",
+        f"below      {plural(branch.num_blocks, 'block')}, {plural(branch.num_tokens, 'token')}; forks "
+        f"{plural(branch.num_children, 'time')}",
         f"adapter    {one_line(first.lora or 'none')}",
     ]
     ids = token_ids(branch.nodes)
@@ -261,7 +264,7 @@ def _branch_facts(branch: Branch, decode: Decode | None) -> Text:
 def _block_line(branch: Branch, place: int) -> tuple[str, str]:
     node = branch.nodes[place]
     state = f"{node.num_copies} resident" if node.cause is None else node.cause
-    return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {node.num_tokens} tokens, {state}"
+    return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"
 
 
 def _seconds(value: float | None) -> str:

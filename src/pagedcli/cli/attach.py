@@ -189,6 +189,7 @@ class _Session:
         self._next_line = time.monotonic() + _LINE_S
         stored, removed = self.state.rates()
         say(
-            f"{self._now():.0f} s: {self.state.num_batches:,} batches, {self.state.num_resident:,} blocks resident, "
+            f"{self._now():.0f} s: {plural(self.state.num_batches, 'batch')}, "
+            f"{plural(self.state.num_resident, 'block')} resident, "
             f"{stored:,.0f} stored/s, {removed:,.0f} removed/s"
         )

@@ -9,22 +9,9 @@ from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.reuse import curve
 from pagedcli.kvevents.tables import curve_table, summary_tables
 from pagedcli.printable import one_line
-from pagedcli.show.tables import as_html, html_page
+from pagedcli.show import pages
 
 _MOST_POINTS = 600
-_WIDTH, _HEIGHT = 1000, 160
-
-_STYLE = """\
-  :root { color-scheme: light dark; }
-  body { max-width: 1100px; margin: 0 auto; padding: 20px; font: 15px/1.5 system-ui, sans-serif; }
-  h1 { font-size: 22px; } h2 { font-size: 16px; margin: 26px 0 4px; }
-  table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-  th, td { text-align: left; padding: 3px 10px; border-bottom: 1px solid #8884; white-space: pre; }
-  td.n, th.n { text-align: right; }
-  svg { width: 100%; border: 1px solid #8884; border-radius: 6px; }
-  polyline { fill: none; stroke: #1f5fbf; stroke-width: 2; vector-effect: non-scaling-stroke; }
-  p { margin: 4px 0; color: #777; } div { overflow-x: auto; }
-"""
 
 
 def capture_page(path: Path, model: str | None) -> bytes:
@@ -35,8 +22,8 @@ def capture_page(path: Path, model: str | None) -> bytes:
     tables = [*summary_tables(state, decode, with_gone=True), curve_table(curve(watchers), state)]
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
-    body = "\n".join([chart, *(as_html(table) for table in tables if table.rows)])
-    return html_page(f"KV events of {one_line(path.name)}", _STYLE, body)
+    body = "\n".join([chart, *(pages.as_html(table) for table in tables if table.rows)])
+    return pages.html_page(f"KV events of {one_line(path.name)}", body)
 
 
 def residency(reader: CaptureReader) -> list[tuple[float, int]]:
@@ -56,12 +43,8 @@ def residency(reader: CaptureReader) -> list[tuple[float, int]]:
 def _chart(history: Sequence[tuple[float, int]]) -> str:
     start, end = history[0][0], history[-1][0]
     top = max(num_blocks for _, num_blocks in history) or 1
-    points = " ".join(
-        f"{_WIDTH * (time_s - start) / ((end - start) or 1):.1f},{_HEIGHT - (_HEIGHT - 8) * num_blocks / top:.1f}"
-        for time_s, num_blocks in history
-    )
-    return (
-        f"<h2>Blocks resident</h2><p>at most {top:,}, over {end - start:,.1f} seconds</p>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" height="{_HEIGHT}" role="img" '
-        f'aria-label="Blocks resident"><polyline points="{points}"/></svg>'
-    )
+    chart = pages.LineChart((start, end), top, height=200)
+    ticks = [(start, (f"{start:,.1f} s",)), (end, (f"{end:,.1f} s",))]
+    parts = [*chart.axes(ticks, [(0, "0"), (top, f"{top:,}")]), chart.line(history)]
+    text = f"<p>at most {top:,}, over {end - start:,.1f} seconds</p>"
+    return pages.section("Blocks resident", text, chart.svg(parts, "Blocks resident"))

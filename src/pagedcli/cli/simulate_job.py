@@ -14,12 +14,14 @@ from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import LoadedConfig
 from pagedcli.core.budget import ModelSizes
 from pagedcli.core.groups import CacheGroup, cache_groups, group_size
+from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, EngineStarted, Eviction
 from pagedcli.files import whole_file
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.forecast import model_sizes
+from pagedcli.printable import plural
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation import tables as tables
@@ -35,7 +37,6 @@ from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, parse_po
 from pagedcli.trace.writer import TraceWriter
 
 EXIT_BAD_ROWS = 3
-_STEP_TOKENS = 2048  # the engine's default on a GPU
 
 
 def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
@@ -45,7 +46,7 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     block_size = _block_size(loaded, workload, recorded)
     model = _model(loaded, workload)
     accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
-    plan = _plan(loaded, workload, recorded, block_size)
+    plan = _plan(loaded, options, workload, recorded, block_size)
     if model is not None:
         limits = replace(plan.limits, windows=model.windows)
         plan = replace(plan, limits=limits, block_bytes=model.block_bytes(block_size))
@@ -157,27 +158,54 @@ def _kv_dtype(loaded: LoadedConfig) -> str:
 # ---------------------------------------------------------------------- the engine
 
 
-def _plan(loaded: LoadedConfig, workload: Workload, recorded: EngineStarted | None, block_size: int) -> Plan:
-    """The simulated engine: as configured; what is not configured as in the recorded run, or by default."""
+def _plan(
+    loaded: LoadedConfig,
+    options: SimulateOptions,
+    workload: Workload,
+    recorded: EngineStarted | None,
+    block_size: int,
+) -> Plan:
+    """The simulated engine. What is not configured is as in the recorded run, or for a prompt file as generate decides
+    on this machine or on the named card; for traces of others it is assumed, with a note."""
     engine, given = loaded.config.engine, loaded.sources
-    if recorded is not None and "engine.max_num_seqs" not in given:
-        max_num_seqs = recorded.max_num_seqs
-    else:
-        max_num_seqs = engine.max_num_seqs
-    budget, chunk = engine.max_num_batched_tokens, engine.chunked_prefill_size
+    max_num_seqs, chunk = engine.max_num_seqs, engine.chunked_prefill_size
+    step_tokens = engine.max_num_batched_tokens
     if recorded is not None:
-        budget = budget or recorded.max_num_batched_tokens
+        max_num_seqs = max_num_seqs if "engine.max_num_seqs" in given else recorded.max_num_seqs
+        step_tokens = step_tokens or recorded.max_num_batched_tokens
         chunk = chunk or recorded.chunked_prefill_size
+    elif workload.format == "prompts":
+        step_tokens = step_tokens or _decided_step_tokens(loaded, options)
+    if step_tokens is None:
+        step_tokens = max(STEP_TOKENS, max_num_seqs)
+        if not options.no_schedule:
+            workload.notes.append(
+                f"assumed: up to {plural(max_num_seqs, 'sequence')} and {plural(step_tokens, 'token')} per step, the"
+                " defaults on a GPU (see --max-num-seqs, --max-num-batched-tokens)"
+            )
     return plan_for(
         workload,
         num_blocks=1,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget or max(_STEP_TOKENS, max_num_seqs),
+        max_num_batched_tokens=step_tokens,
         chunked_prefill_size=chunk,
         preemption_policy=engine.preemption_policy,
         windows=(None,) if recorded is None else recorded.windows,
     )
+
+
+def _decided_step_tokens(loaded: LoadedConfig, options: SimulateOptions) -> int | None:
+    """Tokens per step of `generate`, on this machine or the named card. None for a tokenizer without a model."""
+    from pagedcli.planning.decide import decide
+    from pagedcli.planning.machine import described_gpu, this_machine
+
+    _, spec = prompt_model(loaded, None)
+    if spec is None:
+        return None
+    card = None if options.gpu is None else find_card(options.gpu)
+    machine = this_machine() if card is None else described_gpu(card.total_bytes, capability=card.capability)
+    return decide(loaded.config.engine, spec, machine).limits.max_num_batched_tokens
 
 
 def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload, model: _Model | None) -> Schedule:
@@ -226,7 +254,9 @@ def _run(
     progress, num_requests = ProgressLine(line_every_s=5.0), len(sweep.workload.requests)
 
     def observe(num_blocks: int, policy: str, num_done: int) -> None:
-        progress.show(lambda _: f"pool of {num_blocks:,} blocks, {policy}: {num_done:,}/{num_requests:,} requests")
+        progress.show(
+            lambda _: f"pool of {plural(num_blocks, 'block')}, {policy}: {num_done:,}/{plural(num_requests, 'request')}"
+        )
 
     with _recording(record) as emit:
         found = list(points(sweep, plan, pools, policies, schedule, emit=emit, observe=observe))

@@ -12,6 +12,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.events import EngineStarted, Eviction
 
 NO_LIMIT = 2**62  # where an engine's own limits are not known
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # default tokens per step; a larger budget does not help a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

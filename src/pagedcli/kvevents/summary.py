@@ -128,7 +128,8 @@ def limits(state: KVState) -> list[str]:
             said.append(f"{publisher.name}: what happened before message {check.first_seq:,} is unknown")
         if check.num_missed:
             said.append(
-                f"{publisher.name}: {check.num_missed:,} messages are missing in {check.num_gaps:,} gaps; blocks "
+                f"{publisher.name}: {plural(check.num_missed, 'message')} missing in "
+                f"{plural(check.num_gaps, 'gap')}; blocks "
                 "removed in them still look resident"
             )
         elif not check.next_seq and state.num_batches:
@@ -140,7 +141,7 @@ def limits(state: KVState) -> list[str]:
         )
     unknown = state.total("num_unknown_removals")
     if unknown:
-        said.append(f"{unknown:,} removals were of blocks whose storing was never seen")
+        said.append(f"{plural(unknown, 'removal')} of blocks whose storing was never seen")
     if state.history.num_forgotten or state.total("num_refused"):
         said.append(f"more blocks than the limit ({state.history.max_blocks:,}): counts are too low")
     return said

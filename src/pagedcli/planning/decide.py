@@ -13,7 +13,7 @@ from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import MemoryBudget, block_bytes
 from pagedcli.core.groups import cache_groups, group_size
-from pagedcli.core.limits import Limits
+from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
 from pagedcli.layers.linear import unpacked_note
@@ -31,7 +31,6 @@ from pagedcli.planning.machine import Gpu, Machine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
-STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # a larger budget does not help a CPU
 LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 

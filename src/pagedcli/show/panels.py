@@ -126,7 +126,7 @@ def work_lines(moment: Moment) -> Text:
     share = recomputed / facts.num_computed_tokens if facts.num_computed_tokens else None
     others = stats.run.from_others
     lines = [
-        f"hits      {others.tokens_hit:,} of {others.tokens:,} tokens looked up, "
+        f"hits      {others.tokens_hit:,} of {plural(others.tokens, 'token')} looked up, "
         f"{others.blocks_hit:,} of {others.blocks_asked:,} full blocks",
         f"preempted {plural(facts.num_preemptions, 'time')}: {plural(stats.num_dropped_tokens, 'token')} dropped, "
         f"{recomputed:,} computed again ({percent(share)} of all computed)",

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pagedcli.show.pages import palette
 from pagedcli.show.report_frames import BlockFrames, TableFrames
 from pagedcli.trace.file import TraceReader
 from pagedcli.trace.fold import fold
@@ -84,7 +85,7 @@ def _page(title: str, document: dict[str, Any]) -> bytes:
 
     parts = {
         "{{title}}": html.escape(title),
-        "{{style}}": part("page.css"),
+        "{{style}}": palette() + part("page.css"),
         "{{data}}": embedded_json(document),
         "{{script}}": "".join(part(name) for name in _SCRIPTS),
     }

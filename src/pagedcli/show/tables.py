@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from html import escape
 from shutil import get_terminal_size
 from typing import Any
 
@@ -107,7 +106,7 @@ def as_text(table: Table, width: int | None = None) -> str:
     """Aligned columns, numbers right, text left. Text beyond `width` cells wraps in the last column."""
     if not table.rows:
         return "\n".join([one_line(table.title), *_notes(table.notes or ("none",), width)]) + "\n"
-    cells = [[column.header for column in table.columns], *_shown(table)]
+    cells = [[column.header for column in table.columns], *shown_cells(table)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(table.columns))]
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
     room = None if width is None or table.columns[-1].is_number or width - indent < 16 else width - indent
@@ -138,47 +137,10 @@ def as_csv(table: Table, *, with_title: bool = False) -> str:
 def as_markdown(table: Table) -> str:
     """A GitHub table below a heading."""
     rules = ["---:" if column.is_number else "---" for column in table.columns]
-    rows = [[column.header for column in table.columns], rules, *_shown(table)]
+    rows = [[column.header for column in table.columns], rules, *shown_cells(table)]
     lines = ["| " + " | ".join(_markdown(cell) for cell in row) + " |" for row in rows]
     notes = [f"\n{_markdown(one_line(note))}" for note in table.notes]
     return "\n".join([f"### {_markdown(one_line(table.title))}", "", *lines, *notes]) + "\n"
-
-
-def html_page(title: str, style: str, body: str) -> bytes:
-    """A self-contained page, in UTF-8, that runs no scripts. The title is text, `body` is HTML."""
-    return f"""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-{body}
-</body>
-</html>
-""".encode()
-
-
-def as_html(table: Table) -> str:
-    """A heading, a table and its notes, for a page."""
-
-    def cell(tag: str, text: str, is_number: bool) -> str:
-        return f"<{tag}{' class=n' if is_number else ''}>{escape(text)}</{tag}>"
-
-    head = "".join(cell("th", column.header, column.is_number) for column in table.columns)
-    rows = [
-        "".join(cell("td", text, column.is_number) for text, column in zip(row, table.columns, strict=True))
-        for row in _shown(table)
-    ]
-    lines = "".join(f"<tr>{row}</tr>" for row in rows)
-    notes = "".join(f"<p>{escape(one_line(note))}</p>" for note in table.notes)
-    return f"<h2>{escape(table.title)}</h2><div><table><tr>{head}</tr>{lines}</table></div>{notes}"
 
 
 def _markdown(text: str) -> str:
@@ -186,7 +148,8 @@ def _markdown(text: str) -> str:
     return re.sub(r"([\\|<\[`])", r"\\\1", text)
 
 
-def _shown(table: Table) -> list[list[str]]:
+def shown_cells(table: Table) -> list[list[str]]:
+    """The rows as text."""
     return [
         ["-" if (value := row.get(column.key)) is None else one_line(column.show(value)) for column in table.columns]
         for row in table.rows[: table.max_shown]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pagedcli.events import Eviction
-from pagedcli.printable import percent_text, plural
+from pagedcli.printable import byte_text, percent_text, plural
 from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
 from pagedcli.simulation.stack_distance import LruCurve, lru_curve, stack_distances
 from pagedcli.simulation.sweep import Sweep, SweepPoint
@@ -31,7 +31,7 @@ def answers(
     policy = _answered_policy(sweep, [point for point in points if point.num_blocks == pools[0]])
     return [
         _ceiling(sweep, block_bytes),
-        *_doubling(sweep, pools),
+        *_doubling(sweep, pools, points),
         *_in_use(points),
         *_policies(points),
         *_reordering(sweep, pools[0], policy, known),
@@ -52,22 +52,24 @@ def _ceiling(sweep: Sweep, block_bytes: int | None) -> str:
     if sweep.has_windows:
         return without_limit
     sizes = [curve.size_for(share) or 0 for share in SHARES]
-    texts = [
-        f"{size:,}" if block_bytes is None else f"{size:,} ({size * block_bytes / 2**30:,.1f} GiB)" for size in sizes
-    ]
+    texts = [f"{size:,}" if block_bytes is None else f"{size:,} ({byte_text(size * block_bytes)})" for size in sizes]
     shares = " / ".join(f"{100 * share:.0f}" for share in SHARES)
-    return f"{without_limit} LRU without running requests gets {shares} % of that with {' / '.join(texts)} blocks."
+    blocks = "block" if sizes[-1] == 1 else "blocks"
+    return f"{without_limit} LRU without running requests gets {shares} % of that with {' / '.join(texts)} {blocks}."
 
 
-def _doubling(sweep: Sweep, pools: Sequence[int]) -> list[str]:
+def _doubling(sweep: Sweep, pools: Sequence[int], points: Sequence[SweepPoint]) -> list[str]:
     gains, curve = [], sweep.curve
     for size in pools:
         before, after = sweep.lru(size)[1], sweep.lru(2 * size)[1]
         if after - before >= _NOTABLE * curve.num_tokens:
             gains.append(f"from {_percent(before, curve)} to {_percent(after, curve)} at {plural(size, 'block')}")
-    if not gains:
-        return ["Doubling any of these pools gains less than 0.1 points."]
-    return [f"Doubling the memory raises the hit rate {', '.join(gains)} (LRU without running requests)."]
+    if gains:
+        return [f"Doubling the memory raises the hit rate {', '.join(gains)} (LRU without running requests)."]
+    sentence = "Doubling any of these pools raises the hit rate by less than 0.1 points (LRU without running requests)"
+    if any(point.run is not None and point.run.num_preemptions for point in points):
+        return [f"{sentence}, but it also saves preemptions."]
+    return [f"{sentence}."]
 
 
 def _in_use(points: Sequence[SweepPoint]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 import msgspec
 
 from pagedcli.errors import TraceError, UsageError
+from pagedcli.printable import plural
 from pagedcli.simulation.reading import TraceLines
 from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
 
@@ -215,12 +216,13 @@ class _Reader:
         if size is None:
             raise _BadRow("the line does not say how many tokens a hash covers (see --hash-size)")
         if self.workload.hash_size not in (None, size):
-            raise _BadRow(f"{size} tokens per hash, earlier lines have {self.workload.hash_size}")
+            raise _BadRow(f"{plural(size, 'token')} per hash, earlier lines have {self.workload.hash_size}")
         hashes = row.hash_list()
         if not num_prompt // size <= len(hashes) <= -(-num_prompt // size):
             covered = len(hashes) * size
             raise _BadRow(
-                f"{len(hashes):,} hashes of {size} tokens are {covered:,} tokens, the prompt has {num_prompt:,}"
+                f"{plural(len(hashes), 'hash')} of {plural(size, 'token')} cover {covered:,} tokens, the prompt "
+                f"has {num_prompt:,}"
             )
         self.workload.hash_size = size
         index = str(len(self.workload.requests))

@@ -13,6 +13,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.admission import admit
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError, TraceError, UsageError
+from pagedcli.printable import plural
 from pagedcli.simulation.reading import TraceLines
 from pagedcli.simulation.requests import MAX_TOKENS, TraceRequest, Workload
 
@@ -53,7 +54,7 @@ def read_prompts(
         raise UsageError(f"{name} has no valid row{first}")
     indices = (int(row.request_id.split("/")[0]) for row in workload.requests)
     if outputs is not None and (missing := sum(index not in outputs for index in indices)):
-        workload.notes.append(f"{missing:,} rows have no output in the earlier run: they generate their max_tokens")
+        workload.notes.append(f"no output in the earlier run for {plural(missing, 'row')}: simulated up to max_tokens")
     return workload
 
 

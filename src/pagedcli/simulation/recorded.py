@@ -16,6 +16,7 @@ from pagedcli.events import (
     TokensSampled,
 )
 from pagedcli.kvevents.capture import CaptureReader, stored_runs
+from pagedcli.printable import plural
 from pagedcli.simulation.requests import Chains, TraceRequest, Workload
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.file import TraceReader
@@ -115,10 +116,14 @@ class _Requests(View[PoolState]):
         """Keep the requests that finished, and give them their outputs."""
         workload = self.workload
         if self._num_beam_searches:
-            workload.notes.append(f"{self._num_beam_searches:,} beam searches, which simulate does not model: left out")
+            workload.notes.append(
+                f"{plural(self._num_beam_searches, 'beam search')}, which simulate does not model: left out"
+            )
         finished = [request for request in workload.requests if request.num_output_tokens is not None]
         if len(finished) < len(workload.requests):
-            workload.notes.append(f"{len(workload.requests) - len(finished):,} requests did not finish: left out")
+            workload.notes.append(
+                f"{plural(len(workload.requests) - len(finished), 'request')} did not finish: left out"
+            )
         workload.requests = finished
         for request in finished:
             samples = self._samples[request.request_id]
@@ -165,7 +170,9 @@ def read_kv_events(path: Path) -> Workload:
         if not run.hashes:
             continue
         if workload.hash_size not in (None, run.block_size):
-            workload.add_bad(reader.place, f"blocks of {run.block_size} tokens, earlier ones have {workload.hash_size}")
+            workload.add_bad(
+                reader.place, f"blocks of {plural(run.block_size, 'token')}, earlier ones have {workload.hash_size}"
+            )
             continue
         workload.hash_size = run.block_size
         group = f"{run.group} {run.lora}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pagedcli.core.prefixes import Prefix, compute_hash
+from pagedcli.printable import plural
 
 MAX_TOKENS = 2**24  # of one request: more is a broken line
 MAX_LISTED = 20  # bad lines kept with their reason; all are counted
@@ -86,7 +87,7 @@ class Workload:
             return
         num_early = sum(later < earlier for earlier, later in pairwise(times))
         if num_early:
-            self.notes.append(f"{num_early:,} lines have an earlier time than the line before: sorted by time")
+            self.notes.append(f"{plural(num_early, 'line')} with an earlier time than the line before: sorted by time")
             self.requests.sort(key=lambda request: request.arrival_s or 0.0)
         first_s = self.requests[0].arrival_s or 0.0
         for request in self.requests:

@@ -1,4 +1,4 @@
-"""Many pools and policies over one workload: real runs, and what caches without running requests would do."""
+"""Many pools and policies over one workload: simulated runs, and what caches without running requests would do."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -7,21 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagedcli.config import parse_bytes
-from pagedcli.core import eviction
+from pagedcli.core.eviction import POLICIES
+from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.events import Emit, Eviction
+from pagedcli.printable import plural
 from pagedcli.simulation.accesses import Accesses, Ints, num_warmup
 from pagedcli.simulation.bounds import clairvoyant_hits
 from pagedcli.simulation.misses import CacheBounds, split
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import RunResult, Schedule, known_ahead, simulate
 from pagedcli.simulation.stack_distance import NEVER, LruCurve, hits_per_request, lru_curve, stack_distances
-from pagedcli.simulation.unscheduled import STEP_TOKENS, tokens_of_hits, unscheduled_hits
+from pagedcli.simulation.unscheduled import tokens_of_hits, unscheduled_hits
 
 DEFAULT_POOLS = "5%,10%,25%,50%,100%"
 MOST_BLOCKS = 2**24  # of a simulated pool: each takes about 200 bytes
-POLICIES: tuple[Eviction, ...] = tuple(eviction.POLICIES)
 
 
 def parse_pools(text: str, num_unique: int, block_bytes: int | None) -> list[int]:
@@ -47,7 +48,7 @@ def _parse_pool(text: str, num_unique: int, block_bytes: int | None) -> int:
             raise UsageError(f"--pool {text} needs the bytes of a block: name the model with -m")
         size = num_bytes // block_bytes
     if not 1 <= size <= MOST_BLOCKS:
-        raise UsageError(f"--pool: {text} is {size:,} blocks, but must be 1 to {MOST_BLOCKS:,}")
+        raise UsageError(f"--pool: {text} is {plural(size, 'block')}, but must be 1 to {MOST_BLOCKS:,}")
     return size
 
 
@@ -70,6 +71,11 @@ class SweepPoint:
     hit_blocks: tuple[int, int]  # (hit, looked up)
     hit_tokens: tuple[int, int]
     parts: dict[str, int]  # tokens by part, see misses.PARTS
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that hit."""
+        return self.hit_tokens[0] / max(1, self.hit_tokens[1])
 
 
 class Sweep:
@@ -152,7 +158,7 @@ class Sweep:
     def scheduled(
         self, plan: Plan, schedule: Schedule, emit: Emit | None = None, observe: Callable[[int], None] | None = None
     ) -> SweepPoint:
-        """A real run."""
+        """A simulated run."""
         run = simulate(self.workload, plan, schedule, emit=emit, observe=observe)
         known = known_ahead(self.accesses.prompt_tokens, plan, schedule)
         bounds = self._bounds(plan.num_blocks, self._hits(plan.num_blocks, plan.limits.eviction, known))

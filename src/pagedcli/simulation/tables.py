@@ -113,7 +113,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
     rows = [point_row(point, sweep) for point in points]
     columns = [
         Column("pool_blocks", "pool", count),
-        Column("pool_share", "share", percent),
+        Column("pool_share", "share", share),
         Column("policy", "policy"),
         Column("hit_rate_tokens", "tokens", percent),
         Column("hit_rate_blocks", "blocks", percent),
@@ -126,14 +126,14 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
     title = "Hit rates without running requests"
     if schedule is None:
         columns.append(Column("clairvoyant_hit_rate_tokens", "best", percent))
-        notes.append("best: tokens that hit with the clairvoyant, which evicts what is needed last")
+        notes.append("best: tokens that hit with the clairvoyant, whose evictions are the best possible")
     if block_bytes is not None:
         for row in rows:
             row["pool_bytes"] = row["pool_blocks"] * block_bytes
         columns[1] = Column("pool_bytes", "memory", size)
         notes[0] = "pool: in blocks; memory: of K and V in these blocks"
     if schedule is not None:
-        title = "Hit rates of real runs"
+        title = "Hit rates of simulated runs"
         timed = schedule.step_time is not None
         columns += [
             Column("lru_unscheduled_hit_rate_tokens", "LRU", percent),
@@ -146,7 +146,7 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             notes.append("refused: requests that never fit into the pool; they count nowhere else")
         notes += [
             "LRU, best: tokens that hit in the same pool without running requests: under LRU, and with the clairvoyant,"
-            " which evicts what is needed last",
+            " whose evictions are the best possible",
             f"waiting: mean {'time' if timed else 'steps'} from arrival to the first step that computes a request;"
             " preempted: in the whole run",
         ]
@@ -175,6 +175,11 @@ def miss_table(points: Sequence[SweepPoint]) -> Table:
     notes = ["shares of the prompts' tokens, adding up to 100 %; each token counts where it first fits, left to right"]
     notes += [f"{PART_NAMES[name]}: {PARTS[name]}" for name in used]
     return Table("misses", "Where the prompts' tokens went", columns, rows, notes)
+
+
+def share(value: float) -> str:
+    """21.3 %, or `50 times` of a pool that is far larger than what it is compared with."""
+    return percent(value) if value < 10 else f"{value:,.0f} times"
 
 
 def seconds(value: float) -> str:

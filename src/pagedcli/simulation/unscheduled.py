@@ -13,11 +13,10 @@ import numpy as np
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.groups import TableShape
+from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.events import Eviction
 from pagedcli.simulation.accesses import Accesses, Ints
 from pagedcli.simulation.requests import MAX_TOKENS, chain_of
-
-STEP_TOKENS = 2048  # the engine's default on a GPU
 
 
 class Prompt:
