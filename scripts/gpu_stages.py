@@ -120,10 +120,10 @@ def attention(scale: Scale) -> Result:
 
 def memory(scale: Scale) -> Result:
     """What profile-memory predicts against what the engine measured, and whether the pool was really there."""
-    from dataclasses import fields
-
-    from pagedcli.core.budget import ModelSizes
+    from pagedcli.models.footprint import footprint
+    from pagedcli.models.formats import AS_STORED
     from pagedcli.models.reading import read_spec
+    from pagedcli.planning.memory import activation_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         # on a CPU the native decoder packs its weights, which needs some room of its own
@@ -132,15 +132,14 @@ def memory(scale: Scale) -> Result:
         spec = read_spec(Path(folder))
     plan, rows = engine.plan, []
     itemsize = scale.dtypes[0].itemsize
-    sizes = ModelSizes(**{field.name: getattr(spec, field.name) for field in fields(ModelSizes)})
-    rows.append({"term": "weights", "predicted": sizes.num_parameters * itemsize, "measured": plan.weight_bytes})
-    if plan.budget is not None:
-        step = plan.limits.largest_step
-        expected = sizes.activation_bytes(step, itemsize)
-        rows.append({"term": "activations", "predicted": expected, "measured": plan.budget.activations})
-        rows.append({"term": "graphs", "predicted": "", "measured": plan.budget.graphs})
+    predicted = footprint(spec, AS_STORED, "triton" if scale.on_gpu else "torch", itemsize).num_bytes
+    rows.append({"term": "weights", "predicted": predicted, "measured": plan.weight_bytes})
+    if plan.memory is not None:
+        expected = activation_bytes(spec, plan.limits.largest_step, itemsize)
+        rows.append({"term": "activations", "predicted": expected, "measured": plan.memory.activations})
+        rows.append({"term": "graphs", "predicted": "", "measured": plan.memory.graphs})
         free, total = torch.cuda.mem_get_info()
-        limit = int(total * plan.budget.utilization)
+        limit = plan.memory.total - plan.memory.reserve
         rows.append({"term": "all, after start", "predicted": limit, "measured": total - free})
     pool = plan.num_blocks * plan.block_bytes
     rows.append({"term": "KV cache", "predicted": pool, "measured": engine.runner.kv_cache.nbytes})
@@ -154,7 +153,7 @@ def memory(scale: Scale) -> Result:
     exact = all(row["measured"] == row["predicted"] for row in rows if row["term"] in ("weights", "KV cache"))
     return (
         fits and exact,
-        f"{plan.num_blocks:,} blocks of {plan.limits.block_size}; weights and pool as predicted: {exact}",
+        f"{plan.num_blocks:,} blocks of {plan.block_size}; weights and pool as predicted: {exact}",
         rows,
     )
 

@@ -3,22 +3,24 @@
 import json
 import random
 from dataclasses import asdict
-from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from pagedcli.bench.busy import Busy, BusyWatch
-from pagedcli.bench.floor import MachineLimits, layer_weights, touched_experts, workload_floor
+from pagedcli.bench.floor import workload_floor
 from pagedcli.bench.rates import MachineRates
 from pagedcli.bench.spread import Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
-from pagedcli.cli import bench_report, terminal
+from pagedcli.cli import bench_report
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
-from pagedcli.models.native_spec import native_spec
+from pagedcli.models.footprint import footprint
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.reading import read_spec
+from pagedcli.planning.cards import Roofline
 
 # seconds on 37 GB/s and 464 GFLOP/s: the table of the machine on which the peers were measured
 PUBLISHED_FLOOR = {"W1": 16.0, "W2": 26.0, "W3": 17.1, "W4": 6.1, "W5": 2.3, "W6": 42.0, "W7": 2.65}
@@ -28,29 +30,16 @@ PUBLISHED_FLOOR = {"W1": 16.0, "W2": 26.0, "W3": 17.1, "W4": 6.1, "W5": 2.3, "W6
 def test_floor_equals_the_published_one(name):
     workload = preset_workload(name)
     spec = read_spec(shape_folder(workload.shape))
-    floor = workload_floor(spec, workload, MachineLimits(37e9, 464e9))
+    floor = workload_floor(spec, footprint(spec, AS_STORED, "cpu", 2), workload, Roofline(37e9, 464e9))
     assert floor.total_s == pytest.approx(PUBLISHED_FLOOR[name], rel=0.01)
     assert floor.total_s == floor.prefill_s + floor.decode_s
-
-
-def test_the_floor_reads_each_expert_once_that_a_step_touches():
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
-    spec = native_spec(Path("."), {**sizes, **heads, **experts}, "qwen3_moe")
-    rest = 2 * 64 * (8 + 4) * 16 + 3 * 64 * 96 + 8 * 64  # attention, the MLP of layer 0, the router of layer 1
-    expert = 3 * 64 * 48
-    assert layer_weights(spec, 1) == pytest.approx(rest + 2 * expert)
-    assert layer_weights(spec, 10_000) == pytest.approx(rest + 8 * expert)
-    rng = random.Random(0)
-    counted = [len({each for _ in range(5) for each in rng.sample(range(8), 2)}) for _ in range(2000)]
-    assert touched_experts(8, 2, 5) == pytest.approx(sum(counted) / len(counted), rel=0.01)
 
 
 def test_floor_of_a_machine_twice_as_fast_is_half():
     workload = preset_workload("W2")
     spec = read_spec(shape_folder(workload.shape))
-    slow, fast = (workload_floor(spec, workload, MachineLimits(k * 37e9, k * 464e9)).total_s for k in (1, 2))
+    weights = footprint(spec, AS_STORED, "cpu", 2)
+    slow, fast = (workload_floor(spec, weights, workload, Roofline(k * 37e9, k * 464e9)).total_s for k in (1, 2))
     assert slow == pytest.approx(2 * fast)
 
 
@@ -200,17 +189,18 @@ def test_a_file_that_is_no_measurement_is_refused_before_measuring(tmp_path, con
         assert str(path) in result.stderr
 
 
-def test_other_work_is_what_all_cores_did_without_this_process(tmp_path):
+def test_other_work_is_what_all_cores_did_without_this_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     stat = tmp_path / "stat"
     stat.write_text("cpu  1000 0 0 9000 0 0 0 0 0 0\ncpu0 ...\n")
-    watch = BusyWatch(stat)
+    watch = BusyWatch()
     stat.write_text("cpu  1300 0 100 9550 0 0 0 50 0 0\n")  # 10 s of all cores: 4 s busy, 0.5 s withheld
     busy = watch.read()
     assert busy.steal == pytest.approx(0.05)
     assert busy.others == pytest.approx(0.4, abs=0.05), "this process has used almost nothing since"
     assert busy.disturbs
     assert not Busy(others=0.01, steal=0.0).disturbs
-    assert BusyWatch(tmp_path / "none").read() is None
+    assert BusyWatch().read() is None, "no time has passed"
 
 
 def test_a_busy_machine_and_an_impossible_share_are_said():
@@ -223,7 +213,7 @@ def test_a_busy_machine_and_an_impossible_share_are_said():
 
 def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, capsys):
     clock = iter([0.0, 5.0, 20.0, 21.0])
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("pagedcli.show.terminal.time.monotonic", lambda: next(clock))
     progress = bench_report.BenchProgress("W1")
     for share in (0.1, 0.25, 0.3):
         progress(share)

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from pagedcli.cli.main import app
 from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefixes import PrefixRows, unit_digests
 from pagedcli.errors import BackendError
-from pagedcli.planning.prompt_survey import PrefixIndex, PromptSurvey, percentile, prefix_digests
+from pagedcli.planning.prompt_survey import PromptSurvey, percentile
 from pagedcli.runner.llm_engine import LLMEngine
 
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -122,16 +123,16 @@ def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
 
 
 def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
-    monkeypatch.setattr("pagedcli.planning.prompt_survey._MIN_RECENT", 3)
-    index = PrefixIndex()
+    monkeypatch.setattr("pagedcli.core.prefixes._MIN_RECENT", 3)
+    index = PrefixRows()
     prompts = [[token, *range(100)] for token in range(20)]
     for row, prompt in enumerate(prompts):
-        digests = prefix_digests(prompt)
+        digests = unit_digests(prompt, None, 8)
         assert index.num_known(digests) == 0
         index.add(digests, row)
-    assert len(index) == 20 * 13
+    assert len(index) == 20 * 12
     for row, prompt in enumerate(prompts):
-        digests = prefix_digests([*prompt, 5, 5, 5])
+        digests = unit_digests([*prompt, 5, 5, 5], None, 8)
         assert index.num_known(digests) == 12
         assert {index.first_row(digest) for digest in digests[:12]} == {row}
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.prefixes import unit_digests
 from pagedcli.core.sequence import Sequence
-from pagedcli.distributed.partition import PartQueue, PrefixKeys, SharePlan, balance, chain_hashes, facts
+from pagedcli.distributed.partition import PartQueue, PrefixKeys, SharePlan, balance, facts
 from pagedcli.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -38,7 +39,7 @@ def test_the_chain_hash_is_that_of_the_block_manager():
     for salt in (None, "tenant"):
         seq = Sequence(0, "0", tokens, SamplingParams(), max_new_tokens=1, cache_salt=salt)
         manager.lookup(seq)
-        assert chain_hashes(tokens, BLOCK, salt) == [prefix.hash for prefix in seq.prefixes]
+        assert unit_digests(tokens, salt, BLOCK) == [prefix.hash for prefix in seq.prefixes]
 
 
 def test_rows_of_a_family_are_neighbours_whatever_their_order_in_the_file():

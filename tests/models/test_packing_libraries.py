@@ -10,7 +10,7 @@ import pytest
 import torch
 from quantized_zoo import dequantized, random_codes
 
-from pagedcli.models.packed_formats import Checkpoint
+from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.quantization import read_quantization
 
 SHAPE = 96, 128
@@ -31,7 +31,7 @@ def numbers(bits, *, act_order=False, symmetric=False):
 def read(stored, config):
     """The weight in float32 that we read from stored tensors, by the config that goes with them."""
     quantization = read_quantization({"quantization_config": config}, Path("config.json"))
-    layer_format = Checkpoint(quantization).of("model.layers.0.mlp.up_proj")
+    layer_format = CheckpointFormat(quantization).of("model.layers.0.mlp.up_proj")
     return layer_format.torch_linear([stored], None, torch.float32)(torch.eye(SHAPE[1])).T
 
 

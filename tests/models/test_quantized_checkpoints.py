@@ -26,14 +26,14 @@ from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.loading import load_model, weight_format
-from pagedcli.models.packed_formats import Checkpoint
+from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.weights import CheckpointWeights
 from pagedcli.planning.decide import decide
-from pagedcli.planning.forecast import predict_terms
 from pagedcli.planning.machine import this_machine
+from pagedcli.planning.memory import predict_terms
 from pagedcli.runner.llm_engine import LLMEngine
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_a_named_layer_has_its_own_group_before_that_of_all_linear_layers(order,
         "b": {**SCHEME, "targets": ["re:.*down_proj"], "weights": {**SCHEME["weights"], "num_bits": 8}},
     }
     config = {**PACKED, "config_groups": {name: groups[name] for name in order}}
-    stored = Checkpoint(read_spec(config_of(tmp_path, config)).quantization)
+    stored = CheckpointFormat(read_spec(config_of(tmp_path, config)).quantization)
     assert stored.of("model.layers.0.mlp.down_proj").quantization.bits == 8
     assert stored.of("model.layers.0.mlp.up_proj").quantization.bits == 4
     assert stored.of("lm_head") is AS_STORED
@@ -192,7 +192,7 @@ def test_a_named_layer_has_its_own_group_before_that_of_all_linear_layers(order,
 
 def test_the_first_pattern_of_gptq_that_names_a_layer_decides(tmp_path):
     dynamic = {r"+:.*\.0\..*down.*": {"bits": 8}, "-:.*down.*": {}, ".*up.*": {"group_size": 64}}
-    stored = Checkpoint(read_spec(config_of(tmp_path, {**GPTQ, "dynamic": dynamic})).quantization)
+    stored = CheckpointFormat(read_spec(config_of(tmp_path, {**GPTQ, "dynamic": dynamic})).quantization)
     assert stored.of("model.layers.0.mlp.down_proj").quantization.bits == 8
     assert stored.of("model.layers.1.mlp.down_proj") is AS_STORED
     assert stored.of("model.layers.1.mlp.up_proj").quantization.group_size == 64

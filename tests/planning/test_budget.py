@@ -4,28 +4,15 @@ import ast
 import gc
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import replace as changed
+from pathlib import Path
 
 import pytest
 import torch
-from model_zoo import NATIVE_FAMILIES, tiny_model
-from msgspec.structs import replace
+from model_zoo import tiny_model
 from torch.profiler import ProfilerActivity, profile
 
-from pagedcli.config import EngineConfig
-from pagedcli.core.budget import (
-    MemoryBudget,
-    MemoryTerms,
-    ModelSizes,
-    StepShape,
-    block_bytes,
-)
-from pagedcli.core.groups import TableShape
-from pagedcli.errors import UsageError
-from pagedcli.models.reading import read_spec
-from pagedcli.planning.cards import CARDS, find_card
-from pagedcli.planning.machine import host_memory
-from pagedcli.planning.memory_report import (
+from pagedcli.cli.profile_memory import (
     block_formula,
     concurrency_rows,
     missing_memory,
@@ -33,55 +20,59 @@ from pagedcli.planning.memory_report import (
     target_rows,
     waterfall_rows,
 )
+from pagedcli.config import EngineConfig
+from pagedcli.core.budget import TERMS, StepShape, Terms, block_bytes
+from pagedcli.core.groups import TableShape
+from pagedcli.errors import UsageError
+from pagedcli.models.footprint import footprint
+from pagedcli.models.formats import AS_STORED
+from pagedcli.models.native_spec import native_spec
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.cards import CARDS, find_card
+from pagedcli.planning.machine import host_memory
+from pagedcli.planning.memory import activation_bytes
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import measure_step, other_holders, process_memory
 
 GIB = 2**30
-QWEN3_06B = ModelSizes(
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-    qkv_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=True,
+QWEN3_06B = native_spec(
+    Path("."),
+    {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3",
 )
-
-
-def sizes_of(spec):
-    return ModelSizes(**{field.name: getattr(spec, field.name) for field in fields(ModelSizes)})
 
 
 def test_a_qwen3_06b_block_and_a_card_with_known_numbers():
     per_block = block_bytes(num_layers=28, block_size=256, num_kv_heads=8, head_dim=128, kv_dtype="bfloat16")
-    assert per_block == 28 * 2**20 == QWEN3_06B.block_bytes(256, "bfloat16")
-    budget = MemoryBudget(
-        total=int(23.48 * GIB),
-        utilization=0.9,
-        used=int(3.69 * GIB),
-        peak=int(1.58 * GIB),
-        current=int(1.14 * GIB),
-    )
-    assert budget.num_blocks(per_block) == 621
+    assert per_block == 28 * 2**20
+    total, used, peak, current = (int(gib * GIB) for gib in (23.48, 3.69, 1.58, 1.14))
+    reserve = total - int(total * 0.9)
+    terms = Terms(total=total, reserve=reserve, others=used - current, weights=current, activations=peak - current)
+    assert (terms.used, terms.available) == (used, total - used - (peak - current))
+    assert terms.num_blocks(per_block) == 621
     assert block_formula(QWEN3_06B, 256, "bfloat16") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x 128 head_dim x 2 bytes = 29,360,128"
     )
     assert block_formula(QWEN3_06B, 256, "int8") == (
         "2 (K and V) x 28 layers x 256 tokens x 8 kv_heads x (128 head_dim x 1 bytes + 4 of scale) = 15,138,816"
     )
-    assert QWEN3_06B.num_parameters == 596_049_920  # the number on its model card: 0.6B
+    assert footprint(QWEN3_06B, AS_STORED, "torch", 2).parameters == 596_049_920  # the number on its model card: 0.6B
 
 
 @pytest.mark.parametrize("used", [0.5, 2.0])
 def test_a_budget_that_is_spent_gives_no_blocks(used):
-    budget = MemoryBudget(total=GIB, utilization=0.9, used=int(used * GIB), peak=GIB // 2, current=0)
-    assert budget.kv_cache < 0
-    assert budget.num_blocks(1) == 0
+    terms = Terms(total=GIB, reserve=GIB // 10, others=int(used * GIB), weights=0, activations=GIB // 2)
+    assert terms.kv_cache < 0
+    assert terms.num_blocks(1) == 0
 
 
 def test_concurrency_with_and_without_sharing():
@@ -100,19 +91,6 @@ def test_blocks_for_requests_is_the_inverse_of_concurrency(num_requests, num_tok
     num_blocks = TableShape(16).blocks_for_requests(num_requests, num_tokens, shared_tokens=shared)
     assert TableShape(16).concurrency(num_blocks, num_tokens, shared_tokens=shared) == num_requests
     assert TableShape(16).concurrency(num_blocks - 1, num_tokens, shared_tokens=shared) < num_requests
-
-
-@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, "olmo2", "gemma2", "qwen3-moe", "qwen2-moe"])
-def test_predicted_weights_are_those_of_the_loaded_model(family, tmp_path):
-    path = tiny_model(family, tmp_path / family)
-    sizes = sizes_of(read_spec(path))
-    config = EngineConfig(
-        model=str(path), device="cpu", num_gpu_blocks_override=8, attention_backend="reference", max_model_len=128
-    )
-    plain, packed = LLMEngine(config).plan, LLMEngine(replace(config, attention_backend="auto")).plan
-    assert sizes.num_parameters * 4 == plain.weight_bytes
-    assert sizes.num_parameters * 4 == pytest.approx(packed.weight_bytes, rel=0.05)  # kernels may pad their rows
-    assert sizes.block_bytes(16, "float32") == plain.block_bytes == packed.block_bytes
 
 
 def tensor_peak(run):
@@ -144,7 +122,7 @@ def test_predicted_activations_are_near_what_a_step_takes_in_torch(dtype, change
     path = tiny_model("qwen3", tmp_path / "m", **changes)
     engine = wide_engine(path, dtype=dtype, attention_backend="reference")
     step = StepShape.largest(1024, 64, 512)
-    predicted = sizes_of(engine.spec).activation_bytes(step, getattr(torch, dtype).itemsize)
+    predicted = activation_bytes(engine.spec, step, getattr(torch, dtype).itemsize)
     taken = tensor_peak(lambda: measure_step(engine.runner, step))
     assert taken == pytest.approx(predicted, rel=0.4)
 
@@ -179,7 +157,7 @@ def test_predicted_activations_are_near_what_the_system_counts(backend, tmp_path
     if taken is None:
         pytest.skip("/proc does not tell the peak here")
     step = StepShape.largest(1024, 8, 512)
-    assert taken == pytest.approx(sizes_of(read_spec(path)).activation_bytes(step, 4, native=native), rel=0.4)
+    assert taken == pytest.approx(activation_bytes(read_spec(path), step, 4, native=native), rel=0.4)
 
 
 def test_the_largest_step_has_as_many_tokens_and_sequences_as_allowed():
@@ -200,26 +178,31 @@ def test_the_host_tells_its_memory_and_who_holds_it():
 # ---------------------------------------------------------------------- rows
 
 
-TERMS = MemoryTerms(total=100, reserve=10, others=20, runtime=5, weights=30, activations=7, graphs=3)
+USED = Terms(
+    total=100, reserve=10, others=20, runtime=5, weights=30, activations=7, graphs=3, measured=frozenset(TERMS)
+)
 
 
 def test_the_terms_of_the_waterfall_add_up():
-    labels = {field.name: (field.name, "") for field in fields(MemoryTerms)} | {"kv_cache": ("left", "")}
-    predicted = MemoryTerms(total=100, others=20, weights=33, activations=7)
-    rows = {row["term"]: row for row in waterfall_rows(TERMS, predicted, labels)}
+    labels = {name: (name, "") for name in (*TERMS, "kv_cache")}
+    predicted = Terms(total=100, others=20, weights=33, activations=7)
+    rows = {row["term"]: row for row in waterfall_rows(USED, predicted, labels)}
     spent = sum(rows[term]["measured_bytes"] for term in rows if term not in ("total", "kv_cache"))
-    assert rows["total"]["measured_bytes"] - spent == rows["kv_cache"]["measured_bytes"] == TERMS.kv_cache == 25
+    assert rows["total"]["measured_bytes"] - spent == rows["kv_cache"]["measured_bytes"] == USED.kv_cache == 25
     assert rows["weights"]["difference"] == pytest.approx(0.1)
     assert rows["others"]["predicted_bytes"] is None  # not predicted, so not shown as if it were
-    assert list(next(waterfall_rows(TERMS, None, {"weights": ("w", "")})).values())[2:4] == [30, None]
+    assert list(next(waterfall_rows(USED, None, {"weights": ("w", "")})).values())[2:4] == [30, None]
+    unreported = changed(USED, measured=USED.measured - {"activations"})
+    [row] = waterfall_rows(unreported, None, {"activations": ("a", "")})
+    assert (row["measured_bytes"], row["predicted_bytes"]) == (None, 7)  # the system did not tell
 
 
 def test_target_rows_invert_the_terms():
-    [row] = target_rows(3, {"p50": 8}, terms=TERMS, tables=TableShape(4), block_bytes=4)
+    [row] = target_rows(3, {"p50": 8}, terms=USED, tables=TableShape(4), block_bytes=4)
     assert (row["num_blocks"], row["kv_cache_bytes"], row["fits"]) == (6, 24, True)
     assert row["device_bytes"] == 20 + 5 + 30 + 7 + 3 + 24
     assert row["utilization"] == pytest.approx(0.89)
-    [more] = target_rows(4, {"p50": 8}, terms=TERMS, tables=TableShape(4), block_bytes=4)
+    [more] = target_rows(4, {"p50": 8}, terms=USED, tables=TableShape(4), block_bytes=4)
     assert not more["fits"]
 
 
@@ -250,7 +233,7 @@ def test_concurrency_rows_show_sharing_only_if_it_is_known():
     ],
 )
 def test_without_a_block_it_says_who_holds_the_memory_and_what_to_change(terms, remedy):
-    found = MemoryTerms(**{"total": 100 * GIB, "activations": GIB, "reserve": 10 * GIB, **terms})
+    found = Terms(**{"total": 100 * GIB, "activations": GIB, "reserve": 10 * GIB, **terms})
     message, hint = missing_memory(found, GIB, "vllm (pid 7) 95.00 GiB")
     assert f"{(GIB - found.kv_cache) / 2**20:,.2f} MiB are missing" in message
     assert "(pid 7)" in message
@@ -258,8 +241,8 @@ def test_without_a_block_it_says_who_holds_the_memory_and_what_to_change(terms, 
 
 
 def test_with_a_block_nothing_is_missing():
-    assert missing_memory(TERMS, 25) is None
-    assert missing_memory(TERMS, 26) is not None
+    assert missing_memory(USED, 25) is None
+    assert missing_memory(USED, 26) is not None
 
 
 def test_cards_are_found_by_any_spelling():

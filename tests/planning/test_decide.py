@@ -15,8 +15,8 @@ from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.reading import read_spec
 from pagedcli.planning import machine
 from pagedcli.planning.decide import decide
-from pagedcli.planning.fitting import forecast
 from pagedcli.planning.machine import Gpu, Machine, described_gpu
+from pagedcli.planning.memory import expected_pool, predict_terms
 from pagedcli.runner import loading, memory_profile
 from pagedcli.runner.llm_engine import LLMEngine
 
@@ -97,11 +97,12 @@ def test_a_described_gpu_is_decided_for_without_one(config, gpu, expected, spec)
     pytest.importorskip("triton")
     decided = decide(EngineConfig(**config), spec, gpu)
     assert (decided.backend, decided.dtype, decided.kv_dtype) == expected
-    found = forecast(EngineConfig(**config), spec, decided, gpu)
+    found = expected_pool(EngineConfig(**config), spec, decided, gpu)
     assert found is not None
     assert found.num_blocks > 0
     if not decided.on_cpu:
-        assert (found.terms.graphs > 0) == (decided.backend == "triton")
+        terms = predict_terms(EngineConfig(**config), spec, decided, gpu)
+        assert (terms.graphs > 0) == (decided.backend == "triton")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from scripted import Simulation
 from trace_harness import EventList, check_events, simulated
 
+from pagedcli.cli.profile_memory import group_rows
 from pagedcli.core.groups import TableShape, cache_groups
 from pagedcli.errors import TraceError
 from pagedcli.events import StepFinished, WindowPassed
-from pagedcli.planning.memory_report import group_rows
 from pagedcli.trace.check import TraceChecker
 from pagedcli.trace.fold import fold
 from pagedcli.views.explain import Explainer

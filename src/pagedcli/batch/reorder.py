@@ -4,16 +4,14 @@ Used by batch.run. The output keeps its order.
 
 from pagedcli.batch.intake import Prepared
 from pagedcli.batch.lines import Line
-
-MAX_ROWS = 8192  # of a window
-MAX_TOKENS = 2**20  # of the prompts in a window: about 40 MB
+from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 
 
 class PrefixWindow:
     """Requests in the order of their tokens. One window is drained while the next fills: at most two are in memory, and
     a request waits for at most one window."""
 
-    def __init__(self, *, max_rows: int = MAX_ROWS, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, *, max_rows: int = WINDOW_ROWS, max_tokens: int = WINDOW_TOKENS) -> None:
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._filling: list[tuple[Line, Prepared]] = []

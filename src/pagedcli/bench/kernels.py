@@ -7,18 +7,16 @@ import torch
 
 from pagedcli.attention.base import dtype_name
 from pagedcli.bench.attention import STREAM_BYTES, AttentionRow, AttentionShape, attention_rows
-from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.rates import timed_seconds
 from pagedcli.bench.spread import Spread
-from pagedcli.config import Quantization
-from pagedcli.core.budget import INT4_BYTES
 from pagedcli.errors import BackendError
-from pagedcli.layers.linear import Linear
-from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.norm import rms_norm
+from pagedcli.models.formats import AS_STORED, FORMATS
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native import load_library
 from pagedcli.native.structs import DTYPE_CODES
+from pagedcli.planning.cards import Roofline
 
 # sequences, tokens of each, new ones, those that all share
 _ATTENTION_SIZES = (
@@ -48,14 +46,14 @@ class KernelRow:
 
 def kernel_rows(
     spec: ModelSpec,
-    limits: MachineLimits,
+    limits: Roofline,
     tokens: Sequence[int],
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
     windows: Sequence[int] = (),
-    attention_limits: MachineLimits | None = None,
+    attention_limits: Roofline | None = None,
 ) -> Iterator[tuple[float, KernelRow]]:
     """Linear layers and norms of a model at each number of tokens, and attention at a few lengths. On the CPU. Each
     with the share of the measurements that is done.
@@ -90,7 +88,7 @@ def kernel_rows(
             yield place / num_parts, _attention_row(row, dtype, attention_limits or limits)
 
 
-def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: MachineLimits) -> KernelRow:
+def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: Roofline) -> KernelRow:
     shape = row.shape
     size = f"{shape.num_sequences} x {shape.new} after {shape.context - shape.new}"
     size += f", {shape.shared} of them shared" if shape.shared else ""
@@ -104,31 +102,30 @@ def _linear_row(
     out_features: int,
     in_features: int,
     tokens: int,
-    limits: MachineLimits,
+    limits: Roofline,
     dtype: torch.dtype,
-    quantization: Quantization | None,
+    quantization: str | None,
 ) -> KernelRow:
-    if quantization == "int4" and name == "lm_head":
-        quantization = "int8"  # as models are quantized
-    itemsize = {None: dtype.itemsize, "int8": 1, "int4": INT4_BYTES}[quantization]
-    num_bytes = int(out_features * in_features * itemsize)
+    layer_format = FORMATS[quantization].lm_head if name == "lm_head" else FORMATS[quantization].of(name)
+    num_bytes = layer_format.kept_bytes((out_features, in_features), dtype.itemsize, "cpu")
     copies = max(1, STREAM_BYTES // num_bytes)
     x = torch.randn(tokens, in_features).to(dtype)
     weight = torch.randn(out_features, in_features).to(dtype)
     try:
-        library = load_library()
+        layers: list[LinearLayer] = [
+            layer_format.native_linear([{"weight": weight}], None, dtype) for _ in range(copies)
+        ]
     except BackendError:
-        layers: list[Linear | NativeLinear] = [Linear(weight.clone()) for _ in range(copies)]
-    else:
-        layers = [NativeLinear(library, weight, quantization=quantization) for _ in range(copies)]
+        layers = [Linear(weight.clone()) for _ in range(copies)]
     seconds = timed_seconds(lambda: [layer(x) for layer in layers]) * (1 / copies)
     flops = 2 * tokens * out_features * in_features
     size = f"{tokens} x {in_features} -> {out_features}"
-    implementation = type(layers[0]).__name__ + (f" {quantization}" if quantization else "")
+    quantized = "" if layer_format is AS_STORED else f" {layer_format.name}"
+    implementation = type(layers[0]).__name__ + quantized
     return _row(f"linear {name}", size, implementation, seconds, num_bytes, flops, limits)
 
 
-def _norm_row(width: int, tokens: int, limits: MachineLimits, dtype: torch.dtype) -> KernelRow:
+def _norm_row(width: int, tokens: int, limits: Roofline, dtype: torch.dtype) -> KernelRow:
     x, weight = torch.randn(tokens, width).to(dtype), torch.ones(width, dtype=dtype)
     out = torch.empty_like(x)
     try:
@@ -148,10 +145,10 @@ def _norm_row(width: int, tokens: int, limits: MachineLimits, dtype: torch.dtype
 
 
 def _row(
-    kernel: str, size: str, implementation: str, spread: Spread, num_bytes: int, flops: int, limits: MachineLimits
+    kernel: str, size: str, implementation: str, spread: Spread, num_bytes: int, flops: int, limits: Roofline
 ) -> KernelRow:
     seconds = spread.min
-    shortest = max(num_bytes / limits.read_bytes_per_s, flops / limits.flop_per_s)
+    shortest = limits.seconds(num_bytes, flops)
     return KernelRow(
         kernel,
         size,

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedcli.bench.floor import MachineLimits
 from pagedcli.bench.spread import Spread
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library, paths
 from pagedcli.native.memory import empty_in_huge_pages
+from pagedcli.planning.cards import Roofline
 
 READ_BYTES = 1 << 28  # far larger than a CPU cache
 GEMM_TOKENS, GEMM_OUT, GEMM_IN = 1024, 4096, 1024
@@ -45,9 +45,9 @@ class MachineRates:
         )
 
     @property
-    def limits(self) -> MachineLimits:
-        """Rates for bench.floor, with the higher arithmetic rate: either measurement may have been disturbed."""
-        return MachineLimits(self.read_bytes_per_s, max(self.flop_per_s, self.gemm_flop_per_s))
+    def limits(self) -> Roofline:
+        """The roofline, with the higher arithmetic rate: either measurement may have been disturbed."""
+        return Roofline(self.read_bytes_per_s, max(self.flop_per_s, self.gemm_flop_per_s))
 
 
 def measure_rates(dtype: torch.dtype, *, int8: bool = False) -> MachineRates:

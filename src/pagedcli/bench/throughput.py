@@ -1,14 +1,13 @@
 """Runs a workload through the engine and times it: all requests at once, generation only."""
 
 import copy
-import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -18,11 +17,12 @@ from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Spread
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
-from pagedcli.core.budget import INT4_BYTES, head_bytes
+from pagedcli.core.budget import head_bytes
 from pagedcli.core.outputs import RequestOutput
-from pagedcli.models.formats import AS_STORED
-from pagedcli.models.packed_formats import Checkpoint
-from pagedcli.models.parameters import decoder_parameters
+from pagedcli.core.plan import Kernels
+from pagedcli.models.footprint import footprint
+from pagedcli.models.formats import WeightFormat
+from pagedcli.models.loading import weight_format
 from pagedcli.planning.decide import DTYPES
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -98,7 +98,8 @@ def run_workload(
     generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
     warm_up_s = time.perf_counter() - started
     on_cpu = engine.runner.device.type == "cpu"
-    dtype, int8 = DTYPES[engine.plan.dtype], _weight_bytes(engine).rounds_activations
+    formats, kernels = _formats(engine)
+    dtype, int8 = DTYPES[engine.plan.dtype], formats.rounds_activations(kernels)
     runs, machines, busy = [], [], []
     before = measure_rates(dtype, int8=int8) if on_cpu else None
     for place, workload in enumerate(workloads):
@@ -187,33 +188,12 @@ def throughput_row(result: Throughput, workload: Workload) -> dict[str, Any]:
 
 
 def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> float:
-    spec, plan, weights = result.engine.spec, result.engine.plan, _weight_bytes(result.engine)
+    spec, plan = result.engine.spec, result.engine.plan
+    weights = footprint(spec, *_formats(result.engine), DTYPES[plan.dtype].itemsize)
     kv_size = head_bytes(spec.head_dim, plan.kv_dtype) / spec.head_dim
-    floor = workload_floor(
-        spec, workload, machine.limits, itemsize=weights.layers, head_itemsize=weights.head, kv_itemsize=kv_size
-    )
-    return floor.total_s
+    return workload_floor(spec, weights, workload, machine.limits, kv_itemsize=kv_size).total_s
 
 
-class _WeightBytes(NamedTuple):
-    """Bytes per weight of the layers and of the output layer, and whether activations are rounded for them."""
-
-    layers: float
-    head: float
-    rounds_activations: bool
-
-
-def _weight_bytes(engine: LLMEngine) -> _WeightBytes:
-    itemsize, quantization, spec = DTYPES[engine.plan.dtype].itemsize, engine.config.quantization, engine.spec
-    if spec.quantization is not None:
-        stored, kernels = Checkpoint(spec.quantization), engine.plan.kernels
-        num_bytes, num_weights = 0, 0
-        for parameter in decoder_parameters(spec, AS_STORED).values():
-            if parameter.layer_format is not None:
-                for name, shape in parameter.shapes.items():
-                    num_bytes += stored.of(name.removesuffix(".weight")).kept_bytes(shape, itemsize, kernels)
-                    num_weights += math.prod(shape)
-        return _WeightBytes(num_bytes / num_weights, itemsize, stored.rounds_activations(kernels))
-    if quantization is None:
-        return _WeightBytes(itemsize, itemsize, False)
-    return _WeightBytes(INT4_BYTES if quantization == "int4" else 1.0, 1.0, True)
+def _formats(engine: LLMEngine) -> tuple[WeightFormat, Kernels]:
+    """The formats of the engine's linear layers, and the kernels that run them."""
+    return weight_format(engine.config.quantization, engine.spec), engine.plan.kernels

@@ -12,10 +12,10 @@ from pagedcli.cli.prompt_scan import MAX_LISTED, PROMPT_KEYS, PromptScan, prompt
 from pagedcli.cli.share_table import share_table
 from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
 from pagedcli.core.groups import TableShape
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.distributed.partition import SharePlan
 from pagedcli.errors import BackendError
-from pagedcli.planning.memory_report import BLOCK_SIZES
-from pagedcli.planning.prompt_survey import MORE_SLOTS, SMALLEST_RECOMMENDED, UNIT, PromptSurvey
+from pagedcli.planning.prompt_survey import MORE_SLOTS, UNIT, PromptSurvey
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
 from pagedcli.show.terminal import say
@@ -108,15 +108,15 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> "tuple[_Pool | No
     if spec is None:
         return None, None
     from pagedcli.planning.decide import decide
-    from pagedcli.planning.fitting import forecast
     from pagedcli.planning.machine import this_machine
+    from pagedcli.planning.memory import expected_pool
 
     machine = this_machine(free_memory=True)
     try:
         plan = decide(engine, spec, machine)
     except BackendError as error:
         return None, error.message
-    found = forecast(engine, spec, plan, machine)
+    found = expected_pool(engine, spec, plan, machine)
     pool = None
     if found is not None:
         limits = replace(plan.limits, num_blocks=found.num_blocks or None)

@@ -1,32 +1,28 @@
 """`pagedcli profile-memory`: where memory goes, how many KV blocks fit, and what N requests need."""
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
 from pagedcli.config import LoadedConfig, load_config
-from pagedcli.core.budget import MemoryTerms
-from pagedcli.core.groups import group_size
+from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, block_bytes, blocks_for
+from pagedcli.core.groups import CacheGroup, TableShape, group_size
+from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.planning.cards import CARDS
-from pagedcli.planning.memory_report import (
-    block_formula,
-    concurrency_rows,
-    group_rows,
-    missing_memory,
-    size_rows,
-    target_rows,
-    waterfall_rows,
-)
 from pagedcli.planning.prompt_survey import percentile
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
 from pagedcli.show.terminal import say
 
+KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")  # float16 equals bfloat16
+_PREDICTED = ("weights", "activations", "kv_cache")  # the other terms do not follow from the model's sizes
+Row = dict[str, Any]
+
 if TYPE_CHECKING:
+    from pagedcli.models.spec import ModelSpec
     from pagedcli.runner.memory_profile import Profile
 
 _requests = partial(option, panel="Requests")
@@ -86,16 +82,16 @@ def profile_memory(
         tables.append(_fit_table(profile))
     tables.append(_size_table(profile))
     print_tables(tables, format_, facts=_facts(profile, shared))
-    if not profile.num_blocks:
+    if not profile.pool.num_blocks:
         raise _no_blocks(profile)
 
 
 def _no_blocks(profile: "Profile") -> ConfigError:
     """The error for a machine where no block fits, and what to change."""
-    from pagedcli.planning.fitting import fitting_hint
+    from pagedcli.planning.memory import fitting_hint
 
     missing = missing_memory(profile.terms, profile.plan.block_bytes, profile.holders)
-    message, hint = missing or (profile.reason, profile.hint)
+    message, hint = missing or (profile.pool.reason, profile.pool.hint)
     return ConfigError(message, hint=fitting_hint(profile.fits) if profile.fits else hint)
 
 
@@ -137,12 +133,41 @@ def _weights_dtype(profile: "Profile") -> str:
     return dtype if weights is None else f"{weights}, embedding and norms {dtype}"
 
 
+# ---------------------------------------------------------------------- where it goes
+
+
+def waterfall_rows(terms: Terms, forecast: Terms | None, labels: Mapping[str, tuple[str, str]]) -> Iterator[Row]:
+    """One row per term and the remainder. `labels` maps a term to its name and a note; terms without one are left out.
+
+    Next to a measurement, only independent predictions are shown; `difference` is the ratio of both minus 1.
+    """
+    for term in (*TERMS, "kv_cache"):
+        if term not in labels:
+            continue
+        is_measured = term in terms.measured or (term == "kv_cache" and bool(terms.measured))
+        measured = getattr(terms, term) if is_measured else None
+        predicted = None if is_measured else getattr(terms, term)
+        if is_measured and forecast is not None and term in _PREDICTED:
+            predicted = getattr(forecast, term)
+        name, note = labels[term]
+        yield {
+            "term": term,
+            "name": name,
+            "measured_bytes": measured,
+            "predicted_bytes": predicted,
+            "difference": predicted / measured - 1 if measured and predicted else None,
+            "note": note,
+        }
+
+
 def _waterfall_table(profile: "Profile") -> Table:
-    rows = list(waterfall_rows(profile.measured, profile.predicted, _labels(profile)))
-    pool_bytes = profile.num_blocks * profile.plan.block_bytes
-    pool = {"term": "pool", "name": "KV cache", "difference": None, "note": profile.reason.partition(":")[0]}
-    column = "predicted_bytes" if profile.measured is None else "measured_bytes"
-    rows.append(pool | {"measured_bytes": None, "predicted_bytes": None} | {column: pool_bytes})
+    rows = list(waterfall_rows(profile.terms, profile.forecast, _labels(profile)))
+    plan, pool = profile.plan, profile.pool
+    is_measured = bool(profile.terms.measured)
+    column = "measured_bytes" if is_measured else "predicted_bytes"
+    row = {"term": "pool", "name": "KV cache", "difference": None, "note": pool.reason.partition(":")[0]}
+    values = {"measured_bytes": None, "predicted_bytes": None, column: pool.num_blocks * plan.block_bytes}
+    rows.append(row | values)
     if profile.measured_loading is not None:
         measured, predicted = profile.measured_loading, profile.predicted_loading
         rows.append(
@@ -156,29 +181,70 @@ def _waterfall_table(profile: "Profile") -> Table:
             }
         )
     columns = [Column("name", "memory")]
-    if profile.measured is not None:
+    if is_measured:
         columns.append(Column("measured_bytes", "measured", size))
-    if profile.predicted is not None:
-        columns.append(Column("predicted_bytes", "predicted" if profile.measured else "bytes", size))
-    if profile.measured is not None and profile.predicted is not None:
+    if not is_measured or profile.forecast is not None:
+        columns.append(Column("predicted_bytes", "predicted" if is_measured else "bytes", size))
+    if is_measured and profile.forecast is not None:
         columns.append(Column("difference", "off by", percent))
     columns.append(Column("note", "what it is"))
-    plan = profile.plan
-    num_slots = profile.num_blocks // len(plan.groups) * plan.limits.block_size
+    num_slots = pool.num_blocks // len(plan.groups) * plan.limits.block_size
     in_windows = ", and more where windows release blocks" if plan.limits.tables.has_windows else ""
-    formula = block_formula(profile.sizes, plan.limits.block_size, plan.kv_dtype, num_layers=group_size(plan.groups))
+    num_layers = group_size(plan.groups)
+    formula = block_formula(profile.spec, plan.limits.block_size, plan.kv_dtype, num_layers=num_layers)
     notes = [
         f"bytes/block = {formula}",
-        f"{plural(profile.num_blocks, 'block')} of {size(plan.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
+        f"{plural(pool.num_blocks, 'block')} of {size(plan.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
     ]
     num_ranks = profile.config.tensor_parallel_size
     title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
     return Table("waterfall", title, columns, rows, notes)
 
 
+def _block_bytes(spec: "ModelSpec", block_size: int, kv_dtype: str, num_layers: int) -> int:
+    return block_bytes(
+        num_layers=num_layers,
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        kv_dtype=kv_dtype,
+    )
+
+
+def block_formula(spec: "ModelSpec", block_size: int, kv_dtype: str, num_layers: int | None = None) -> str:
+    """Bytes per block, of all layers or of num_layers, with the numbers filled in."""
+    num_layers = num_layers or spec.num_layers
+    head = f"{spec.head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
+    if kv_dtype in SCALE_BYTES:
+        head = f"({head} + {SCALE_BYTES[kv_dtype]} of scale)"
+    return (
+        f"2 (K and V) x {num_layers} layers x {block_size} tokens x {spec.num_kv_heads} kv_heads"
+        f" x {head} = {_block_bytes(spec, block_size, kv_dtype, num_layers):,}"
+    )
+
+
+# ---------------------------------------------------------------------- how many requests
+
+
+def concurrency_rows(
+    lengths: Mapping[str, int], *, num_blocks: int, tables: TableShape, shared_tokens: int | None = None
+) -> Iterator[Row]:
+    """How many requests of each length the pool serves at once, with and without a shared prefix."""
+    for name, num_tokens in lengths.items():
+        row: Row = {
+            "at": name,
+            "num_tokens": num_tokens,
+            "num_blocks": tables.most_blocks(num_tokens, 1),
+            "max_concurrency": tables.concurrency(num_blocks, num_tokens),
+        }
+        if shared_tokens is not None:
+            row["max_concurrency_shared"] = tables.concurrency(num_blocks, num_tokens, shared_tokens=shared_tokens)
+        yield row
+
+
 def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> Table:
     tables = profile.plan.limits.tables
-    rows = list(concurrency_rows(lengths, num_blocks=profile.num_blocks, tables=tables, shared_tokens=shared))
+    rows = list(concurrency_rows(lengths, num_blocks=profile.pool.num_blocks, tables=tables, shared_tokens=shared))
     columns = [
         Column("at", "requests of"),
         Column("num_tokens", "tokens", count),
@@ -191,7 +257,32 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
         notes.append(f"at least half of the rows share their first {shared:,} tokens; only full blocks are shared")
     elif shared == 0:
         notes.append("no prefix is shared by half of the rows")
-    return Table("concurrency", f"Requests that {profile.num_blocks:,} blocks hold", columns, rows, notes)
+    return Table(
+        "concurrency", f"Requests that fit into {plural(profile.pool.num_blocks, 'block')}", columns, rows, notes
+    )
+
+
+def group_rows(
+    lengths: Mapping[str, int], *, groups: Sequence[CacheGroup], tables: TableShape, block_bytes: int, chunk: int
+) -> Iterator[Row]:
+    """What a sequence of each length holds in the groups of each window while it generates, at most while its prompt is
+    computed in chunks, and if no block were released before it ends."""
+    for name, num_tokens in lengths.items():
+        whole = blocks_for(num_tokens, tables.block_size)
+        for window in dict.fromkeys(tables.windows):
+            alike = [index for index, group in enumerate(groups) if group.window == window]
+            num_blocks = sum(tables.most_in_group(index, num_tokens, 1) for index in alike)
+            yield {
+                "at": name,
+                "num_tokens": num_tokens,
+                "window": window,
+                "num_layers": sum(len(groups[index].layers) for index in alike),
+                "num_groups": len(alike),
+                "num_blocks": num_blocks,
+                "num_prefill_blocks": sum(tables.most_in_group(index, num_tokens, chunk) for index in alike),
+                "kv_cache_bytes": num_blocks * block_bytes,
+                "one_table_bytes": whole * len(alike) * block_bytes,
+            }
 
 
 def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
@@ -224,6 +315,32 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
     return Table("groups", "What one sequence holds, by window", columns, rows, notes)
 
 
+def target_rows(
+    num_requests: int,
+    lengths: Mapping[str, int],
+    *,
+    terms: Terms,
+    tables: TableShape,
+    block_bytes: int,
+    shared_tokens: int = 0,
+) -> Iterator[Row]:
+    """What num_requests concurrent requests need at each length: blocks, KV bytes, and the utilization of this device
+    (above 1: too small). Shared tokens count once."""
+    spent = terms.used + terms.activations + terms.graphs
+    for name, num_tokens in lengths.items():
+        num_blocks = tables.blocks_for_requests(num_requests, num_tokens, shared_tokens=shared_tokens)
+        kv_bytes = num_blocks * block_bytes
+        yield {
+            "at": name,
+            "num_tokens": num_tokens,
+            "num_blocks": num_blocks,
+            "kv_cache_bytes": kv_bytes,
+            "device_bytes": spent + kv_bytes,
+            "utilization": (spent + kv_bytes) / terms.total,
+            "fits": kv_bytes <= terms.kv_cache,
+        }
+
+
 def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, int], shared: int) -> Table:
     rows = list(
         target_rows(
@@ -247,18 +364,22 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
     return Table("target", f"What {num_requests:,} concurrent requests need", columns, rows, notes)
 
 
+# ---------------------------------------------------------------------- what else could be chosen
+
+
 def _fit_table(profile: "Profile") -> Table:
     rows = [
         {
             "flags": fit.flags or "as configured",
             "weight_format": fit.weight_format,
-            "kv_dtype": fit.kv_dtype,
-            "weights_bytes": fit.weights,
-            "room_bytes": fit.room,
+            "kv_dtype": fit.plan.kv_dtype,
+            "weights_bytes": fit.terms.weights,
+            "room_bytes": fit.terms.kv_cache,
             "token_bytes": fit.token_bytes,
             "num_tokens": fit.num_tokens,
             "longest_request": fit.longest_request,
-            "max_concurrency": fit.num_sequences,
+            "max_concurrency": fit.max_concurrency,
+            "pool_concurrency": fit.pool_concurrency,
         }
         for fit in profile.fits
     ]
@@ -268,16 +389,40 @@ def _fit_table(profile: "Profile") -> Table:
         Column("room_bytes", "left for KV", lambda room: size(room) if room >= 0 else f"{size(-room)} too few"),
         Column("token_bytes", "KV per token", size),
         Column("longest_request", "longest request", count),
-        Column("max_concurrency", "at model length", decimal),
+        Column("pool_concurrency", "at model length", decimal),
+        Column("max_concurrency", "in all that is left", decimal),
     ]
     length = profile.plan.limits.max_model_len
-    notes = [f"left for KV: all memory that nothing else needs; model length: {length:,} tokens"]
+    notes = [
+        f"at model length ({plural(length, 'token')}): requests that the pool holds at once with these flags",
+        "in all that is left: those that would fit if the pool took all memory left for KV (--kv-cache-memory), as for"
+        " the longest request",
+    ]
     return Table("fits", "What fits, by weight format and KV dtype", columns, rows, notes)
 
 
+def size_rows(
+    spec: "ModelSpec", kv_bytes: int, num_tokens: int, *, groups: Sequence[CacheGroup] | None = None
+) -> Iterator[Row]:
+    """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
+    groups = groups or (CacheGroup(None, tuple(range(spec.num_layers))),)
+    for dtype in KV_DTYPES:
+        for block_size in BLOCK_SIZES:
+            num_bytes = _block_bytes(spec, block_size, dtype, group_size(groups))
+            num_blocks = max(0, kv_bytes) // num_bytes
+            yield {
+                "kv_dtype": dtype,
+                "block_size": block_size,
+                "block_bytes": num_bytes,
+                "num_kvcache_blocks": num_blocks,
+                "num_kvcache_tokens": num_blocks // len(groups) * block_size,
+                "max_concurrency": TableShape.of(block_size, groups).concurrency(num_blocks, num_tokens),
+            }
+
+
 def _size_table(profile: "Profile") -> Table:
-    pool_bytes = profile.num_blocks * profile.plan.block_bytes
-    rows = list(size_rows(profile.sizes, pool_bytes, profile.plan.limits.max_model_len, groups=profile.plan.groups))
+    pool_bytes = profile.pool.num_blocks * profile.plan.block_bytes
+    rows = list(size_rows(profile.spec, pool_bytes, profile.plan.limits.max_model_len, groups=profile.plan.groups))
     columns = [
         Column("kv_dtype", "KV dtype"),
         Column("block_size", "block size", count),
@@ -290,6 +435,50 @@ def _size_table(profile: "Profile") -> Table:
     return Table("sizes", f"The same {size(pool_bytes)} at other block sizes and KV dtypes", columns, rows, notes)
 
 
+# ---------------------------------------------------------------------- the rest
+
+
+def missing_memory(terms: Terms, block_bytes: int, holders: str = "") -> tuple[str, str] | None:
+    """Message and hint for a device where no block fits: what uses the memory, how much is missing, what to change."""
+    if terms.kv_cache >= block_bytes:
+        return None
+    held = {
+        "other processes": terms.others,
+        "kept free by gpu_memory_utilization": terms.reserve,
+        "weights": terms.weights,
+        "activations of the largest step": terms.activations,
+        "runtime": terms.runtime,
+        "CUDA graphs": terms.graphs,
+    }
+    ordered = sorted(((num_bytes, name) for name, num_bytes in held.items() if num_bytes > 0), reverse=True)
+    parts = ", ".join(f"{name} {num_bytes / 2**30:.2f} GiB" for num_bytes, name in ordered)
+    missing = block_bytes - terms.kv_cache
+    message = (
+        f"no KV block fits: one needs {block_bytes / 2**20:.2f} MiB, {missing / 2**20:,.2f} MiB are missing; "
+        f"{terms.total / 2**30:.2f} GiB are used by: {parts}"
+    )
+    if holders:
+        message += f" (other processes: {holders})"
+    return message, _remedy(terms, missing, ordered[0][1])
+
+
+def _remedy(terms: Terms, missing: int, largest: str) -> str:
+    """What to change, the most effective first."""
+    ways = []
+    if largest == "other processes" or terms.others >= missing:
+        ways.append("end other processes on the device")
+    if terms.reserve > missing:
+        needed = (terms.total - terms.reserve + missing) / terms.total
+        ways.append(f"--gpu-memory-utilization {min(1.0, needed + 0.005):.2f} or more")
+    if terms.activations > missing:
+        ways.append("a lower --max-num-batched-tokens (activations)")
+    if terms.graphs > missing:
+        ways.append("--enforce-eager (no CUDA graphs)")
+    if not ways:
+        ways.append("a larger device, a smaller model or a narrower --dtype")
+    return ", or ".join(ways)
+
+
 def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
     terms, block_size = profile.terms, profile.config.block_size
     facts: dict[str, Any] = {
@@ -299,17 +488,17 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
         "quantization": profile.config.quantization,
         "kv_dtype": profile.plan.kv_dtype,
         "backend": profile.plan.backend,
-        "measured": profile.measured is not None,
+        "measured": bool(profile.terms.measured),
         "block_size": block_size,
         "block_bytes": profile.plan.block_bytes,
-        "num_kvcache_blocks": profile.num_blocks,
-        "num_kvcache_blocks_reason": profile.reason,
-        "num_kvcache_tokens": profile.num_blocks // len(profile.plan.groups) * block_size,
-        "kv_cache_bytes": profile.num_blocks * profile.plan.block_bytes,
+        "num_kvcache_blocks": profile.pool.num_blocks,
+        "num_kvcache_blocks_reason": profile.pool.reason,
+        "num_kvcache_tokens": profile.pool.num_blocks // len(profile.plan.groups) * block_size,
+        "kv_cache_bytes": profile.pool.num_blocks * profile.plan.block_bytes,
         "max_model_len": profile.plan.limits.max_model_len,
         "activation_peak_tokens": profile.plan.limits.largest_step.num_tokens,
         "activation_peak_seqs": profile.plan.limits.largest_step.num_seqs,
     }
-    facts |= {f"{field.name}_bytes": getattr(terms, field.name) for field in fields(MemoryTerms)}
+    facts |= {f"{name}_bytes": getattr(terms, name) for name in TERMS}
     facts |= {"loading_peak_bytes": profile.measured_loading, "predicted_loading_peak_bytes": profile.predicted_loading}
     return facts | {"room_bytes": terms.kv_cache, "shared_prefix_tokens": shared}

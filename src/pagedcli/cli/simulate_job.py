@@ -12,15 +12,18 @@ from pagedcli.batch.prompt_reader import limits_without_pool
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import LoadedConfig
-from pagedcli.core.budget import ModelSizes
+from pagedcli.core.budget import ITEMSIZE, block_bytes
 from pagedcli.core.groups import CacheGroup, cache_groups, group_size
 from pagedcli.core.limits import STEP_TOKENS
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, EngineStarted, Eviction
 from pagedcli.files import whole_file
+from pagedcli.models.footprint import footprint
+from pagedcli.models.loading import weight_format
+from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.forecast import model_sizes
+from pagedcli.planning.memory import rank_spec
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine, say
@@ -122,9 +125,8 @@ def _block_size(loaded: LoadedConfig, workload: Workload, recorded: EngineStarte
 class _Model:
     """What a model's config.json says about its cache."""
 
-    sizes: ModelSizes
+    spec: ModelSpec  # of one rank's part
     groups: tuple[CacheGroup, ...]  # of layers that share blocks
-    num_windowed: int  # layers with a window
     kv_dtype: str
 
     @property
@@ -132,7 +134,13 @@ class _Model:
         return tuple(group.window for group in self.groups)
 
     def block_bytes(self, block_size: int) -> int:
-        return self.sizes.block_bytes(block_size, self.kv_dtype, group_size(self.groups))
+        return block_bytes(
+            num_layers=group_size(self.groups),
+            block_size=block_size,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            kv_dtype=self.kv_dtype,
+        )
 
 
 def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
@@ -142,9 +150,8 @@ def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
     _, spec = prompt_model(loaded, None)
     if spec is None or spec.is_fallback:
         return None
-    windows = [layer.window for layer in spec.attention_layers]
-    num_windowed = sum(window is not None for window in windows)
-    return _Model(model_sizes(loaded.config.engine, spec), cache_groups(windows), num_windowed, _kv_dtype(loaded))
+    groups = cache_groups([layer.window for layer in spec.attention_layers])
+    return _Model(rank_spec(loaded.config.engine, spec), groups, _kv_dtype(loaded))
 
 
 def _kv_dtype(loaded: LoadedConfig) -> str:
@@ -224,13 +231,8 @@ def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload
         return Schedule(options.speed, None, read_ahead)
     if model is None:
         raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
-    floor = StepFloor.of(
-        model.sizes,
-        find_card(options.gpu),
-        dtype=_weight_dtype(loaded),
-        kv_dtype=model.kv_dtype,
-        num_windowed=model.num_windowed,
-    )
+    weights = footprint(model.spec, weight_format(None, model.spec), "triton", ITEMSIZE[_weight_dtype(loaded)])
+    floor = StepFloor.of(model.spec, weights, find_card(options.gpu).roofline, kv_dtype=model.kv_dtype)
     return Schedule(options.speed, floor, read_ahead)
 
 

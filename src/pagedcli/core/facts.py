@@ -6,13 +6,8 @@ Used by EngineCore and views.whole_run, which call the same methods, and by all 
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
-BLOCK_SIZES = (
-    16,
-    32,
-    64,
-    128,
-    256,
-)  # compared with that of the run, if smaller; the GPU kernels support no smaller ones
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+
 _LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
 _POOL = ("num_blocks", "peak_used_blocks")
 _LAST = ("num_used_blocks", "_num_running", "_num_waiting")
@@ -59,7 +54,7 @@ class RunFacts:
     _num_waiting: int = 0
 
     def __post_init__(self) -> None:
-        smaller = (size for size in BLOCK_SIZES if size < self.block_size)
+        smaller = (size for size in BLOCK_SIZES if SMALLEST_RECOMMENDED <= size < self.block_size)
         self.num_ideal = self.num_ideal or dict.fromkeys((*smaller, self.block_size), 0)
 
     @property

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagedcli import __version__
-from pagedcli.core.budget import MemoryBudget
+from pagedcli.core.budget import Terms
 from pagedcli.core.groups import CacheGroup
 from pagedcli.core.limits import Limits
 from pagedcli.events import SCHEMA_VERSION, EngineStarted
 
-Kernels = Literal["cpu", "triton", "torch"]  # of linear layers: this project's on a CPU, its Triton ones, or torch's
+Kernels = Literal["cpu", "triton", "torch"]  # which linear layers run: our C++ ones, our Triton ones or torch's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Plan:
     seed: int = 0  # for requests without one
     num_blocks_reason: str = ""  # why limits.num_blocks is what it is
     weight_bytes: int = 0
-    budget: MemoryBudget | None = None  # the measured terms where memory was measured
+    memory: Terms | None = None  # where it was measured
     kv_scales: tuple[float, float] | None = None  # scales of K and of V in an fp8 cache
 
     @property

@@ -14,23 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedcli.core.prefixes import TOKEN_BYTES, Prefix, hash_block, token_bytes
+from pagedcli.core.prefixes import unit_digests
 
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # in blocks: how much of the start of a prompt is in its sort key
 _CUT_TOLERANCE = 0.1  # share of a part's cost by which a cut may move to fall between two prefixes
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
-
-
-def chain_hashes(token_ids: Sequence[int], block_size: int, cache_salt: str | None = None) -> list[int]:
-    """The block manager's hash of each full block, the first block's first."""
-    data, step = token_bytes(token_ids), block_size * TOKEN_BYTES
-    prefix = None if cache_salt is None else Prefix.salt(cache_salt).hash
-    hashes = []
-    for start in range(0, len(data) - step + 1, step):
-        prefix = hash_block(data[start : start + step], prefix)
-        hashes.append(prefix)
-    return hashes
 
 
 class PrefixKeys:
@@ -48,7 +37,7 @@ class PrefixKeys:
         return len(self._num_prompt_tokens)
 
     def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
-        hashes = chain_hashes(token_ids[: DEPTHS[-1] * self.block_size], self.block_size, cache_salt)
+        hashes = unit_digests(token_ids[: DEPTHS[-1] * self.block_size], cache_salt, self.block_size)
         self._keys.extend(hashes[depth - 1] if depth <= len(hashes) else 0 for depth in DEPTHS)
         self._blocks.extend(value & 0xFFFF for value in hashes)
         self._starts.append(len(self._blocks))
@@ -151,7 +140,7 @@ class SharePlan:
         self._num_output_tokens = array("q")
 
     def add(self, token_ids: Sequence[int], num_output_tokens: int, cache_salt: str | None = None) -> None:
-        hashes = chain_hashes(token_ids, self.keys.block_size, cache_salt)
+        hashes = unit_digests(token_ids, cache_salt, self.keys.block_size)
         self.keys.add(token_ids, num_output_tokens, cache_salt)
         self._hashes.extend(hashes)
         self._num_blocks.append(len(hashes))

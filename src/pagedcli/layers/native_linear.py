@@ -5,17 +5,26 @@ not depend, in any bit, on the other tokens of the batch.
 """
 
 import ctypes
-import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
-from pagedcli.layers.quantized import QuantizedWeight
+from pagedcli.layers.quantized import QuantizedWeight, chunk_columns
 from pagedcli.native import NativeLibrary
 from pagedcli.native.memory import empty_in_huge_pages
-from pagedcli.native.structs import ADD, CODES4, CODES8, DTYPE_CODES, GATE_SILU, INT4, INT8, STORE, LinearStruct, bind
+from pagedcli.native.structs import (
+    ADD,
+    CODES4,
+    CODES8,
+    DTYPE_CODES,
+    GATE_SILU,
+    INT8,
+    PACKINGS,
+    STORE,
+    LinearStruct,
+    bind,
+)
 
 
 class NativeLinear:
@@ -30,12 +39,11 @@ class NativeLinear:
         bias: Tensor | None = None,
         *,
         gated: bool = False,
-        quantization: Literal["int8", "int4"] | None = None,
+        quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Pack `weight` [out, in]. Floating-point weights may be quantized: to int8 with a scale per output feature, or
-        to 4 bits with a step and a zero point per 32 inputs, chosen for least squared error. Weights that are quantized
-        already keep their numbers; `dtype` is that of the activations. Neither tensor is kept.
+        """Pack `weight` [out, in]. `quantization`: a name of PACKINGS, how floating-point weights are rounded. Weights
+        that are quantized already keep their numbers; `dtype` is that of the activations. Neither tensor is kept.
 
         Raises: BackendError for a dtype or shape that the kernels do not support.
         """
@@ -104,10 +112,10 @@ class NativeLinear:
             torch.get_num_threads(),
         )
 
-    def _pack(self, weight: Tensor, quantization: Literal["int8", "int4"] | None) -> tuple[Tensor, ...]:
+    def _pack(self, weight: Tensor, quantization: str | None) -> tuple[Tensor, ...]:
         """The packed weight, and what the struct needs with it."""
         if quantization is not None:
-            self.struct.kind = {"int8": INT8, "int4": INT4}[quantization]
+            self.struct.kind = PACKINGS[quantization]
             tensors = packed, scales, sums = self._empty_with_scales()
             self._call(f"linear_pack_{quantization}", DTYPE_CODES[weight.dtype], weight, packed, scales, sums)
             return tensors
@@ -117,7 +125,16 @@ class NativeLinear:
         return (packed,)
 
     def _pack_codes(self, weight: QuantizedWeight) -> tuple[Tensor, ...]:
-        """A quantized weight: 8 bits symmetric per output feature as int8, everything else in chunks of its groups."""
+        """A quantized weight: 8 bits symmetric per output feature as int8, everything else in chunks of its groups.
+
+        With groups of 64 inputs a chunk is 64 inputs, and a panel of P output features, for example P = 32, is
+
+            [P scales][P zeros][P x 32 codes][P x 32 codes]  [P scales][P zeros][P x 32 codes][P x 32 codes]  ...
+            |-------------- inputs 0 ... 63 --------------|  |------------- inputs 64 ... 127 -------------|
+
+        A group that is larger than a chunk repeats its scales and zeros in each of its chunks. With act-order, inputs
+        are sorted by group first, and `order` [in] says which activation belongs to which input.
+        """
         columns, num_groups = weight.codes.shape[1], weight.scales.shape[1]
         if weight.bits == 8 and num_groups == 1 and bool((weight.zeros == 128).all()):
             self.struct.kind = INT8
@@ -131,8 +148,7 @@ class NativeLinear:
         self.struct.scale_type = DTYPE_CODES[kept_dtype]
         if num_groups > 1 and weight.group_size % 32:
             raise BackendError(f"no native kernel for groups of {weight.group_size}")
-        blocks = -(-columns // 32) if num_groups == 1 else weight.group_size // 32
-        self.struct.chunk = 32 * (min(8, 1 << (blocks - 1).bit_length()) if num_groups == 1 else math.gcd(blocks, 8))
+        self.struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
         packed = self._empty()
         scales, zeros = weight.scales.to(kept_dtype).contiguous(), weight.zeros.contiguous()
         self._call("linear_pack_codes", weight.codes.contiguous(), scales, zeros, weight.group_size, packed)

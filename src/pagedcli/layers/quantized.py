@@ -1,5 +1,6 @@
 """Weights as small numbers with scales, in one layout whatever checkpoint they come from; kernels pack them from it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -93,6 +94,14 @@ def stacked(weights: Sequence[QuantizedWeight | Float8Weight]) -> QuantizedWeigh
         scales=torch.cat([weight.scales for weight in whole]),
         zeros=torch.cat([weight.zeros for weight in whole]),
     )
+
+
+def chunk_columns(num_columns: int, group_size: int | None) -> int:
+    """Inputs of a chunk as the C++ kernels pack groups (packed_groups.h): 1, 2, 4 or 8 blocks of 32 inputs that divide
+    a group. `group_size` None: one group, whose last chunk is filled with zeros."""
+    if group_size is None or group_size >= num_columns:
+        return 32 * min(8, 1 << (-(-num_columns // 32) - 1).bit_length())
+    return 32 * math.gcd(group_size // 32, 8)
 
 
 def unpacked(words: Tensor, bits: int, dim: int, size: int) -> Tensor:

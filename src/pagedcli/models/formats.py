@@ -1,39 +1,42 @@
-"""How the weights of linear layers are stored in a checkpoint and kept in memory: WeightFormat. A format is one class;
-those of checkpoints that others quantized are in models.packed_formats.
+"""How the weights of linear layers are stored in a checkpoint and kept in memory: WeightFormat. A format of
+--quantization is an entry of FORMATS and its kernels; those of quantized checkpoints are in models.packed_formats.
+
+Free of torch until a layer is made, so that help texts, plans and simulations may read it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.linear import Linear, LinearLayer
-from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.layers.quantized import Weight
-from pagedcli.native import load_library
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pagedcli.layers.linear import LinearLayer
+    from pagedcli.layers.native_linear import NativeLinear
+    from pagedcli.layers.quantized import Weight
 
 # The stored tensors of a linear layer by suffix: of each of its modules, or of all as one (WeightFormat.stacks).
-Modules = Sequence[Mapping[str, Tensor]]
+Modules: TypeAlias = "Sequence[Mapping[str, Tensor]]"
 Init = Literal["normal", "bits"] | float  # noise, random bits, or a constant
 DEVIATION = 0.02  # standard deviation of dummy weights
 FLOAT8_DEVIATION = 64.0  # of those stored as FP8, before their scales
+PANEL = 32  # output features that the C++ kernels pack together; half without AVX-512, so a little less is kept there
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor that a format stores for a module of `out` x `in` features, and where those features lie in it.
 
-    GPTQ's qweight, int32 [in / 8, out], is StoredTensor("qweight", torch.int32, out_dim=1, in_dim=0, in_per=8), the
+    GPTQ's qweight, int32 [in / 8, out], is StoredTensor("qweight", "int32", out_dim=1, in_dim=0, in_per=8), the
     scales of groups of 128 are StoredTensor("scales", out_dim=1, in_dim=0, in_per=128).
     """
 
     suffix: str  # after the module's name and a dot
-    dtype: torch.dtype | None = None  # as stored; None: any floating-point type
+    dtype: str | None = None  # as stored; None: any floating-point type
     out_dim: int | None = 0  # dimension of the output features, along which modules are stacked; None: it has none
     in_dim: int | None = 1  # dimension of the input features; None: it has none
     out_per: int | None = 1  # output features per element; None: one element for all
@@ -45,7 +48,7 @@ class StoredTensor:
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Its shape in the checkpoint. Raises: ModelError if its words would not be full."""
         pairs = (out_features, self.out_per), (in_features, self.in_per)
-        if self.dtype == torch.int32 and any(per in (4, 8) and size % per for size, per in pairs):
+        if self.dtype == "int32" and any(per in (4, 8) and size % per for size, per in pairs):
             raise ModelError(
                 f"{in_features} x {out_features} quantized weights do not fill the words of {self.suffix!r}",
                 hint="use the unquantized version of the model",
@@ -62,25 +65,31 @@ VECTOR = StoredTensor("bias", in_dim=None)  # a bias, or the weight of a norm
 
 
 class LayerFormat(Protocol):
-    """Names what is stored for a linear layer and makes the layer from it."""
+    """Names what is stored for a linear layer, makes the layer from it, and says what it takes in memory."""
 
+    name: str
     stored: tuple[StoredTensor, ...]
     stacks: bool  # whether the modules of a fused layer (q, k, v) are read as one tensor
     keeps_rows: bool  # whether the rows of the output layer can be read again, as a tied embedding needs them
 
-    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
+        """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype. `gated`: gate and up of an MLP,
+        whose rows the C++ kernels pack in pairs."""
+        ...
+
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
         """The weight [out, in] that `kernels` multiply by: as stored, or widened to `dtype` where they cannot."""
         ...
 
     def torch_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
-    ) -> LinearLayer:
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
+    ) -> "LinearLayer":
         """The layer for activations of `dtype`, on the device of the tensors, by `kernels` if they have the format."""
         ...
 
     def native_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
-    ) -> NativeLinear:
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
+    ) -> "NativeLinear":
         """The layer by the project's CPU kernels. Raises: BackendError for a shape or dtype that they cannot pack."""
         ...
 
@@ -99,13 +108,25 @@ class WeightFormat(Protocol):
         """The format of a module, by its name in the checkpoint."""
         ...
 
+    def rounds_activations(self, kernels: Kernels) -> bool:
+        """Whether some layer rounds its activations to 8 bits."""
+        ...
+
     def torch_refusal(self) -> str | None:
         """Why there are no torch layers; None if there are."""
         ...
 
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+    def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
         """What a user should know of how the layers compute."""
         ...
+
+
+def padded_rows(num_rows: int, kernels: Kernels, *, gated: bool = False) -> int:
+    """Output features with those that fill the last panel of the C++ kernels."""
+    if kernels != "cpu":
+        return num_rows
+    unit = PANEL // 2 if gated else PANEL
+    return -(-(num_rows // 2 if gated else num_rows) // unit) * PANEL
 
 
 class AsStored:
@@ -123,71 +144,95 @@ class AsStored:
     def of(self, module: str) -> LayerFormat:
         return self
 
+    def rounds_activations(self, kernels: Kernels) -> bool:
+        return False
+
     def torch_refusal(self) -> str | None:
         return None
 
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+    def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
         return None
 
-    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
+        num_rows, num_columns = shape
+        return padded_rows(num_rows, kernels, gated=gated) * num_columns * itemsize
+
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
         return modules[0]["weight"]
 
-    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels) -> int:
-        """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype."""
-        return math.prod(shape) * itemsize
-
     def torch_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
-    ) -> LinearLayer:
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
+    ) -> "LinearLayer":
+        from pagedcli.layers.linear import Linear
+
         return Linear(modules[0]["weight"], bias)
 
     def native_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
-    ) -> NativeLinear:
-        return NativeLinear(load_library(), modules[0]["weight"], bias, gated=gated)
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
+    ) -> "NativeLinear":
+        return _native(modules[0]["weight"], bias, gated=gated)
 
 
 AS_STORED = AsStored()
 
 
 class Rounded:
-    """Floating-point weights, rounded while they are packed: to int8 with a scale per output feature, or to 4 bits with
-    a step and a zero point per 32 inputs, with an int8 output layer."""
+    """Floating-point weights that are rounded while they are packed, for kernels that round the activations, too."""
 
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     stacks = True
     keeps_rows = False  # too coarse to start a sequence from
 
-    def __init__(self, name: Literal["int8", "int4"]) -> None:
-        self.name: str = name
-        self._quantization = name
+    def __init__(self, name: str, *, packing: str, block: tuple[int, int], lm_head: "Rounded | None" = None) -> None:
+        """`packing`: a name of native.structs.PACKINGS; `block`: inputs that it packs together, and their bytes;
+        `lm_head`: the format of the output layer; None: this one."""
+        self.name = name
+        self._packing, self._block, self._lm_head = packing, block, lm_head
 
     @property
     def lm_head(self) -> LayerFormat:
-        return Rounded("int8")
+        return self._lm_head or self
 
     def of(self, module: str) -> LayerFormat:
         return self
 
+    def rounds_activations(self, kernels: Kernels) -> bool:
+        return True
+
     def torch_refusal(self) -> str | None:
         return f"{self.name} weights need the native CPU kernels"
 
-    def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
+    def note(self, dtype: "torch.dtype", kernels: Kernels) -> str | None:
         return None
 
-    def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
+        (num_rows, num_columns), (inputs, num_bytes) = shape, self._block
+        return padded_rows(num_rows, "cpu", gated=gated) * (-(-num_columns // inputs) * num_bytes + _SCALE_AND_SUM)
+
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
         raise AssertionError("rounded while it is packed, and a format with a torch_refusal has no torch layer")
 
     def torch_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, kernels: Kernels = "torch"
-    ) -> LinearLayer:
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
+    ) -> "LinearLayer":
         raise AssertionError("a format with a torch_refusal is not asked for a torch layer")
 
     def native_linear(
-        self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
-    ) -> NativeLinear:
-        return NativeLinear(load_library(), modules[0]["weight"], bias, gated=gated, quantization=self._quantization)
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
+    ) -> "NativeLinear":
+        return _native(modules[0]["weight"], bias, gated=gated, packing=self._packing)
 
 
-# by EngineConfig.quantization
-FORMATS: Mapping[str | None, WeightFormat] = {None: AS_STORED, "int8": Rounded("int8"), "int4": Rounded("int4")}
+_SCALE_AND_SUM = 8  # bytes per output feature that every packing of Rounded keeps
+
+# by EngineConfig.quantization: help, choices and tables come from here
+_INT8 = Rounded("int8", packing="int8", block=(4, 4))  # a scale per output feature
+_INT4 = Rounded("int4", packing="int4", block=(32, 18), lm_head=_INT8)  # a step and a zero point of a byte per block
+FORMATS: dict[str | None, WeightFormat] = {None: AS_STORED} | {each.name: each for each in (_INT8, _INT4)}
+
+
+def _native(weight: "Tensor", bias: "Tensor | None", *, gated: bool, packing: str | None = None) -> "NativeLinear":
+    from pagedcli.layers.native_linear import NativeLinear
+    from pagedcli.native import load_library
+
+    return NativeLinear(load_library(), weight, bias, gated=gated, quantization=packing)

@@ -13,7 +13,7 @@ from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
 from pagedcli.models.formats import FORMATS, WeightFormat
-from pagedcli.models.packed_formats import Checkpoint
+from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.refusals import chunk_refusal, length_refusal
 from pagedcli.models.spec import ModelSpec
 
@@ -85,7 +85,7 @@ def weight_format(quantization: str | None, spec: ModelSpec) -> WeightFormat:
             f"quantization is {quantization}, but the checkpoint is quantized already: {spec.quantization.description}",
             hint="leave --quantization out: the checkpoint's own format is used",
         )
-    return Checkpoint(spec.quantization)
+    return CheckpointFormat(spec.quantization)
 
 
 def choose_decoder(needs: DecoderNeeds) -> str:

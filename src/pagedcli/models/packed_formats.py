@@ -4,7 +4,6 @@ The numbers are kept as stored where a kernel computes with them, and otherwise 
 layout has one function that reads its packing; models.quantization reads what config.json says of it.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,7 +14,7 @@ from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight, stacked, unpacked
+from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight, chunk_columns, stacked, unpacked
 from pagedcli.models.formats import (
     AS_STORED,
     DEVIATION,
@@ -24,6 +23,7 @@ from pagedcli.models.formats import (
     LayerFormat,
     Modules,
     StoredTensor,
+    padded_rows,
 )
 from pagedcli.models.stored_quantization import Layout, Quantization, StoredQuantization
 from pagedcli.native import load_library
@@ -31,8 +31,8 @@ from pagedcli.native import load_library
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output feature of each four bits of a word, lowest first
 
 
-class Checkpoint:
-    """The formats of a quantized checkpoint: a WeightFormat."""
+class CheckpointFormat:
+    """The formats of the layers of a quantized checkpoint: a WeightFormat."""
 
     def __init__(self, quantization: Quantization) -> None:
         self.name = quantization.description
@@ -63,7 +63,7 @@ class Packed:
     keeps_rows = True
 
     def __init__(self, quantization: StoredQuantization) -> None:
-        self.quantization = quantization
+        self.quantization, self.name = quantization, quantization.description
         self.stored = _TENSORS[quantization.layout](quantization)
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str:
@@ -86,16 +86,26 @@ class Packed:
             return f"groups of {size} have no kernel, only multiples of 32"
         return None
 
-    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels) -> int:
-        """Bytes in memory of a weight [out, in]; itemsize is that of the model's dtype."""
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
+        """See LayerFormat.kept_bytes."""
         if self.kernel_refusal(kernels) is not None:
-            return math.prod(shape) * itemsize
-        (out_features, in_features), stored = shape, self.quantization
+            return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
+        (num_rows, num_columns), stored = shape, self.quantization
+        if kernels == "cpu":
+            return padded_rows(num_rows, kernels, gated=gated) * self._packed_row_bytes(num_columns)
         size, group_bytes = stored.group_size, 3
         if stored.layout == "float8":
             size, group_bytes = stored.block[1] if stored.block else None, 4
-        groups = -(-in_features // (size or in_features))
-        return out_features * (in_features * stored.bits // 8 + groups * group_bytes)
+        return num_rows * (num_columns * stored.bits // 8 + -(-num_columns // (size or num_columns)) * group_bytes)
+
+    def _packed_row_bytes(self, num_columns: int) -> int:
+        """Bytes of an output feature as NativeLinear packs it: see its _pack_codes."""
+        stored = self.quantization
+        if stored.bits == 8 and stored.group_size is None and stored.symmetric:
+            return -(-num_columns // 4) * 4 + 8  # with a scale and a sum
+        chunk = chunk_columns(num_columns, stored.group_size)
+        scale_bytes = 2 if stored.bits == 4 else 4
+        return -(-num_columns // chunk) * (chunk * stored.bits // 8 + scale_bytes + 1)
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         read = _READERS[self.quantization.layout]
@@ -137,18 +147,18 @@ def _gptq_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
     per_word = 32 // q.bits
     zero = (1 << q.bits - 1) - q.zero_offset
     return (
-        StoredTensor("qweight", torch.int32, out_dim=1, in_dim=0, in_per=per_word, init="bits"),
-        StoredTensor("qzeros", torch.int32, 1, 0, per_word, q.group_size, init=_repeated(zero, q.bits)),
+        StoredTensor("qweight", "int32", out_dim=1, in_dim=0, in_per=per_word, init="bits"),
+        StoredTensor("qzeros", "int32", 1, 0, per_word, q.group_size, init=_repeated(zero, q.bits)),
         _scales("scales", q, out_dim=1),
-        StoredTensor("g_idx", torch.int32, None, 0, optional=not q.act_order),
+        StoredTensor("g_idx", "int32", None, 0, optional=not q.act_order),
         StoredTensor("bias", in_dim=None, optional=True),
     )
 
 
 def _awq_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
     return (
-        StoredTensor("qweight", torch.int32, out_dim=1, in_dim=0, out_per=8, init="bits"),
-        StoredTensor("qzeros", torch.int32, 1, 0, 8, q.group_size, init=_repeated(8, 4)),
+        StoredTensor("qweight", "int32", out_dim=1, in_dim=0, out_per=8, init="bits"),
+        StoredTensor("qzeros", "int32", 1, 0, 8, q.group_size, init=_repeated(8, 4)),
         _scales("scales", q, out_dim=1),
     )
 
@@ -157,23 +167,23 @@ def _pack_quantized_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
     per_word = 32 // q.bits
     zeros = _repeated(1 << q.bits - 1, q.bits)
     return (
-        StoredTensor("weight_packed", torch.int32, in_per=per_word, init="bits"),
+        StoredTensor("weight_packed", "int32", in_per=per_word, init="bits"),
         _scales("weight_scale", q),
-        StoredTensor("weight_zero_point", torch.int32, 0, 1, per_word, q.group_size, optional=q.symmetric, init=zeros),
-        StoredTensor("weight_g_idx", torch.int32, None, 0, optional=not q.act_order),
+        StoredTensor("weight_zero_point", "int32", 0, 1, per_word, q.group_size, optional=q.symmetric, init=zeros),
+        StoredTensor("weight_g_idx", "int32", None, 0, optional=not q.act_order),
     )
 
 
 def _int_quantized_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
     return (
-        StoredTensor("weight", torch.int8, init="bits"),
+        StoredTensor("weight", "int8", init="bits"),
         _scales("weight_scale", q),
-        StoredTensor("weight_zero_point", torch.int8, 0, 1, None if q.per_tensor else 1, None, optional=q.symmetric),
+        StoredTensor("weight_zero_point", "int8", 0, 1, None if q.per_tensor else 1, None, optional=q.symmetric),
     )
 
 
 def _float8_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
-    return (StoredTensor("weight", torch.float8_e4m3fn), _scales(q.scale_name, q))
+    return (StoredTensor("weight", "float8_e4m3fn"), _scales(q.scale_name, q))
 
 
 def _scales(suffix: str, q: StoredQuantization, *, out_dim: int = 0) -> StoredTensor:

@@ -1,14 +1,15 @@
-"""The decoder's tensors: stacked checkpoint tensors, or a rank's part of them."""
+"""The decoder's tensors: stacked checkpoint tensors, or a rank's part of them. Free of torch: dtypes are names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pagedcli.errors import ModelError
 from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, StoredTensor, WeightFormat
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Part:
     first: int
     end: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: "Tensor") -> "Tensor":
         """A view of the tensor."""
         return tensor.narrow(self.dim, self.first, self.end - self.first)
 
@@ -36,7 +37,7 @@ class Parameter:
     init: Init | None = None  # its content with `--load-format dummy`; None: what `stored` says
     parts: Mapping[str, Part] = field(default_factory=dict)  # name -> this rank's part; all of it if not named
     stored: StoredTensor = WEIGHT  # its feature dimensions
-    dtype: torch.dtype | None = None  # in memory; None: the model's, or that of `stored`
+    dtype: str | None = None  # in memory; None: the model's, or that of `stored`
     layer_format: LayerFormat | None = None  # of the linear layer that it is part of
 
     @property
@@ -60,11 +61,11 @@ class Parameter:
             return shapes[0]
         return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
-    def kept(self, name: str, tensor: Tensor) -> Tensor:
+    def kept(self, name: str, tensor: "Tensor") -> "Tensor":
         """The part of a checkpoint tensor that is kept."""
         return self.parts[name].of(tensor) if name in self.parts else tensor
 
-    def kept_dtype(self, model_dtype: torch.dtype) -> torch.dtype | None:
+    def kept_dtype(self, model_dtype: str) -> str | None:
         """Its dtype in memory; None: that of the checkpoint."""
         return self.dtype or self.stored.dtype or (model_dtype if self.stored.converts else None)
 
@@ -83,8 +84,11 @@ _NORMS = {
 _PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 
 
-def decoder_parameters(spec: ModelSpec, weight_format: WeightFormat) -> dict[str, Parameter]:
-    """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them."""
+def decoder_parameters(
+    spec: ModelSpec, weight_format: WeightFormat, *, layers: Iterable[int] | None = None, num_experts: int | None = None
+) -> dict[str, Parameter]:
+    """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them.
+    `layers`: of these layers only, `num_experts`: of so many experts of each only, where one stands for all."""
     width = spec.hidden_size
     parameters = {
         "embedding": Parameter({"model.embed_tokens.weight": (spec.vocab_size, width)}),
@@ -92,7 +96,7 @@ def decoder_parameters(spec: ModelSpec, weight_format: WeightFormat) -> dict[str
     }
     if not spec.tie_word_embeddings:
         parameters["lm_head"] = Parameter({"lm_head.weight": (spec.vocab_size, width)})
-    for i in range(spec.num_layers):
+    for i in range(spec.num_layers) if layers is None else layers:
         key, name = f"layers.{i}", f"model.layers.{i}"
         for norm, stored in _NORMS[spec.layer_norms].items():
             parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{stored}.weight": width})
@@ -100,7 +104,8 @@ def decoder_parameters(spec: ModelSpec, weight_format: WeightFormat) -> dict[str
         if spec.experts is None or i in spec.experts.dense_layers:
             parameters |= _mlp(spec, key, f"{name}.mlp", spec.intermediate_size, weight_format)
         else:
-            parameters |= _experts(spec, spec.experts, key, f"{name}.{spec.experts.names}", weight_format)
+            count = spec.experts.num_experts if num_experts is None else num_experts
+            parameters |= _experts(spec, spec.experts, count, key, f"{name}.{spec.experts.names}", weight_format)
     return parameters
 
 
@@ -139,10 +144,10 @@ def _mlp(
 
 
 def _experts(
-    spec: ModelSpec, experts: ExpertsSpec, key: str, name: str, weight_format: WeightFormat
+    spec: ModelSpec, experts: ExpertsSpec, count: int, key: str, name: str, weight_format: WeightFormat
 ) -> dict[str, Parameter]:
     parameters = {f"{key}.router": Parameter({f"{name}.gate.weight": (experts.num_experts, spec.hidden_size)})}
-    for i in range(experts.num_experts):
+    for i in range(count):
         sizes = experts.intermediate_size, weight_format, _PROJECTIONS[experts.names]
         parameters |= _mlp(spec, f"{key}.experts.{i}", f"{name}.experts.{i}", *sizes)
     if experts.shared_intermediate_size is not None:
@@ -157,7 +162,7 @@ def _norm(spec: ModelSpec, sizes: dict[str, int]) -> Parameter:
         {name: (size,) for name, size in sizes.items()},
         init=0.0 if spec.norm_offset else 1.0,
         stored=VECTOR,
-        dtype=torch.float32 if spec.float_norms else None,
+        dtype="float32" if spec.float_norms else None,
     )
 
 
@@ -194,7 +199,7 @@ def linear_formats(parameters: Mapping[str, Parameter]) -> dict[str, LayerFormat
     return formats
 
 
-def take_linear(tensors: dict[str, Tensor], key: str, layer_format: LayerFormat) -> list[dict[str, Tensor]]:
+def take_linear(tensors: "dict[str, Tensor]", key: str, layer_format: LayerFormat) -> "list[dict[str, Tensor]]":
     """The tensors of a linear layer's modules. Changes: tensors, from which they are removed."""
     if layer_format.stacks:
         return [{"weight": tensors.pop(f"{key}.weight")}]

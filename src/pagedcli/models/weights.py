@@ -63,7 +63,7 @@ class DummyWeights:
         tensors = {}
         for key, parameter in parameters.items():
             init = parameter.stored.init if parameter.init is None else parameter.init
-            kept_dtype = parameter.kept_dtype(dtype) or torch.float32
+            kept_dtype = _kept_dtype(parameter, dtype) or torch.float32
             if parameter.stored.optional or parameter.stored.out_dim is None:  # the order of groups: neighbours
                 continue
             if isinstance(init, int | float):
@@ -119,7 +119,7 @@ class CheckpointWeights:
                     parameter.kept(name, self._read(files[where[name]], where[name], name, parameter))
                     for name in parameter.shapes
                 )
-                tensors[key] = _stacked(parts, parameter, parameter.kept_dtype(dtype), device)
+                tensors[key] = _stacked(parts, parameter, _kept_dtype(parameter, dtype), device)
         return tensors
 
     def _file_names(self) -> list[str]:
@@ -188,13 +188,19 @@ class CheckpointWeights:
                 f"{list(shape)}",
                 hint="config.json and the weights belong to different models",
             )
-        floating = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        if tensor.dtype not in (floating if stored_dtype is None else (stored_dtype,)):
+        floating = ("float32", "bfloat16", "float16", "float64")
+        if dtype_name(tensor.dtype) not in (floating if stored_dtype is None else (stored_dtype,)):
             raise ModelError(
                 f"{self._path / file_name}: tensor {name!r} is stored as {dtype_name(tensor.dtype)}",
                 hint="config.json and the weights do not belong together: download both again",
             )
         return tensor
+
+
+def _kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
+    """The parameter's dtype in memory in a model of `dtype`; None: that of the checkpoint."""
+    name = parameter.kept_dtype(dtype_name(dtype))
+    return None if name is None else getattr(torch, name)
 
 
 def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | None, device: torch.device) -> Tensor:

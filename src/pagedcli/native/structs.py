@@ -10,7 +10,8 @@ _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 STORE, ADD, GATE_SILU, GATE_GELU = 0, 1, 2, 3  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
-INT8, INT4, CODES4, CODES8 = 3, 4, 5, 6  # WeightKind
+INT8, CODES4, CODES8 = 3, 5, 6  # WeightKind
+PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pack_NAME packs them -> WeightKind
 
 
 class LinearStruct(ctypes.Structure):
@@ -82,11 +83,10 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_padded_rows": ([_pointer], _int64),
         "linear_num_panels": ([_pointer], _int64),
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
-        "linear_pack_int8": ([_pointer, _int64, *[_pointer] * 4, _int], None),
         "linear_pack_int8_codes": ([_pointer] * 6 + [_int], None),
         "linear_packed_bytes": ([_pointer], _int64),
         "linear_pack_codes": ([*[_pointer] * 4, _int64, _pointer, _int], None),
-        "linear_pack_int4": ([_pointer, _int64, *[_pointer] * 4, _int], None),
+        **{f"linear_pack_{name}": ([_pointer, _int64, *[_pointer] * 4, _int], None) for name in PACKINGS},
         "linear_run": ([_pointer, _int64, _pointer, _int64, _pointer, _int, _int], None),
         "linear_unpack_rows": ([_pointer, _pointer, _int64, _pointer, _int], _int),
         "decoder_forward": ([_pointer, _pointer], _int),

@@ -1,4 +1,5 @@
-"""Well-known GPUs, for `--gpu NAME`: capability, memory as the driver reports it (less than advertised), peak rates.
+"""Rooflines, and well-known GPUs for `--gpu NAME`: capability, memory as the driver reports it (less than advertised),
+peak rates.
 
 The memory is accurate to about 1 %: driver, ECC and partitions change it. `--gpu-memory` takes the exact number of a
 machine.
@@ -12,6 +13,17 @@ from pagedcli.errors import UsageError
 _GIB = 2**30
 
 
+class Roofline(NamedTuple):
+    """What bounds a kernel: the rate at which memory is read, and the rate of arithmetic."""
+
+    read_bytes_per_s: float
+    flop_per_s: float  # two operations per multiply-add
+
+    def seconds(self, num_bytes: float, num_flops: float) -> float:
+        """The shortest time for reading so many bytes and computing so many operations at once."""
+        return max(num_bytes / self.read_bytes_per_s, num_flops / self.flop_per_s)
+
+
 class Card(NamedTuple):
     """What decisions depend on."""
 
@@ -19,6 +31,10 @@ class Card(NamedTuple):
     capability: tuple[int, int]  # CUDA compute capability
     read_bytes_per_s: float  # of its memory, from the data sheet
     flop_per_s: float  # dense 16-bit matrix products, from the data sheet, at the faster of its modes
+
+    @property
+    def roofline(self) -> Roofline:
+        return Roofline(self.read_bytes_per_s, self.flop_per_s)
 
 
 CARDS = {

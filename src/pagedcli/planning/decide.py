@@ -11,7 +11,7 @@ import torch
 from pagedcli.attention.base import AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
-from pagedcli.core.budget import MemoryBudget, block_bytes
+from pagedcli.core.budget import Terms, block_bytes
 from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
@@ -266,23 +266,21 @@ def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: 
 # ---------------------------------------------------------------------- the pool
 
 
-def choose_num_blocks(
-    config: EngineConfig, plan: Plan, *, available: int, budget: MemoryBudget | None
-) -> tuple[int, str]:
+def choose_num_blocks(config: EngineConfig, plan: Plan, *, available: int, terms: Terms | None) -> tuple[int, str]:
     """Number of blocks in the pool, and the reason for it.
 
-    `budget` is a GPU's memory; on a CPU it is None, and `available` is the free host memory in bytes.
+    `terms` are those of a GPU's memory; on a CPU they are None, and `available` is the free host memory in bytes.
     Raises: ConfigError if no block fits, or if the requested pool exceeds the memory.
     """
     block_bytes, limits = plan.block_bytes, plan.limits
-    if budget is not None:
-        available = budget.available
+    if terms is not None:
+        available = terms.available
     if config.num_gpu_blocks_override is not None:
         num_blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
     elif config.kv_cache_memory is not None:
         num_blocks, reason = config.kv_cache_memory // block_bytes, f"kv_cache_memory {config.kv_cache_memory} bytes"
-    elif budget is not None:
-        num_blocks, reason = budget.num_blocks(block_bytes), f"gpu_memory_utilization {budget.utilization}"
+    elif terms is not None:
+        num_blocks, reason = terms.num_blocks(block_bytes), f"gpu_memory_utilization {config.gpu_memory_utilization}"
     else:
         num_bytes = min(CPU_KV_BYTES, available // 2)
         most = limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
@@ -291,7 +289,7 @@ def choose_num_blocks(
             num_blocks, reason = most, "max_num_seqs x max_model_len"
     if num_blocks < 1:
         raise ConfigError(
-            _no_blocks(block_bytes, reason, budget),
+            _no_blocks(block_bytes, reason, terms, config.gpu_memory_utilization),
             hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
         )
     if num_blocks * block_bytes > available:
@@ -303,13 +301,13 @@ def choose_num_blocks(
     return num_blocks, reason
 
 
-def _no_blocks(block_bytes: int, reason: str, budget: MemoryBudget | None) -> str:
+def _no_blocks(block_bytes: int, reason: str, terms: Terms | None, utilization: float) -> str:
     message = f"no KV block fits: one needs {block_bytes} bytes ({reason})"
-    if budget is None:
+    if terms is None:
         return message
     gib = 2**30
     return message + (
-        f"; total {budget.total / gib:.2f} GiB x {budget.utilization} - used {budget.used / gib:.2f}"
-        f" - activations {budget.activations / gib:.2f} - graphs {budget.graphs / gib:.2f}"
-        f" = {budget.kv_cache / gib:.2f} GiB"
+        f"; total {terms.total / gib:.2f} GiB x {utilization} - used {terms.used / gib:.2f}"
+        f" - activations {terms.activations / gib:.2f} - graphs {terms.graphs / gib:.2f}"
+        f" = {terms.kv_cache / gib:.2f} GiB"
     )

@@ -3,12 +3,12 @@
 Frozen values, read from this machine or made up (a GPU by name, tests). Used by engine.decide.
 """
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 
 
@@ -75,7 +75,7 @@ def described_host(total_bytes: int) -> Machine:
 
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of the host, or of this process's cgroup limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = psutil.virtual_memory().total
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total, available_memory()
@@ -83,11 +83,7 @@ def host_memory() -> tuple[int, int]:
 
 def available_memory() -> int:
     """Available bytes of host memory, within the cgroup limit where it is readable."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: half of the installed memory is a safe guess
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    available = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no cgroup v2, or "max"
         limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, limit - current)

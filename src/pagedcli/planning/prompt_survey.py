@@ -5,76 +5,19 @@ ids once and keeps only hashes of prefixes: 12 to 20 bytes per 8 tokens that no 
 """
 
 import heapq
-from array import array
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
-from pagedcli.planning.memory_report import BLOCK_SIZES
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED, PrefixRows, unit_digests
 
-SMALLEST_RECOMMENDED = 16  # tokens per block; the GPU kernels support no smaller ones
 MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
-_MIN_RECENT = 65536
 _MOST_SHOWN = 5  # shared prefixes
 Row = dict[str, Any]
-
-
-class PrefixIndex:
-    """Known prefixes of whole units and the row each first appeared in: sorted arrays and a small recent dict."""
-
-    def __init__(self) -> None:
-        self._digests = np.empty(0, dtype=np.uint64)
-        self._rows = np.empty(0, dtype=np.uint32)
-        self._recent: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._digests) + len(self._recent)
-
-    def first_row(self, digest: int) -> int | None:
-        """The first row with the prefix of this digest; None if there is none."""
-        row = self._recent.get(digest)
-        if row is not None or not len(self._digests):
-            return row
-        place = int(np.searchsorted(self._digests, np.uint64(digest)))
-        if place < len(self._digests) and int(self._digests[place]) == digest:
-            return int(self._rows[place])
-        return None
-
-    def num_known(self, digests: Sequence[int]) -> int:
-        """How many leading digests of a prompt are known, by bisection."""
-        return bisect_left(digests, True, key=lambda digest: self.first_row(digest) is None)
-
-    def add(self, digests: Sequence[int], row: int) -> None:
-        self._recent.update(dict.fromkeys(digests, row))
-        # merge an eighth of the whole at a time: amortized linear copying
-        if len(self._recent) > max(_MIN_RECENT, len(self._digests) // 8):
-            self._merge()
-
-    def _merge(self) -> None:
-        digests = np.concatenate([self._digests, np.fromiter(self._recent.keys(), np.uint64, len(self._recent))])
-        rows = np.concatenate([self._rows, np.fromiter(self._recent.values(), np.uint32, len(self._recent))])
-        order = np.argsort(digests, kind="stable")
-        self._digests, self._rows, self._recent = digests[order], rows[order], {}
-
-
-def prefix_digests(token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:
-    """xxh64 of every prefix of whole units, shortest first, then of the whole prompt. A salt changes them all."""
-    data = memoryview(array("q", token_ids).tobytes())
-    digest = xxhash.xxh64() if cache_salt is None else xxhash.xxh64(b"salt" + cache_salt.encode())
-    digests = []
-    for start in range(0, len(token_ids) // UNIT * UNIT * 8, UNIT * 8):
-        digest.update(data[start : start + UNIT * 8])
-        digests.append(digest.intdigest())
-    digest.update(bytes(data[len(digests) * UNIT * 8 :]) + b"end")  # unlike any prefix of whole units
-    return [*digests, digest.intdigest()]
 
 
 @dataclass(slots=True)
@@ -133,8 +76,8 @@ class PromptSurvey:
     prompt_lengths: Counter[int] = field(default_factory=Counter)
     total_lengths: Counter[int] = field(default_factory=Counter)  # prompt and output of one sequence
     _shapes: Counter[_Shape] = field(default_factory=Counter)
-    _index: PrefixIndex = field(default_factory=PrefixIndex)
-    _whole: PrefixIndex = field(default_factory=PrefixIndex)  # whole prompts
+    _seen: PrefixRows = field(default_factory=PrefixRows)
+    _whole: PrefixRows = field(default_factory=PrefixRows)  # whole prompts
     _shared: dict[int, _Shared] = field(default_factory=dict)
     _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
 
@@ -156,10 +99,11 @@ class PromptSurvey:
         """
         num_prompt = len(token_ids)
         num_cached = num_prompt + max(0, max_tokens - 1)
-        *digests, whole = prefix_digests(token_ids, cache_salt)
-        num_known = self._index.num_known(digests)
+        end = [-1] * (UNIT - num_prompt % UNIT)  # no token is negative: unlike any prefix of whole units
+        *digests, whole = unit_digests([*token_ids, *end], cache_salt, UNIT)
+        num_known = self._seen.num_known(digests)
         self._note_shared(row, digests[:num_known])
-        self._index.add(digests[num_known:], row)
+        self._seen.add(digests[num_known:], row)
         self.num_prompts += 1
         self.prompt_tokens += num_prompt
         self.output_tokens += num_seqs * max_tokens
@@ -181,7 +125,7 @@ class PromptSurvey:
         for depth, digest in enumerate(digests, 1):
             shared = self._shared.get(digest)
             if shared is None:
-                first_row = self._index.first_row(digest)
+                first_row = self._seen.first_row(digest)
                 assert first_row is not None, "a known prefix has a row"
                 self._shared[digest] = _Shared(depth, first_row, row, parent)
             else:

@@ -20,11 +20,10 @@ from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native.threads import limit_threads
 from pagedcli.planning.decide import attention_spec, choose_num_blocks, decide, model_folder
-from pagedcli.planning.fitting import weights_refusal
-from pagedcli.planning.forecast import predict_terms
 from pagedcli.planning.machine import available_memory, this_machine
+from pagedcli.planning.memory import predict_terms, weights_refusal
 from pagedcli.runner.kv_scales import kv_scales
-from pagedcli.runner.memory import graph_bytes, measure_budget
+from pagedcli.runner.memory import graph_bytes, measure_device
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 
 
@@ -87,10 +86,10 @@ def load_engine(
     scales = None
     if kv_dtype == torch.float8_e4m3fn:  # other caches are not quantized, or have a scale per token and head
         scales = kv_scales(runner_spec, dtype)
-    budget = measure_budget(runner_spec, config.gpu_memory_utilization)
-    if budget is not None and plan.no_graphs is None:
-        budget = replace(budget, graphs=graph_bytes(runner_spec))
-    num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), budget=budget)
+    memory = measure_device(runner_spec, config.gpu_memory_utilization)
+    if memory is not None and plan.no_graphs is None:
+        memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
+    num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), terms=memory)
     limits = replace(plan.limits, num_blocks=agree(num_blocks))
     runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
@@ -100,7 +99,7 @@ def load_engine(
         limits=limits,
         num_blocks_reason=reason,
         weight_bytes=model.weight_bytes,
-        budget=budget,
+        memory=memory,
         kv_scales=scales,
         notes=model.notes,
     )

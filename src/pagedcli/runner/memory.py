@@ -1,6 +1,6 @@
-"""Measures memory: the peak of the largest step, what a GPU leaves for the KV cache, and which processes use it.
+"""Measures memory: the peak of the largest step, what a device leaves for the KV cache, and which processes use it.
 
-Used by LLMEngine before it sizes its KV cache, and by `pagedcli profile-memory`.
+Used by LLMEngine before it sizes its KV cache, and by runner.memory_profile.
 """
 
 import ctypes
@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
-from pagedcli.core.budget import MemoryBudget, MemoryTerms, StepShape
+from pagedcli.core.budget import TERMS, StepShape, Terms
 from pagedcli.core.groups import TableShape
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
@@ -24,12 +25,12 @@ from pagedcli.planning.machine import host_memory
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
 
-_PROC = Path("/proc")
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def measure_budget(spec: RunnerSpec, utilization: float) -> MemoryBudget | None:
-    """The terms of total x utilization - used - peak + current on a CUDA device; None on a CPU, where the pool has a
-    fixed size. Runs the largest step that the limits allow, then frees its memory.
+def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
+    """Where the memory of a CUDA device goes (what is neither weights nor activations counts as runtime); None on a
+    CPU, where the pool has a fixed size. Runs the largest step that the limits allow, then frees its memory.
     """
     device, limits = spec.device, spec.limits
     if device.type != "cuda":
@@ -44,16 +45,16 @@ def measure_budget(spec: RunnerSpec, utilization: float) -> MemoryBudget | None:
     runner = ModelRunner(replace(spec, limits=limits))
     taken = measure_step(runner, step)
     assert taken is not None, "a CUDA device reports its memory"
-    peak = current + taken
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return MemoryBudget(
+    return Terms(
         total=total,
-        utilization=utilization,
-        used=total - free,
-        peak=peak,
-        current=current,
+        reserve=total - int(total * utilization),
+        runtime=total - free - current,
+        weights=current,
+        activations=taken,
+        measured=frozenset(TERMS) - {"graphs"},
     )
 
 
@@ -73,38 +74,31 @@ def graph_bytes(spec: RunnerSpec) -> int:
 
 def measure_terms(
     runner: ModelRunner, plan: Plan, step: StepShape, *, mapped_weights: int, expected_activations: int
-) -> MemoryTerms:
+) -> Terms:
     """Where the memory of the runner's device goes, with the model loaded.
 
-    On a GPU the terms are those of plan.budget. On a CPU the first step is run and the growth of this process
+    On a GPU the terms are those of plan.memory. On a CPU the first step is run and the growth of this process
     measured; the total is that of the host or its cgroup. The terms exclude the KV cache and pages of a mapped
     checkpoint, which the system drops when memory is short; `mapped_weights` is the share of the weights read there.
     `expected_activations` is used where the system does not report memory (see process_memory).
     """
-    if plan.budget is not None:
-        budget = plan.budget
+    if plan.memory is not None:
+        found = plan.memory
         others = sum(holder.num_bytes for holder in other_holders(runner.device, limit=None))
-        # in a container this process may be listed under another pid
-        others = min(others, budget.used - budget.current)
-        return MemoryTerms(
-            total=budget.total,
-            reserve=budget.total - int(budget.total * budget.utilization),
-            others=others,
-            runtime=budget.used - others - plan.weight_bytes,
-            weights=plan.weight_bytes,
-            activations=budget.activations,
-            graphs=budget.graphs,
-        )
+        others = min(others, found.runtime)  # in a container this process may be listed under another pid
+        runtime = found.used - others - plan.weight_bytes
+        return replace(found, others=others, runtime=runtime, weights=plan.weight_bytes)
     measure_step(runner, StepShape(1, 1))  # threads and libraries start with the first step: that is runtime
     total, available = host_memory()
-    resident = max(0, (process_memory() or plan.weight_bytes) - mapped_checkpoint())
+    resident = max(0, process_memory() - mapped_checkpoint())
     activations = measure_step(runner, step)
-    return MemoryTerms(
+    return Terms(
         total=total,
         others=max(0, total - available - resident),
         runtime=max(0, resident - (plan.weight_bytes - min(mapped_weights, plan.weight_bytes))),
         weights=plan.weight_bytes,
         activations=expected_activations if activations is None else activations,
+        measured=frozenset(TERMS) - ({"activations"} if activations is None else set()),
     )
 
 
@@ -169,44 +163,33 @@ def reset_host_peak() -> int | None:
     with suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide later allocations
         ctypes.CDLL(None).malloc_trim(0)
     try:
-        (_PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM
     except OSError:
         return None
-    return _process_bytes("VmRSS")
+    return process_memory()
 
 
-def process_memory() -> int | None:
-    """Resident bytes of this process; None where not readable."""
-    return _process_bytes("VmRSS")
+def process_memory() -> int:
+    """Resident bytes of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def host_peak() -> int | None:
-    """Peak resident bytes of this process since reset_host_peak; None where not readable."""
-    return _process_bytes("VmHWM")
+    """Peak resident bytes of this process since reset_host_peak; None where not readable. (psutil does not tell it.)"""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line for line in lines if line.startswith("VmHWM:")]
+    return int(found[0].split()[1]) * 1024 if found else None
 
 
 def mapped_checkpoint() -> int:
     """Resident bytes of this process that are pages of *.safetensors files; 0 where not readable."""
-    try:
-        lines = (_PROC / "self/smaps").read_text().splitlines()
-    except OSError:
+    process = psutil.Process()
+    if not hasattr(process, "memory_maps"):  # psutil has it on Linux and Windows only
         return 0
-    num_bytes, in_checkpoint = 0, False
-    for line in lines:
-        if "-" in line.split(" ", 1)[0]:  # header line of a mapping: addresses first, file last
-            in_checkpoint = line.endswith(".safetensors")
-        elif in_checkpoint and line.startswith("Rss:"):
-            num_bytes += int(line.split()[1]) * 1024
-    return num_bytes
-
-
-def _process_bytes(key: str) -> int | None:
-    try:
-        lines = (_PROC / "self/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line for line in lines if line.startswith(key + ":")]
-    return int(found[0].split()[1]) * 1024 if found else None
+    return sum(each.rss for each in process.memory_maps() if each.path.endswith(".safetensors"))
 
 
 # ---------------------------------------------------------------------- who else
@@ -250,10 +233,9 @@ def _gpu_processes(device: torch.device) -> list[Holder]:
 
 
 def _host_processes() -> list[Holder]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    holders = []
-    for folder in _PROC.glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):  # it has ended, or we may not read it
-            resident = int((folder / "statm").read_text().split()[1]) * page
-            holders.append(Holder(int(folder.name), (folder / "comm").read_text().strip(), resident))
-    return holders
+    found = psutil.process_iter(["pid", "name", "memory_info"])  # None for what we may not read
+    return [
+        Holder(each.info["pid"], each.info["name"], each.info["memory_info"].rss)
+        for each in found
+        if each.info["name"] and each.info["memory_info"] is not None
+    ]

@@ -4,23 +4,33 @@ Used by `pagedcli profile-memory`, which shows them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
 from pagedcli.config import EngineConfig, parse_bytes
-from pagedcli.core.budget import MemoryTerms, ModelSizes
+from pagedcli.core.budget import Terms
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.decide import choose_num_blocks, decide, model_folder
-from pagedcli.planning.fitting import Fit, fits, weights_refusal
-from pagedcli.planning.forecast import Forecast, forecast_pool, loading_peak, mapped_weights, model_sizes, predict_terms
+from pagedcli.planning.decide import decide, model_folder
 from pagedcli.planning.machine import Machine, available_memory, described_gpu, described_host, this_machine
+from pagedcli.planning.memory import (
+    Fit,
+    Pool,
+    fits,
+    loading_peak,
+    mapped_weights,
+    pool_within,
+    predict_terms,
+    rank_spec,
+    weights_refusal,
+)
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.runner.memory import host_peak, measure_terms, other_holders, reset_host_peak, step_blocks
 
@@ -29,29 +39,20 @@ _PREDICTED = dict.fromkeys(("weights", "activations", "graphs", "runtime"), "pre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A machine with a model on it, measured, predicted or both."""
+    """A machine with a model on it."""
 
     config: EngineConfig
     plan: Plan
-    sizes: ModelSizes
+    spec: ModelSpec  # of one rank's part
     device: str
-    measured: MemoryTerms | None
-    predicted: MemoryTerms | None  # None: a model that runs through transformers
-    num_blocks: int
-    reason: str  # why num_blocks is what it is
-    hint: str | None = None  # what to do if no block fits
+    terms: Terms  # measured where the model was loaded
+    forecast: Terms | None  # to compare with what was measured; None: nothing was, or transformers runs the model
+    pool: Pool
     notes: Mapping[str, str]  # term -> a note for the user
     fits: tuple[Fit, ...] = ()  # what else could be chosen; empty: a model that runs through transformers
     holders: str = ""  # the other processes that use most memory
     measured_loading: int | None = None  # peak bytes of this process while loading; None: not on a CPU
     predicted_loading: int | None = None
-
-    @property
-    def terms(self) -> MemoryTerms:
-        """The measured terms, else the predicted ones."""
-        terms = self.measured or self.predicted
-        assert terms is not None, "a profile is measured or predicted"
-        return terms
 
 
 # ---------------------------------------------------------------------- a machine described by numbers
@@ -119,7 +120,7 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
     notes["others"] = "none given (--used)" if given.used is None else "--used minus the model"
     process = "Python and torch" if given.capability is None else "CUDA context"
     notes["runtime"] = f"{process}, assumed" if given.used is None else "counted in --used"
-    terms = MemoryTerms(
+    terms = Terms(
         total=given.total,
         reserve=predicted.reserve,
         others=0 if given.used is None else max(0, given.used - weights),
@@ -128,34 +129,16 @@ def profile_described(config: EngineConfig, given: Described) -> Profile:
         activations=activations,
         graphs=predicted.graphs if given.peak is None else 0,  # the given numbers describe the whole machine
     )
-    found = () if given.current is not None else tuple(fits(config, spec, machine))
-    return _predicted(config, spec, plan, terms, device=f"{given.name}, described by flags", notes=notes, fits=found)
-
-
-def _predicted(
-    config: EngineConfig,
-    spec: ModelSpec,
-    plan: Plan,
-    terms: MemoryTerms,
-    *,
-    device: str,
-    notes: Mapping[str, str],
-    fits: tuple[Fit, ...],
-) -> Profile:
-    """A profile without measurements."""
-    pool = forecast_pool(config, plan, terms)
     return Profile(
         config=config,
         plan=plan,
-        sizes=model_sizes(config, spec),
-        device=device,
-        measured=None,
-        predicted=terms,
-        num_blocks=pool.num_blocks,
-        reason=pool.reason,
-        hint=pool.hint,
+        spec=rank_spec(config, spec),
+        device=f"{given.name}, described by flags",
+        terms=terms,
+        forecast=None,
+        pool=pool_within(config, plan, terms),
         notes=notes,
-        fits=fits,
+        fits=() if given.current is not None else tuple(fits(config, spec, machine)),
     )
 
 
@@ -171,17 +154,25 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
     plan = decide(config, spec, machine)
     on_cpu = plan.on_cpu
     predicted = predict_terms(config, spec, plan, machine) if not spec.is_fallback else None
+    holders = ", ".join(map(str, other_holders(torch.device(plan.device))))
+    profile = partial(Profile, config=config, plan=plan, spec=rank_spec(config, spec))
     found = () if predicted is None else tuple(fits(config, spec, machine))
     if predicted is not None and (why := _why_not_measured(config, spec, predicted, machine, folder)):
         say(f"{why}: predicting")
-        notes = {**_PREDICTED, "others": ", ".join(map(str, other_holders(torch.device(plan.device))))}
-        return _predicted(config, spec, plan, predicted, device=plan.device, notes=notes, fits=found)
+        return profile(
+            device=plan.device,
+            terms=predicted,
+            forecast=None,
+            pool=pool_within(config, plan, predicted),
+            notes={**_PREDICTED, "others": holders},
+            fits=found,
+        )
     say(f"loading {config.model} and running the largest step")
     if on_cpu:
         reset_host_peak()
     loaded = _load(config, plan)
     measured_loading = host_peak() if on_cpu else None
-    measured = measure_terms(
+    terms = measure_terms(
         loaded.runner,
         loaded.plan,
         plan.limits.largest_step,
@@ -189,46 +180,34 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
         expected_activations=predicted.activations if predicted is not None else 0,
     )
     loaded.close()
-    if predicted is not None:  # the other terms cannot be predicted independently
-        own = {name: getattr(predicted, name) for name in ("weights", "activations", "graphs")}
-        predicted = MemoryTerms(**{item.name: getattr(measured, item.name) for item in fields(MemoryTerms)} | own)
-    pool = _pool(config, plan, measured, loaded)
-    holders = ", ".join(map(str, other_holders(torch.device(plan.device))))
-    return Profile(
-        config=config,
-        plan=plan,
-        sizes=model_sizes(config, spec),
+    pool = pool_within(config, plan, loaded.plan.memory or terms, available=available_memory())
+    return profile(
         device=loaded.plan.device,
-        measured=measured,
-        predicted=predicted,
-        num_blocks=pool.num_blocks,
-        reason=pool.reason,
-        hint=pool.hint,
+        terms=terms,
+        forecast=predicted and _compared(terms, predicted),
+        pool=pool,
         notes=_notes_here(on_cpu, holders),
-        fits=found,
+        fits=(replace(found[0], pool=pool), *found[1:]) if found else (),
         holders=holders,
         measured_loading=measured_loading,
         predicted_loading=loading_peak(config, spec, plan, folder) if on_cpu and predicted is not None else None,
     )
 
 
+def _compared(terms: Terms, predicted: Terms) -> Terms:
+    """The measured terms, with those in their place that are predicted independently."""
+    own = {name: getattr(predicted, name) for name in ("weights", "activations", "graphs")}
+    return replace(terms, **own, measured=terms.measured - own.keys())
+
+
 def _why_not_measured(
-    config: EngineConfig, spec: ModelSpec, predicted: MemoryTerms, machine: Machine, folder: Path
+    config: EngineConfig, spec: ModelSpec, predicted: Terms, machine: Machine, folder: Path
 ) -> str | None:
     if (refusal := weights_refusal(config, spec, predicted, machine)) is not None:
         return refusal.message
     if config.load_format != "dummy" and not any(folder.glob("*.safetensors")):
         return f"{folder} has no weights"
     return None
-
-
-def _pool(config: EngineConfig, plan: Plan, measured: MemoryTerms, loaded: LLMEngine) -> Forecast:
-    """The pool that the engine would get: on a CPU from free memory, on a GPU from its budget."""
-    try:
-        num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), budget=loaded.plan.budget)
-    except ConfigError as error:
-        return Forecast(measured, 0, error.message, error.hint)
-    return Forecast(measured, num_blocks, reason, None)
 
 
 def _load(config: EngineConfig, plan: Plan) -> LLMEngine:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.events import Eviction
 from pagedcli.printable import byte_text, percent_text, plural
 from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
@@ -11,7 +12,6 @@ from pagedcli.simulation.stack_distance import LruCurve, lru_curve, stack_distan
 from pagedcli.simulation.sweep import Sweep, SweepPoint
 
 SHARES = (0.90, 0.95, 0.99)
-_WINDOW_ROWS, _WINDOW_TOKENS = 8192, 2**20  # as generate --reorder prefix sorts
 _MOST_ACCESSES = 2**22  # of an LRU curve at another block size
 _MOST_REPLAYED = 2**17  # accesses of a workload that is run again, block by block: a few seconds
 _NOTABLE = 0.001  # a gain of less than 0.1 points is none
@@ -121,7 +121,7 @@ def prefix_order(accesses: Accesses) -> Ints:
     for request in range(accesses.num_requests):
         window.append(request)
         num_tokens += int(accesses.prompt_tokens[request])
-        if len(window) >= _WINDOW_ROWS or num_tokens >= _WINDOW_TOKENS or request == accesses.num_requests - 1:
+        if len(window) >= WINDOW_ROWS or num_tokens >= WINDOW_TOKENS or request == accesses.num_requests - 1:
             order += sorted(window, key=lambda each: blocks[starts[each] : starts[each + 1]])
             window, num_tokens = [], 0
     return np.array(order, dtype=np.int64)

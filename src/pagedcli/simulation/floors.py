@@ -7,33 +7,28 @@ read. Layers with a sliding window count as if they had no attention.
 
 from dataclasses import dataclass
 
-from pagedcli.core.budget import ITEMSIZE, ModelSizes, head_bytes
+from pagedcli.core.budget import head_bytes
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
-from pagedcli.planning.cards import Card
+from pagedcli.models.footprint import Footprint
+from pagedcli.models.spec import ModelSpec
+from pagedcli.planning.cards import Roofline
 
 
 @dataclass(frozen=True, slots=True)
 class StepFloor:
     """Times the steps of one model on one card. Called with a scheduled step; gives nanoseconds."""
 
-    card: Card
-    layer_weights: int  # read for each step, over all layers
-    head_weights: int  # of the output layer, used for sampled tokens
-    itemsize: float  # bytes per weight
+    roofline: Roofline
+    weights: Footprint
     kv_token_bytes: int  # K and V of one token, over the layers without a window
     pair_flops: int  # of attention, for one query token and one cached token, over these layers
 
     @classmethod
-    def of(cls, sizes: ModelSizes, card: Card, *, dtype: str, kv_dtype: str, num_windowed: int = 0) -> "StepFloor":
-        num_layers = sizes.num_layers - num_windowed
-        return cls(
-            card,
-            active_weights(sizes),
-            sizes.vocab_size * sizes.hidden_size,
-            ITEMSIZE[dtype],
-            2 * num_layers * sizes.num_kv_heads * head_bytes(sizes.head_dim, kv_dtype),
-            4 * num_layers * sizes.num_heads * sizes.head_dim,
-        )
+    def of(cls, spec: ModelSpec, weights: Footprint, roofline: Roofline, *, kv_dtype: str) -> "StepFloor":
+        """`spec`: the sizes of the rank whose `weights` these are."""
+        num_layers = sum(layer.window is None for layer in spec.attention_layers)
+        token_bytes = 2 * num_layers * spec.num_kv_heads * head_bytes(spec.head_dim, kv_dtype)
+        return cls(roofline, weights, token_bytes, 4 * num_layers * spec.num_heads * spec.head_dim)
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
         num_tokens = num_sampled = num_cached = num_pairs = 0
@@ -44,19 +39,18 @@ class StepFloor:
             num_cached += end
             num_pairs += num_new * end - num_new * (num_new - 1) // 2
         distinct = min(num_cached, self._distinct_tokens(work, scheduler))
-        linear = self._time_s(
-            (self.layer_weights + (self.head_weights if num_sampled else 0)) * self.itemsize,
-            2 * (self.layer_weights * num_tokens + self.head_weights * num_sampled),
+        layers, head = self.weights.active_parameters, self.weights.head
+        linear = self.roofline.seconds(
+            self.weights.active_bytes(1) + (head.num_bytes if num_sampled else 0),
+            2 * (layers * num_tokens + head.parameters * num_sampled),
         )
-        return round(1e9 * (linear + self._time_s(distinct * self.kv_token_bytes, num_pairs * self.pair_flops)))
-
-    def _time_s(self, num_bytes: float, num_flops: float) -> float:
-        return max(num_bytes / self.card.read_bytes_per_s, num_flops / self.card.flop_per_s)
+        attention = self.roofline.seconds(distinct * self.kv_token_bytes, num_pairs * self.pair_flops)
+        return round(1e9 * (linear + attention))
 
     @staticmethod
     def _distinct_tokens(work: ScheduledStep, scheduler: Scheduler) -> int:
-        """At least so many different tokens are in the blocks of the step's sequences, in layers without a window:
-        blocks are full but for the last one of a sequence."""
+        """A lower bound on the different tokens that the step reads in layers without a window: all blocks of its
+        sequences are full, except the last one of each."""
         manager, num_running = scheduler.block_manager, len(scheduler.running)
         num_full = manager.tables.windows.count(None)
         if not num_full:
@@ -70,16 +64,3 @@ class StepFloor:
             others = (len(seq.block_table) for seq in scheduler.running if seq.seq_id not in scheduled)
             num_spans -= sum(others) // manager.num_groups
         return max(0, num_spans) * manager.block_size
-
-
-def active_weights(sizes: ModelSizes) -> int:
-    """Elements of the linear layers that one token passes through, without the output layer."""
-    width, experts = sizes.hidden_size, sizes.experts
-    attention = width * 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
-    dense = 3 * width * sizes.intermediate_size
-    if experts is None:
-        return sizes.num_layers * (attention + dense)
-    sparse = experts.num_experts * width + experts.num_per_token * 3 * width * experts.intermediate_size
-    sparse += 3 * width * (experts.shared_intermediate_size or 0)
-    num_dense = len(experts.dense_layers)
-    return sizes.num_layers * attention + num_dense * dense + (sizes.num_layers - num_dense) * sparse

@@ -3,13 +3,12 @@
 Used by `trace` at its end, and by the report.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.facts import BLOCK_SIZES
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.events import Event
 from pagedcli.printable import plural, seconds_text
 from pagedcli.trace.dispatch import Handler, View
@@ -190,7 +189,7 @@ def _ideal_of_smaller(lookups: list[Lookup], block_size: int, ideal: int) -> dic
     """By smaller block size: what the first lookups would have hit in an unlimited cache."""
     first = [lookup for lookup in lookups if not lookup.own and lookup.reason != "caching_off"]
     found = {}
-    for size in BLOCK_SIZES[: bisect_left(BLOCK_SIZES, block_size)]:
+    for size in (size for size in BLOCK_SIZES if SMALLEST_RECOMMENDED <= size < block_size):
         found[size] = ideal
         for lookup in first:
             shared = lookup.num_shared_blocks * block_size + lookup.num_further_tokens

@@ -1,0 +1,127 @@
+"""What a model's weights are and take in memory: a sum over its named parameters and their formats. Free of torch.
+
+Read by the forecast of memory, by the tables of `profile-memory` and by the floors of `bench` and `simulate`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagedcli.core.plan import Kernels
+from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
+from pagedcli.models.parameters import Parameter, decoder_parameters
+from pagedcli.models.spec import ModelSpec
+
+Shard = Callable[[dict[str, Parameter]], dict[str, Parameter]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Some of a model's weights."""
+
+    parameters: int = 0
+    num_bytes: int = 0  # in memory
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(parameters=self.parameters + other.parameters, num_bytes=self.num_bytes + other.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The weights of a model, or of one rank's part of it, by what a step reads of them."""
+
+    layers: Weights  # of the linear layers that every token passes through
+    experts: Weights  # of all experts that a router picks from
+    vectors: Weights  # norms and biases
+    embedding: Weights  # without parameters if the output layer is the same table, without bytes if it is the only copy
+    head: Weights  # of the output layer
+    share_of_experts: float = 0.0  # that one token goes to
+
+    @property
+    def whole(self) -> Weights:
+        """All weights, shared ones once."""
+        return self.layers + self.experts + self.vectors + self.embedding + self.head
+
+    @property
+    def parameters(self) -> int:
+        return self.whole.parameters
+
+    @property
+    def num_bytes(self) -> int:
+        return self.whole.num_bytes
+
+    @property
+    def active_parameters(self) -> float:
+        """Of the linear layers that one token passes through, without the output layer."""
+        return self.layers.parameters + self.share_of_experts * self.experts.parameters
+
+    def active_bytes(self, num_tokens: int) -> float:
+        """Bytes of the layers that a step of num_tokens reads: of its experts those that so many tokens go to if each
+        picks its own at random."""
+        return self.layers.num_bytes + (1 - (1 - self.share_of_experts) ** num_tokens) * self.experts.num_bytes
+
+
+def footprint(
+    spec: ModelSpec, formats: WeightFormat, kernels: Kernels, itemsize: int, *, shard: Shard | None = None
+) -> Footprint:
+    """The weights of a model whose linear layers have these formats. Units: itemsize in bytes, of the model's dtype.
+    `shard`: takes the part of one of several ranks (see sharding.shard_parameters)."""
+    counted = _counted(spec)
+    parameters = {key: parameter for key, (parameter, _) in counted.items()}
+    if shard is not None:
+        parameters = shard(parameters)
+    tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head")}
+    layers = experts = vectors = Weights()
+    for key, parameter in parameters.items():
+        count = counted[key][1]
+        if parameter.stored is VECTOR:
+            wide = parameter.dtype == "float32"
+            vectors += _weights(parameter, math.prod(parameter.shape) * (4 if wide else itemsize), count)
+            continue
+        name = next(iter(parameter.shapes)).removesuffix(".weight")
+        layer_format = AS_STORED if parameter.layer_format is None else formats.of(name)
+        gated = key.endswith("gate_up.weight")
+        found = _weights(parameter, layer_format.kept_bytes(parameter.shape, itemsize, kernels, gated=gated), count)
+        if ".experts." in key:
+            experts += found
+        else:
+            layers += found
+    embedding, head = _tables(tables, formats, kernels, itemsize, is_alone=shard is None)
+    share = spec.experts.num_per_token / spec.experts.num_experts if spec.experts is not None else 0.0
+    return Footprint(
+        layers=layers, experts=experts, vectors=vectors, embedding=embedding, head=head, share_of_experts=share
+    )
+
+
+def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
+    """Parameters, and how many of the model each stands for: itself if formats differ by name, otherwise all layers of
+    its kind, and all experts of those."""
+    if spec.quantization is not None:
+        return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
+    dense = spec.experts.dense_layers if spec.experts is not None else frozenset(range(spec.num_layers))
+    num_experts = spec.experts.num_experts if spec.experts is not None else 0
+    kinds = {i in dense: i for i in range(spec.num_layers)}  # of each kind the last layer
+    num_layers = {f"layers.{i}": sum((j in dense) == kind for j in range(spec.num_layers)) for kind, i in kinds.items()}
+    counted = {}
+    for key, parameter in decoder_parameters(spec, AS_STORED, layers=kinds.values(), num_experts=1).items():
+        count = num_layers.get(".".join(key.split(".")[:2]), 1)
+        counted[key] = (parameter, count * num_experts if ".experts." in key else count)
+    return counted
+
+
+def _tables(
+    tables: dict[str, Parameter], formats: WeightFormat, kernels: Kernels, itemsize: int, *, is_alone: bool
+) -> tuple[Weights, Weights]:
+    """The embedding and the output layer: one table if they are tied, unless the output layer is packed."""
+    table = tables["embedding"]
+    embedding = _weights(table, math.prod(table.shape) * itemsize, 1)
+    head = tables.get("lm_head", table)
+    head_bytes = formats.lm_head.kept_bytes(head.shape, itemsize, kernels)
+    if "lm_head" not in tables:
+        is_shared = kernels != "cpu" or (formats.lm_head.keeps_rows and is_alone)
+        embedding = Weights(num_bytes=0 if is_shared else embedding.num_bytes)
+    return embedding, _weights(head, head_bytes, 1)
+
+
+def _weights(parameter: Parameter, num_bytes: int, count: int) -> Weights:
+    return Weights(parameters=count * math.prod(parameter.shape), num_bytes=count * num_bytes)

@@ -1,0 +1,282 @@
+"""Predicts the memory of an engine without loading anything, and what of a model fits into a machine.
+
+Used by the engine before it loads weights, by `pagedcli plan`, and by `pagedcli profile-memory`, which compares the
+prediction with its measurements.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from pagedcli.config import EngineConfig
+from pagedcli.core.budget import ITEMSIZE, StepShape, Terms
+from pagedcli.core.plan import Plan
+from pagedcli.errors import ConfigError, PagedcliError
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.footprint import Footprint, footprint
+from pagedcli.models.formats import FORMATS
+from pagedcli.models.loading import weight_format
+from pagedcli.models.sharding import shard_parameters, shard_spec
+from pagedcli.models.spec import ModelSpec
+from pagedcli.planning.decide import choose_num_blocks, decide
+from pagedcli.planning.machine import Machine
+
+CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
+HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, measured with torch 2.13 on Linux
+GRAPH_BYTES = 8 * 2**20  # bytes of one CUDA graph without its tensors, within a factor of two
+EXPERT_TOKENS = 2048  # most tokens whose experts the native CPU decoder computes at a time (MOST_TOKENS in experts.cpp)
+SORT_BYTES = 24  # per logit: float32 copies, sorted values with their int64 indices, and probabilities
+FROM_HEAP = 32 * 2**20  # bytes; glibc takes smaller tensors from its heap, which keeps what is freed
+FREED_BYTES = 8  # per logit: two float32 copies that are freed before the peak, and stay in the heap
+_GIB = 2**30
+
+
+# ---------------------------------------------------------------------- the terms
+
+
+def rank_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """The sizes of one rank's part, with its share of the vocabulary."""
+    own = shard_spec(spec, ParallelContext(0, config.tensor_parallel_size))
+    return replace(own, vocab_size=-(-spec.vocab_size // config.tensor_parallel_size))
+
+
+def engine_footprint(config: EngineConfig, spec: ModelSpec, plan: Plan) -> Footprint:
+    """The weights of the model as the engine keeps them; with tensor parallelism those of one rank."""
+    parallel, shard = ParallelContext(0, config.tensor_parallel_size), None
+    if parallel.size > 1:
+        shard = partial(shard_parameters, spec=spec, parallel=parallel)
+    formats = weight_format(config.quantization, spec)
+    return footprint(spec, formats, plan.kernels, ITEMSIZE[plan.dtype], shard=shard)
+
+
+def predict_terms(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Terms:
+    """Every term of the device's memory, computed from the model's parameters and the machine's free memory."""
+    own, itemsize = rank_spec(config, spec), ITEMSIZE[plan.dtype]
+    weights, gpu = engine_footprint(config, spec, plan).num_bytes, machine.gpu(plan.device)
+    activations = activation_bytes(
+        own, plan.limits.largest_step, itemsize, native=plan.in_one_call, from_heap=FROM_HEAP if gpu is None else 0
+    )
+    if gpu is None:
+        return Terms(
+            total=machine.total_bytes,
+            others=machine.total_bytes - machine.available_bytes,
+            runtime=HOST_PROCESS,
+            weights=weights,
+            activations=activations,
+        )
+    return Terms(
+        total=gpu.total_bytes,
+        reserve=gpu.total_bytes - int(gpu.total_bytes * config.gpu_memory_utilization),
+        others=gpu.total_bytes - gpu.free_bytes,
+        runtime=CUDA_CONTEXT,
+        weights=weights,
+        activations=activations,
+        graphs=_graph_bytes(own, plan),
+    )
+
+
+def _graph_bytes(spec: ModelSpec, plan: Plan) -> int:
+    """Bytes of all CUDA graphs: their nodes, and one shared memory pool for a step's tensors."""
+    if not plan.graph_sizes:
+        return 0
+    largest, itemsize = plan.graph_sizes[-1], ITEMSIZE[plan.dtype]
+    tensors = step_bytes(spec, largest, itemsize) + largest * spec.vocab_size * itemsize
+    return tensors + GRAPH_BYTES * len(plan.graph_sizes)
+
+
+def activation_bytes(
+    spec: ModelSpec, step: StepShape, itemsize: int, *, native: bool = False, from_heap: int = 0
+) -> int:
+    """What a step takes on top of weights and cache, predicted from the decoder's code: with torch what is alive at the
+    widest of three places (fused kernels take less), with the native CPU decoder its workspace. `from_heap`: bytes of
+    the largest tensor whose memory the allocator keeps after it was freed.
+    """
+    hidden = step.num_tokens * itemsize * spec.hidden_size
+    num_logits = step.num_seqs * spec.vocab_size
+    sampling = num_logits * (itemsize + SORT_BYTES)
+    if num_logits * ITEMSIZE["float32"] < from_heap:
+        sampling += num_logits * FREED_BYTES
+    if not native:
+        return max(step_bytes(spec, step.num_tokens, itemsize), hidden + sampling)
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    inner = max(spec.num_heads * spec.head_dim, spec.intermediate_size, spec.hidden_size)
+    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner)
+    if spec.experts is not None:
+        rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
+        workspace += rows * itemsize * (spec.experts.intermediate_size + spec.hidden_size)
+    return workspace + max(hidden, sampling)
+
+
+def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
+    """Tensors of a step alive at once in torch, at the widest point of a layer."""
+    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    wide = ITEMSIZE["float32"]  # norms are computed in float32
+    # the last inputs of attention: q, k (a view into q and k together) and v (a view into all three)
+    given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
+    # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, q, k and v
+    always = itemsize * (3 * width + 2 * head + given)
+    # q, k and v, and what turns q and k: three copies to rotate them, or two float32 ones and a result to norm them
+    rotating = 3 * itemsize
+    norming = spec.qk_norm * (2 * wide + itemsize)
+    attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
+    mlp = itemsize * 3 * inner  # gate, up and their product
+    return num_tokens * (always + max(attention, mlp))
+
+
+def loading_peak(config: EngineConfig, spec: ModelSpec, plan: Plan, folder: Path) -> int:
+    """Peak host bytes of this process while it loads a model on a CPU: the weights and their sources. Includes pages
+    of a mapped checkpoint, which the system drops when memory is short."""
+    own, itemsize = engine_footprint(config, spec, plan), ITEMSIZE[plan.dtype]
+    if config.load_format == "dummy":
+        table = spec.vocab_size * spec.hidden_size
+        return HOST_PROCESS + max(own.num_bytes, own.parameters * itemsize) + table * itemsize
+    checkpoint = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return HOST_PROCESS + own.num_bytes + checkpoint - mapped_weights(config, spec, plan)
+
+
+def mapped_weights(config: EngineConfig, spec: ModelSpec, plan: Plan) -> int:
+    """Bytes of weights that are read from the mapped checkpoint: an embedding table not shared with the packed output
+    layer."""
+    keeps_embedding = config.quantization is not None or not spec.tie_word_embeddings
+    if config.load_format == "dummy" or spec.dtype != plan.dtype or not keeps_embedding:
+        return 0
+    return rank_spec(config, spec).vocab_size * spec.hidden_size * ITEMSIZE[plan.dtype]
+
+
+# ---------------------------------------------------------------------- the pool
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The KV blocks that an engine gets."""
+
+    num_blocks: int  # 0: none fits
+    reason: str  # why there are so many
+    hint: str | None = None  # what to do if there are none
+
+
+def pool_within(config: EngineConfig, plan: Plan, terms: Terms, *, available: int | None = None) -> Pool:
+    """The pool that the engine would create within these terms. `available`: bytes that are free on a CPU now, with the
+    model loaded; None: what the terms leave."""
+    available = terms.total - terms.used if available is None else available
+    try:
+        num_blocks, reason = choose_num_blocks(config, plan, available=available, terms=None if plan.on_cpu else terms)
+    except ConfigError as error:
+        return Pool(0, error.message, error.hint)
+    return Pool(num_blocks, reason)
+
+
+def expected_pool(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Pool | None:
+    """What the model would get on the machine; None for a model that runs through transformers."""
+    if spec.is_fallback:
+        return None
+    terms = predict_terms(config, spec, plan, machine)
+    refusal = weights_refusal(config, spec, terms, machine)
+    if refusal is not None:
+        return Pool(0, refusal.message, refusal.hint)
+    return pool_within(config, plan, terms)
+
+
+# ---------------------------------------------------------------------- what fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One way to keep a model, and what it leaves for the KV cache."""
+
+    flags: str  # that choose it; empty: as configured
+    plan: Plan
+    terms: Terms
+    pool: Pool  # that the engine would create
+
+    @property
+    def weight_format(self) -> str:
+        return self.plan.weights or self.plan.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache, over all layers, as long as no window has passed the token."""
+        return self.plan.block_bytes * len(self.plan.groups) // self.plan.limits.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all memory left for the KV cache holds."""
+        return max(0, self.terms.kv_cache) // self.token_bytes
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that all that memory holds."""
+        tables, most = self.plan.limits.tables, self.plan.limits.max_model_len
+        if not tables.has_windows:
+            return min(self.num_tokens, most)
+        return tables.longest(self.terms.num_blocks(self.plan.block_bytes), self.plan.limits.chunk_size, most)
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len tokens that all that memory holds at once."""
+        tables, most = self.plan.limits.tables, self.plan.limits.max_model_len
+        if not tables.has_windows:
+            return self.num_tokens / most
+        return tables.concurrency(self.terms.num_blocks(self.plan.block_bytes), most)
+
+    @property
+    def pool_concurrency(self) -> float:
+        """Requests of max_model_len tokens that the pool holds at once."""
+        return self.plan.limits.tables.concurrency(self.pool.num_blocks, self.plan.limits.max_model_len)
+
+
+def fits(config: EngineConfig, spec: ModelSpec, machine: Machine) -> list[Fit]:
+    """Every weight format and KV cache dtype that runs on the machine; those of `config` first, others by size."""
+    kinds = dict.fromkeys([config.quantization, *FORMATS])
+    caches = dict.fromkeys([config.kv_cache_dtype, "auto", "fp8", "int8"])
+    found: dict[tuple[str, str], Fit] = {}
+    for quantization in kinds:
+        for cache in caches:
+            changed = msgspec.structs.replace(config, quantization=quantization, kv_cache_dtype=cache)
+            try:
+                plan = decide(changed, spec, machine)
+            except PagedcliError:  # not available on this machine: whoever asks for it is told the reason
+                continue
+            fit = _fit(config, changed, spec, plan, machine)
+            found.setdefault((fit.weight_format, plan.kv_dtype), fit)
+    own, *others = found.values()
+    return [own, *sorted(others, key=lambda fit: (-fit.terms.weights, -fit.token_bytes))]
+
+
+def _fit(config: EngineConfig, changed: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Fit:
+    flags = []
+    if changed.quantization != config.quantization:
+        flags.append(f"--quantization {changed.quantization}" if changed.quantization else "no --quantization")
+    if changed.kv_cache_dtype != config.kv_cache_dtype:
+        flags.append(f"--kv-cache-dtype {changed.kv_cache_dtype}")
+    terms = predict_terms(changed, spec, plan, machine)
+    pool = pool_within(changed, plan, terms)
+    return Fit(flags=" ".join(flags), plan=plan, terms=terms, pool=pool)
+
+
+def weights_refusal(config: EngineConfig, spec: ModelSpec, terms: Terms, machine: Machine) -> ConfigError | None:
+    """The error for weights that alone exceed the free memory; None if they fit."""
+    left = terms.total - terms.reserve - terms.others  # terms.runtime may be part of the others by now
+    if terms.weights <= left:
+        return None
+    return ConfigError(
+        f"the weights of {config.model} take {terms.weights / _GIB:,.2f} GiB, but only {max(0, left) / _GIB:,.2f} GiB"
+        " of memory are free",
+        hint=fitting_hint(fits(config, spec, machine)),
+    )
+
+
+def fitting_hint(found: Sequence[Fit]) -> str:
+    """What to change so that the model fits, the least first."""
+    for fit in found:
+        if fit.flags and fit.terms.kv_cache >= fit.token_bytes:
+            return (
+                f"{fit.flags} fits: {fit.terms.weights / _GIB:,.2f} GiB of weights leave room for {fit.num_tokens:,}"
+                " tokens; pagedcli profile-memory shows more"
+            )
+    smallest = min(found, key=lambda fit: fit.terms.weights)
+    return f"nothing fits: even {smallest.weight_format} weights take {smallest.terms.weights / _GIB:,.2f} GiB"
