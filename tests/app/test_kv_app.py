@@ -6,9 +6,8 @@ import pytest
 from app_harness import drive, press, screen_text, settle, shown
 from kv_event_harness import message, removed, stored
 
-from pagedcli.app.kv_app import KVApp
-from pagedcli.app.kv_decks import AttachDeck, CaptureDeck
-from pagedcli.app.watch import watch
+from pagedcli.app.base import watch
+from pagedcli.app.kv_app import AttachDeck, CaptureDeck, KVApp
 from pagedcli.kvevents.fold import KVState
 
 MESSAGES = [

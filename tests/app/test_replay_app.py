@@ -7,9 +7,9 @@ from app_harness import drive, press, screen_text, settle, shown
 from trace_harness import EventList, simulated
 
 from pagedcli.app.block_map import BlockMap
-from pagedcli.app.lines import Painted
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
+from pagedcli.app.rows import Painted
 from pagedcli.events import RequestAdded, RequestPreempted
 from pagedcli.trace.fold import fold
 from pagedcli.views.names import NamedRequest

@@ -2,9 +2,9 @@
 
 from kv_event_harness import CLEARED, message, removed, stored
 
-from pagedcli.kvevents.branches import Shape, largest_branches, near_twins, token_ids
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.summary import cache_rows, churn_rows, facts, limits, lora_rows, medium_class
+from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows, medium_class
+from pagedcli.kvevents.tree import Shape, largest_branches, near_twins, token_ids
 
 
 def state_of(*messages, **options):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from kv_event_harness import message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.reuse import LargerCache, curve
+from pagedcli.kvevents.tree import LargerCache, curve
 
 
 def lru(accesses, num_blocks):

@@ -11,8 +11,7 @@ import pytest
 from scripted import Simulation
 
 from pagedcli.events import StepScheduled
-from pagedcli.show.report import embedded_json, render_report
-from pagedcli.show.report_frames import BlockFrames, TableFrames
+from pagedcli.show.report import BlockFrames, TableFrames, embedded_json, render_report
 from pagedcli.trace.file import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.writer import TraceWriter

@@ -10,9 +10,7 @@ from rich.console import Console
 from scripted import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
-from pagedcli.show.panels import block_ids_text
-from pagedcli.show.printers import PlainView, StepPrinter
-from pagedcli.show.step_tables import print_step_tables
+from pagedcli.show.panels import PlainView, StepPrinter, block_ids_text, print_step_tables
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment

@@ -1,4 +1,5 @@
-"""What the applications of trace, replay and attach have in common: keys, dialogs, redrawing, Ctrl-C.
+"""What the applications of trace, replay and attach have in common: keys, dialogs, redrawing, Ctrl-C, and
+the thread that does the work under the screen.
 
 The only module that starts Textual.
 """
@@ -6,20 +7,121 @@ The only module that starts Textual.
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from textwrap import wrap
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.text import Text
-from textual.app import App
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
 from textual.events import Print
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
 
 from pagedcli.app.deck import Deck, RunningDeck
-from pagedcli.app.dialogs import Ask, HelpPage
-from pagedcli.app.lines import Lines
+from pagedcli.app.rows import Lines, Rows
 from pagedcli.printable import one_line
+
+_WORD_WIDTH = 10  # in front of each line of a story
+
+
+class Page(ModalScreen[int | None]):
+    """A titled page over the screen; Escape closes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "close", "close")]
+    DEFAULT_CSS = """
+    Page { align: center middle; }
+    Page > #page { width: 94%; height: 90%; background: $surface; border: round $primary; padding: 0 1; }
+    Page #facts { height: auto; max-height: 50%; }
+    """
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+class HelpPage(Page):
+    """The keys and what the letters mean."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "close", show=False)]
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="page") as page:
+            page.border_title, page.border_subtitle = "help", "Esc closes"
+            yield Static(self._text, markup=False)
+
+
+class StoryPage(Page):
+    """Facts about a sequence, a block or a subtree, then lines, each with a word in front of it. With a hint, Enter on
+    a line closes the page and gives its number to the caller."""
+
+    def __init__(self, title: str, facts: Text, lines: Sequence[tuple[str, str]], *, hint: str = "") -> None:
+        super().__init__()
+        self._title, self._facts, self._lines, self._hint = title, facts, lines, hint
+        self._rows = Rows(id="story", empty="nothing is known")
+        self._places: list[int] = []  # of each row its line
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="page") as page:
+            page.border_title, page.border_subtitle = Content(self._title), f"{self._hint}Esc closes"
+            with VerticalScroll(id="facts", can_focus=False):
+                yield Static(self._facts)
+            yield self._rows
+
+    def on_mount(self) -> None:
+        self._rows.focus()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._show_lines)
+
+    def _show_lines(self) -> None:
+        width = max(20, self._rows.text_width - _WORD_WIDTH - 2)
+        rows = [
+            (place, word if part == 0 else "", text)
+            for place, (word, words) in enumerate(self._lines)
+            for part, text in enumerate(wrap(words, width))
+        ]
+        self._places = [place for place, _, _ in rows]
+        self._rows.show(None, range(len(rows)), lambda key, _: Text(f"{rows[key][1]:>{_WORD_WIDTH}}  {rows[key][2]}"))
+
+    def on_rows_chosen(self, message: Rows.Chosen) -> None:
+        message.stop()
+        if self._hint:
+            self.dismiss(self._places[message.key])
+
+
+class Ask(ModalScreen[str | None]):
+    """A line to type in at the bottom. Escape gives None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", show=False)]
+    DEFAULT_CSS = """
+    Ask { align: left bottom; background: transparent; }
+    Ask > Input { dock: bottom; height: 3; }
+    """
+
+    def __init__(self, title: str, value: str, *, only_digits: bool = False) -> None:
+        super().__init__()
+        self._title, self._value, self._only_digits = title, value, only_digits
+
+    def compose(self) -> ComposeResult:
+        line = Input(self._value, restrict=r"\d*" if self._only_digits else None, select_on_focus=False)
+        line.border_title, line.border_subtitle = self._title, "Enter accepts, Esc leaves"
+        yield line
+
+    def on_input_submitted(self, message: Input.Submitted) -> None:
+        self.dismiss(message.value)
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
 
 _KEY_TICK_S = 0.025  # after a key, which a running engine obeys when its step has ended
 
@@ -240,3 +342,44 @@ def on_signals(act: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before:
             signal.signal(number, handler)
+
+
+T = TypeVar("T")
+_WAIT_S = 0.1
+_SWITCH_S = (
+    0.0005  # a thread that waits for the interpreter gets it within this: the screen's must not hold up the work
+)
+
+
+def watch(app: DeckApp, deck: RunningDeck[Any], work: Callable[[], T]) -> T:
+    """Do `work`, which the deck of the application shows, and return its result. The screen opens when it has started,
+    and stays after its end until the user closes it, or closes by itself if that is what the deck says.
+
+    Raises: what `work` raises.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            deck.closes_at_end = True  # so that its message is seen
+            outcome.set_exception(error)
+        deck.finish()
+
+    thread = threading.Thread(target=run, name="work", daemon=True)
+    thread.start()
+    while not deck.has_started.wait(_WAIT_S):
+        pass
+    if not deck.has_ended:
+        switch_s = sys.getswitchinterval()
+        with on_signals(deck.request_stop):
+            try:
+                sys.setswitchinterval(_SWITCH_S)
+                app.show()
+            finally:  # the screen may have failed: the run does not
+                sys.setswitchinterval(switch_s)
+                deck.release()
+            while thread.is_alive():
+                thread.join(_WAIT_S)
+    return outcome.result()

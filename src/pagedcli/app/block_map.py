@@ -15,7 +15,7 @@ from textual.events import Click
 from textual.geometry import Size
 from textual.message import Message
 
-from pagedcli.app.lines import Line, Painted, line_of
+from pagedcli.app.rows import Line, Painted, line_of
 from pagedcli.printable import plural
 from pagedcli.show.panels import pool_line
 from pagedcli.trace.state import PoolState

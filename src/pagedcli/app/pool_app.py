@@ -1,6 +1,7 @@
-"""The application of `pagedcli trace` and `pagedcli replay`: block pool, sequences, figures, events."""
+"""The application of trace and replay: the pool, the sequences, their stories."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
@@ -9,19 +10,163 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer
 
-from pagedcli.app.base import DeckApp
+from pagedcli.app.base import Ask, DeckApp, StoryPage
 from pagedcli.app.block_map import BlockMap
-from pagedcli.app.dialogs import Ask, StoryPage
-from pagedcli.app.facts import block_facts, sequence_facts
-from pagedcli.app.lines import Lines
 from pagedcli.app.pool_decks import LiveDeck, PoolDeck
-from pagedcli.app.rows import Rows
-from pagedcli.app.sequences import ORDERS, SequenceList, SequenceRows
-from pagedcli.show.panels import hit_lines, percent, work_lines
+from pagedcli.app.rows import Lines, Rows
+from pagedcli.printable import one_line, plural
+from pagedcli.show.panels import block_ids_text, hit_lines, percent, why_waiting, work_lines
 from pagedcli.trace.records import SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.stories import Story
 from pagedcli.views.words import waiting_reason
+
+
+def sequence_facts(moment: Moment, seq: SeqState) -> Text:
+    """Tokens, waiting and blocks of a sequence, and with whom it shares them."""
+    state, blocks = moment.state, set(seq.held_block_ids)
+    shared = [
+        other.seq_id for other in state.running() if other is not seq and not blocks.isdisjoint(other.block_table)
+    ]
+    ended = f" ({seq.finish_reason})" if seq.finish_reason else ""
+    lines = [
+        f"request    {one_line(seq.label)}, sample {seq.sample_index}: {seq.status}{ended}",
+        f"prompt     {plural(seq.num_prompt_tokens, 'token')}; the last lookup found {seq.num_cached_tokens:,} cached",
+        f"generated  {seq.num_output_tokens:,} of at most {plural(seq.max_new_tokens, 'token')}",
+        f"waited     {plural(seq.num_steps_waited(state.step_number), 'step')}",
+        f"preempted  {plural(seq.num_preemptions, 'time')}, "
+        f"{plural(seq.num_recomputed_tokens, 'token')} computed again",
+        f"blocks     {len(seq.held_block_ids):,}: {block_ids_text(state, seq.block_table) or 'none'}",
+    ]
+    if state.engine is not None and any(state.engine.windows):
+        passed = f"{plural(seq.num_passed_blocks, 'block')} that no later token sees"
+        lines.append(
+            f"window     {passed}; one table for all layers would hold {plural(len(seq.block_table), 'block')}"
+        )
+    if shared:
+        lines.append(f"shared     with seq {', '.join(map(str, shared))}")
+    return Text("\n".join(lines))
+
+
+def block_facts(moment: Moment, block_id: int) -> Text:
+    """Who holds a block, and its content."""
+    state = moment.state
+    content, filler = state.hashes[block_id], state.filler_seq_ids[block_id]
+    holders = []
+    for seq in state.running():
+        if block_id in seq.block_table:
+            place = seq.block_table.index(block_id) // state.num_groups
+            holders.append(f"seq {seq.seq_id} (request {one_line(seq.label)}) as its block {place}")
+    lines = [f"held by    {', '.join(holders) or 'nobody'}"]
+    if content is None:
+        lines.append("content    none that a lookup could find")
+    else:
+        lines.append(f"content    {content:016x}, filled by seq {filler}")
+        found = state.hash_to_block_id.get(content)
+        if found != block_id:
+            lines.append(f"           block {found} has the same content, and lookups find that one")
+    return Text("\n".join(lines))
+
+
+_LAST_COLUMN = "blocks (×: ref count) / why it waits"
+_MIN_LAST = 24
+_FIXED_WIDTH = 67  # of the columns but the request's id and the last
+
+
+# the column by which the list is sorted, and its value; the largest comes first
+ORDERS: tuple[tuple[str, Callable[[SeqState, int | None], int]], ...] = (
+    ("state", lambda seq, step: seq.running),
+    ("waited", lambda seq, step: seq.num_steps_waited(step)),
+    ("preempted", lambda seq, step: seq.num_preemptions),
+    ("blocks", lambda seq, step: len(seq.held_block_ids)),
+    ("seq", lambda seq, step: -seq.seq_id),
+)
+
+
+@dataclass(slots=True)
+class SequenceList:
+    """What the list shows of a moment: unfinished sequences or all, those that match a filter, in an order."""
+
+    order: int = 0  # of ORDERS
+    filter: str = ""
+    with_finished: bool = False
+
+    def seq_ids(self, moment: Moment) -> list[int]:
+        """The rows, in order. Ties are in queue order: running, then waiting, then finished."""
+        state = moment.state
+        seqs = state.running() + state.waiting() + (list(state.finished.values()) if self.with_finished else [])
+        if self.filter:
+            seqs = [seq for seq in seqs if self.filter.lower() in f"{seq.seq_id} {seq.label} {seq.status}".lower()]
+        _, key = ORDERS[self.order]
+        seqs.sort(key=lambda seq: -key(seq, state.step_number))
+        return [seq.seq_id for seq in seqs]
+
+    def title(self, num_shown: int) -> str:
+        """What the list shows, in words."""
+        matching = f" with {one_line(self.filter)!r}" if self.filter else ""
+        return f"{'all' if self.with_finished else 'unfinished'} sequences{matching}: {num_shown:,}"
+
+
+class SequenceRows:
+    """The cells of a moment's sequences. Built once per moment."""
+
+    def __init__(self, moment: Moment, shown: SequenceList) -> None:
+        self._sorted_by, _ = ORDERS[shown.order]
+        self._state = state = moment.state
+        step = state.step
+        self._new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+        self._places = {seq.seq_id: place for place, seq in enumerate(state.waiting())}
+        self._followed = moment.follow_seq_ids
+
+    def heading(self, width: int) -> Text:
+        name_width = _name_width(width)
+        widths = {"seq": 5, "request": -name_width, "state": -11, "tokens": 11, "out": 9, "blocks": 7, "waited": 7,
+                  "preempted": 10}  # fmt: skip
+        names = (("▾" + name if name == self._sorted_by else name, cells) for name, cells in widths.items())
+        cells = " ".join(name.rjust(cells) if cells > 0 else name.ljust(-cells) for name, cells in names)
+        return Text(f"{cells}  {_LAST_COLUMN}" if width - len(cells) > _MIN_LAST else cells)
+
+    def row(self, seq_id: int, width: int) -> Text:
+        """One sequence. `waited` and `preempted` are in steps and times."""
+        seq = self._state.seq(seq_id)
+        if seq is None:  # it has left since
+            return Text()
+        state = seq.status + (f" +{self._new_tokens[seq_id]}" if seq_id in self._new_tokens else "")
+        name_width = _name_width(width)
+        name = Text(one_line(seq.label))
+        name.truncate(name_width, overflow="ellipsis", pad=True)
+        tokens, out = f"{seq.num_computed_tokens}/{seq.num_tokens}", f"{seq.num_output_tokens}/{seq.max_new_tokens}"
+        text = (
+            Text(f"{seq_id:5} ")
+            .append_text(name)
+            .append(
+                f" {state:11.11} {tokens:>11} {out:>9} {len(seq.held_block_ids):7} "
+                f"{seq.num_steps_waited(self._state.step_number):7} {seq.num_preemptions:10}"
+            )
+        )
+        if (room := width - text.cell_len - 2) > _MIN_LAST - 2:
+            text.append("  " + self.last_column(seq, room))
+        if seq_id in self._followed:
+            text.stylize("bold yellow")
+        elif not seq.running:
+            text.stylize("dim" if seq.status == "finished" else "italic")
+        return text
+
+    def last_column(self, seq: SeqState, width: int) -> str:
+        """The block table of a running sequence, why a waiting one waits, how a finished one ended."""
+        if seq.running:
+            return block_ids_text(self._state, seq.block_table, width)
+        if seq.status == "finished":
+            return f"{seq.finish_reason or 'cut off'} in step {seq.finished_step}"
+        return why_waiting(self._state, seq, self._places[seq.seq_id])
+
+
+def _name_width(width: int) -> int:
+    """Room for the request's id: what the other columns leave, where there is no last column."""
+    if width < 110:
+        return min(24, max(8, width - _FIXED_WIDTH))
+    return 14 if width < 140 else 24
+
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LEGEND = """\

@@ -13,16 +13,16 @@ from pagedcli.cli.options import FormatOption, option
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 from pagedcli.interrupt import as_exceptions
-from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import metrics_table, print_summary, summary_tables
+from pagedcli.kvevents.tree import Decode
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 
 if TYPE_CHECKING:
-    from pagedcli.app.kv_decks import AttachDeck
+    from pagedcli.app.kv_app import AttachDeck
     from pagedcli.kvevents.scrape import Scraper
     from pagedcli.kvevents.sockets import Subscriber
 
@@ -112,9 +112,8 @@ def _watch(
     decode: Decode | None,
     scraper: "Scraper | None",
 ) -> None:
-    from pagedcli.app.kv_app import KVApp
-    from pagedcli.app.kv_decks import AttachDeck
-    from pagedcli.app.watch import watch
+    from pagedcli.app.base import watch
+    from pagedcli.app.kv_app import AttachDeck, KVApp
 
     session.deck = AttachDeck()
     app = KVApp(session.deck, title, decode=decode, scraper=scraper)

@@ -95,7 +95,7 @@ def _observers(stack: ExitStack, options: GenerateOptions, *, rows_on_stdout: bo
     if options.dump_kv:
         from rich.console import Console
 
-        from pagedcli.show.printers import StepPrinter
+        from pagedcli.show.panels import StepPrinter
 
         observers.append(StepPrinter(Console(stderr=rows_on_stdout)).on_event)
     if options.kv_events is not None:

@@ -7,13 +7,10 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import UsageError
-from pagedcli.kvevents.branches import Decode
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.reuse import LargerCache, curve
-from pagedcli.kvevents.summary import facts
-from pagedcli.kvevents.tables import curve_table, print_summary, summary_tables
-from pagedcli.kvevents.tree import Watcher
+from pagedcli.kvevents.tables import curve_table, facts, print_summary, summary_tables
+from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show.tables import Format, print_tables
@@ -91,8 +88,7 @@ def replay_capture(path: Path, step: int | None, *, as_json: bool, every_step: b
 
 
 def _play(reader: CaptureReader) -> None:
-    from pagedcli.app.kv_app import KVApp
-    from pagedcli.app.kv_decks import CaptureDeck
+    from pagedcli.app.kv_app import CaptureDeck, KVApp
 
     KVApp(CaptureDeck(reader, reader.sources), f"pagedcli replay {reader.path.name}").show()
 

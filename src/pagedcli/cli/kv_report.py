@@ -6,8 +6,8 @@ from pathlib import Path
 from pagedcli.cli.kv_recording import fold_with_curve, kv_decoder, open_capture
 from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.reuse import curve
 from pagedcli.kvevents.tables import curve_table, summary_tables
+from pagedcli.kvevents.tree import curve
 from pagedcli.printable import one_line
 from pagedcli.show import pages
 

@@ -17,8 +17,8 @@ from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.show.panels import StepPrinter
 from pagedcli.show.perfetto import export_perfetto
-from pagedcli.show.printers import StepPrinter
 from pagedcli.show.terminal import TerminalJson, is_interactive, say
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.file import TraceReader

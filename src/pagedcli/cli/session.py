@@ -16,8 +16,7 @@ from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summar
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
 from pagedcli.printable import plural
-from pagedcli.show.metrics import MetricsFile
-from pagedcli.show.progress import progress_view
+from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
 from pagedcli.views.findings import Findings
 

@@ -22,7 +22,7 @@ from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
-from pagedcli.show.printers import PlainView, StepPrinter, print_ending
+from pagedcli.show.panels import PlainView, StepPrinter, print_ending
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.state import PoolState
 from pagedcli.trace.writer import TraceWriter
@@ -120,9 +120,9 @@ def _print_steps(
 def _run_under_application(
     run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, *, paused: bool
 ) -> int:
+    from pagedcli.app.base import watch
     from pagedcli.app.pool_app import PoolApp
     from pagedcli.app.pool_decks import LiveDeck
-    from pagedcli.app.watch import watch
 
     deck = LiveDeck(whole_run, follow=follow, paused=paused)
 
