@@ -6,9 +6,9 @@ import json
 import msgspec
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.journal import journal_path
 from pagedcli.batch.lines import LineSource
+from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink

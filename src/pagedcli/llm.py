@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.batch.chat import Message, read_messages
-from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
-from pagedcli.batch.tokenizer import Tokenizer, read_template
+from pagedcli.batch.requests import Message, read_messages
+from pagedcli.batch.tokenizer import StopCheckers, Tokenizer, read_template
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.core import outputs as engine_outputs
 from pagedcli.core.sequence import TokenLogprobs

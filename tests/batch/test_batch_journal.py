@@ -8,10 +8,8 @@ import signal
 
 import pytest
 
-from pagedcli.batch.journal import Journal, journal_path
+from pagedcli.batch.journal import Journal, check_output, journal_path, open_journal, read_record
 from pagedcli.batch.lines import InputScan
-from pagedcli.batch.outputs import check_output, open_journal
-from pagedcli.batch.run_record import read_record
 from pagedcli.batch.sinks import FileSink, StreamSink
 from pagedcli.errors import PagedcliError, UsageError
 

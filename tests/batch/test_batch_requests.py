@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcli.batch import lines as lines_module
-from pagedcli.batch.chat import with_system_prompt
 from pagedcli.batch.lines import LineSource
-from pagedcli.batch.requests import RequestParser, check_head, decode_line, read_head
+from pagedcli.batch.requests import RequestParser, check_head, decode_line, read_head, with_system_prompt
 from pagedcli.errors import PagedcliError, RequestError, UsageError
 from pagedcli.sampling_params import MAX_SAMPLES, SamplingParams
 
@@ -72,7 +71,7 @@ def test_gzip_and_plain_files_have_the_same_rows_and_digest(tmp_path):
     packed.write_bytes(gzip.compress(content))
     assert list(LineSource(str(plain))) == list(LineSource(str(packed)))
     assert LineSource(str(plain)).scan() == LineSource(str(packed)).scan()
-    assert LineSource(str(plain)).scan().num_rows == 2
+    assert LineSource(str(plain)).scan()[0].num_rows == 2
 
 
 def test_a_cut_off_gzip_file_says_where_it_is_damaged(tmp_path):

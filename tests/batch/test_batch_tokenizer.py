@@ -5,8 +5,7 @@ from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedcli.batch.detokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker
-from pagedcli.batch.tokenizer import Tokenizer, text_after
+from pagedcli.batch.tokenizer import IncrementalDetokenizer, StopCheckers, StopStringChecker, Tokenizer, text_after
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ModelError, RequestError, UsageError
 from pagedcli.planning.decide import model_folder

@@ -8,9 +8,8 @@ import torch
 from batch_harness import DEFAULTS, Harness
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 
-from pagedcli.batch.compare import ComparedRow, compare, pairs, read_rows
-from pagedcli.batch.intake import BatchOptions
-from pagedcli.batch.rerun import RowSample, run_again
+from pagedcli.batch.compare import ComparedRow, RowSample, compare, pairs, read_rows, run_again
+from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.rows import RowWriter
 from pagedcli.core.engine_core import EngineCore
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from cli_harness import FAST, pagedcli, rows_of
 
-from pagedcli.batch.run_record import record_path
+from pagedcli.batch.journal import record_path
 
 
 def write_lines(path, lines):

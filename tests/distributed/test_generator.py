@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pagedcli.distributed import PagedBatchGenerator
-from pagedcli.distributed.row_stream import RowStream
+from pagedcli.distributed.worker import RowStream
 from pagedcli.errors import PagedcliError, UsageError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'pagedcli[parquet]'")

@@ -11,16 +11,15 @@ from ray_harness import rows, table_rows
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import input_fingerprint, run_fingerprint
-from pagedcli.batch.job import batch_options
 from pagedcli.batch.journal import journal_path
-from pagedcli.batch.sources import open_source
+from pagedcli.batch.prompts import Prompts, batch_options, open_source
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import load_config
-from pagedcli.distributed.coordinator import Coordinator
+from pagedcli.core.limits import Limits
 from pagedcli.distributed.merge import merge_parts
-from pagedcli.distributed.parts import PartFolder
-from pagedcli.distributed.planning import plan_input
+from pagedcli.distributed.partition import Coordinator
+from pagedcli.distributed.parts import PartFolder, weigh_rows
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.planning.decide import model_folder
@@ -64,9 +63,9 @@ def cut(input_file, path, *, num_workers=2, flags=None):
     source = open_source(str(input_file), columns)
     model = model_folder(loaded.config.engine)
     tokenizer = Tokenizer(model)
-    fingerprint = run_fingerprint(loaded.config, model, tokenizer, shard="1/1") | input_fingerprint(source.scan())
+    fingerprint = run_fingerprint(loaded.config, model, tokenizer, shard="1/1") | input_fingerprint(source.scan()[0])
     options = batch_options(loaded, columns)
-    plan = plan_input(source, tokenizer, options, block_size=16)
+    plan = weigh_rows(Prompts(source, tokenizer, options, Limits()), block_size=16)
     folder = PartFolder(path)
     folder.cut(source, *plan.parts(num_workers), plan.duplicates, fingerprint)
     return folder, loaded

@@ -1,10 +1,9 @@
 """Columns chosen by the user: where a line has its prompt and id, what its row copies and where it has the answer.
 
-Used by batch.intake and by the writers of rows.
+Used by batch.prompts and by the writers of rows.
 """
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import msgspec
 from pagedcli.config import RunConfig
 from pagedcli.errors import RequestError, UsageError
 
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 OutputKind = Literal["jsonl", "csv", "parquet"]
 ALL = "all"
 _ROW_FIELDS = frozenset(
@@ -111,15 +111,9 @@ def _collision(name: str) -> str:
     return f"the input column {name!r} cannot be kept: the output has a column of that name"
 
 
-def names_of(contents: Iterable[bytes | None], *, wanted: tuple[str, ...] = ()) -> set[str]:
-    """The top-level names of all JSON lines that are objects; of the first lines, if these have all that are wanted."""
-    decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-    names: set[str] = set()
-    for content in contents:
-        try:
-            names |= decoder.decode(content or b"{}").keys()
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue  # it becomes an error row
-        if wanted and names.issuperset(wanted):
-            break
-    return names
+def names_of(content: bytes | None) -> set[str]:
+    """The top-level names of a JSON line that is an object; of another one none: it becomes an error row."""
+    try:
+        return set(_NAMES.decode(content or b"{}"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return set()

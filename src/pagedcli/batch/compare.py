@@ -1,25 +1,36 @@
 """Compares rows sample by sample: tokens, texts, how they ended, log-probabilities to the last bit.
 
-Used by cli.verify for two files, and by batch.rerun for rows generated again.
+Used by cli.verify for two files, and by `generate --verify N`, which generates some rows of a finished run again, each
+alone and with nothing in the prefix cache.
 """
 
 import gzip
+import io
 import math
 import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pagedcli.batch.outputs import open_rows
-from pagedcli.batch.rows import Answer
+from pagedcli.batch.journal import open_rows
+from pagedcli.batch.lines import Line
+from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.rows import Answer, RowWriter
+from pagedcli.batch.run import BatchRun
+from pagedcli.batch.sinks import StreamSink
+from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.core.prefixes import num_equal
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import UsageError
 from pagedcli.printable import plural
+
+if TYPE_CHECKING:
+    from pagedcli.runner.llm_engine import LLMEngine
 
 Kind = Literal["missing", "error", "prompt", "samples", "tokens", "text", "ending", "logprobs", "prompt_logprobs"]
 _AROUND = 24  # characters of text on either side of a difference
@@ -270,3 +281,39 @@ def pairs(
         yield from ((row, None) for row in rows)
     for rows in waiting[1].values():
         yield from ((None, row) for row in rows)
+
+
+class RowSample:
+    """Some finished rows of a run, each equally likely; always the same ones for the same order of completion."""
+
+    def __init__(self, num_wanted: int) -> None:
+        self.rows: list[tuple[Line, list[Answer]]] = []
+        self._num_wanted = num_wanted
+        self._num_seen = 0
+        self._random = Random(0)
+
+    def add(self, line: Line, answers: list[Answer]) -> None:
+        self._num_seen += 1
+        if len(self.rows) < self._num_wanted:
+            self.rows.append((line, answers))
+        elif (place := self._random.randrange(self._num_seen)) < self._num_wanted:
+            self.rows[place] = (line, answers)
+
+
+def run_again(
+    engine: "LLMEngine", tokenizer: Tokenizer, rows: RowWriter, options: BatchOptions, sample: RowSample
+) -> list[Difference]:
+    """Generate the rows of a sample again, one after the other. Returns the first difference of each that has one."""
+    differences = []
+    for line, answers in sample.rows:
+        again = RowSample(1)
+        name, sink = f"again-{line.index}", StreamSink(io.BytesIO(), order="completion")
+        alone = replace(options, limit=None, max_errors=None, shard=(0, 1), reorder="none", check_ids=False)
+        alone = replace(alone, cache_namespace=name)
+        BatchRun(engine, tokenizer, [line], sink, rows, alone, observe_row=again.add).run()
+        label = f"row {line.index}"
+        if not again.rows:
+            differences.append(Difference(label, "error", a="no error", b="an error"))
+        elif (difference := compare(row_of(label, answers), row_of(label, again.rows[0][1]))) is not None:
+            differences.append(difference)
+    return differences

@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from pagedcli.batch.columns import Columns, OutputKind
-from pagedcli.batch.compare import Difference
+from pagedcli.batch.compare import Difference, RowSample, run_again
 from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
-from pagedcli.batch.intake import BatchOptions
-from pagedcli.batch.lines import LineSource
-from pagedcli.batch.outputs import check_finished, check_output, is_csv, is_to_be_replaced, open_journal, output_files
+from pagedcli.batch.journal import (
+    RunRecord,
+    check_finished,
+    check_output,
+    is_csv,
+    is_to_be_replaced,
+    open_journal,
+    output_files,
+)
+from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, is_parquet, require_pyarrow
-from pagedcli.batch.rerun import RowSample, run_again
+from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, open_source, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
-from pagedcli.batch.run_record import RunRecord
 from pagedcli.batch.sinks import FileSink, Sink, StreamSink
-from pagedcli.batch.sources import check_kept, open_source
 from pagedcli.batch.stats import BatchStats
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import Config, LoadedConfig
+from pagedcli.config import LoadedConfig
 from pagedcli.errors import UsageError
 from pagedcli.files import check_distinct, check_new, is_stream
 from pagedcli.models.reading import read_spec
@@ -90,29 +95,6 @@ class Job:
             check_summary_json(self.summary_json, resume=self.resume)
 
 
-def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, int] = (0, 1)) -> BatchOptions:
-    config = loaded.config
-    return BatchOptions(
-        defaults=config.sampling,
-        max_tokens_given=loaded.sources.get("sampling.max_tokens", "").startswith("--"),
-        seed=config.engine.seed,
-        system_prompt=config.run.system_prompt,
-        strict=config.run.strict,
-        limit=config.run.limit,
-        max_errors=config.run.max_errors,
-        shard=shard,
-        reorder=config.run.reorder,
-        read_ahead=config.run.read_ahead,
-        columns=columns,
-    )
-
-
-def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder, with the run's chat template. Raises: ModelError, UsageError."""
-    run, engine = config.run, config.engine
-    return Tokenizer(folder, chat_template=run.chat_template, trust_remote_code=engine.trust_remote_code)
-
-
 def check_summary_json(path: Path | None, *, resume: bool) -> None:
     """Refuse to replace a file, except the summary of the run that is resumed. Raises: UsageError."""
     check_new("--summary-json", path, replaceable=SUMMARY_BEGINNING if resume else None)
@@ -135,9 +117,10 @@ class OpenJob:
         self.lines = open_source(job.input_name, columns)
         self._table = _parquet_rows(job, self.lines, columns)
         self._columns = columns if self._table is None else self._table.row_columns
-        check_kept(self.lines, columns, in_rows=self._columns.copies)
+        self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
         self.sample = RowSample(job.num_verified)
         self._num_rows: int | None = None  # of the output, if known
+        self._read: InputScan | None = None  # the rows up to the limit, if they have been read
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: dict[str, str] = {}
 
@@ -163,11 +146,12 @@ class OpenJob:
     def open_sink(self, stdout: BinaryIO) -> Sink:
         """The sink of the rows: a file or stream is opened; without one it is `stdout`."""
         job = self.job
-        scan = self.lines.scan()
-        if scan is not None:
-            num_rows = min(scan.num_rows, job.loaded.config.run.limit or scan.num_rows)
-            self._num_rows = len(range(job.shard[0], num_rows, job.shard[1]))
-        self._fingerprint |= input_fingerprint(scan)
+        scans = self.lines.scan(job.loaded.config.run.limit, observe=self._kept.add)
+        self._kept.check()
+        if scans is not None:
+            self._read = scans[1]
+            self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
+        self._fingerprint |= input_fingerprint(scans and scans[0])
         order = job.loaded.config.run.order
         if job.output_file is None:
             stream = stdout if job.output is None else job.output.open("wb")
@@ -196,6 +180,7 @@ class OpenJob:
             self._options,
             live=self.lines.is_live,
             num_rows=self._num_rows,
+            read=self._read,
             observe=observe,
             observe_row=self.sample.add if self.job.num_verified else None,
             stop_requested=stop_requested,

@@ -1,20 +1,30 @@
-"""OUT.partial: the journal of finished rows in completion order, from which a killed run can be resumed.
+"""What a run leaves next to its output OUT: OUT.partial, the journal of an unfinished run, from which a killed one is
+resumed, and OUT.run.json, the record of a finished one, for `--resume` and `pagedcli merge`.
 
-Used by batch.sinks. Its first line is the header with the run's fingerprint; every further line is
-`{"line":"<xxh64 of the input line>","ok":true,"index":12,"row":{...}}`. Memory: 8 bytes per row.
+Used by batch.job, batch.sinks and batch.merge. The first line of a journal is the header with the run's fingerprint;
+every further line is `{"line":"<xxh64 of the input line>","ok":true,"index":12,"row":{...}}`, in the order of
+completion. Memory: 8 bytes per row.
 """
 
+import gzip
 import os
+import re
 import time
+import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
+import xxhash
 
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN, check_same_run
+from pagedcli.batch.lines import InputDigest, InputScan, LineSource
 from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import check_new, whole_file
+from pagedcli.printable import plural
 
 SCHEMA_VERSION = 1
 _SYNC_EVERY_S = 1.0  # a power cut loses at most the rows of this interval; a killed process loses none
@@ -263,3 +273,186 @@ def _decode_header(path: Path, line: bytes) -> Header | None:
             hint="finish it with the version that began it, or use --overwrite",
         )
     return header
+
+
+RECORD_VERSION = 1
+RECORD_BEGINNING = b'{"pagedcli_run":'
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished run, or a finished shard of one."""
+
+    pagedcli_run: int  # schema version
+    order: str  # of the rows: 'input' or 'completion'
+    num_rows: int
+    num_failed_rows: int
+    digest: str  # xxh3-128 of the lines of the output, in hex
+    input: InputScan  # the rows that were read; for a shard, including those of the others
+    fingerprint: dict[str, str]  # what determines the rows, apart from the input; see batch.fingerprint
+
+    @property
+    def shard(self) -> str:
+        """'2/4' is the second of four; '1/1' a whole run."""
+        return self.fingerprint.get("shard", "")
+
+    @property
+    def number(self) -> int:
+        """1-based."""
+        return int(self.shard.partition("/")[0])
+
+    @property
+    def num_shards(self) -> int:
+        return int(self.shard.partition("/")[2])
+
+
+class LineDigest:
+    """Digests the lines of an output as they pass through."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def passing(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        for line in lines:
+            self._digest.update(line)
+            yield line
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            self._digest.update(line)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def check_unchanged(path: Path, record: RunRecord, digest: str) -> None:
+    """Raises: PagedcliError if the rows of an output, of this digest, are not those that its run wrote."""
+    if digest != record.digest:
+        raise PagedcliError(
+            f"{path} is not what its run wrote: {plural(record.num_rows, 'row')} with digest {record.digest}",
+            hint="copy it again; merge takes the files as they were written",
+        )
+
+
+def record_path(path: Path) -> Path:
+    return path.with_name(path.name + ".run.json")
+
+
+def write_record(path: Path, record: RunRecord) -> None:
+    """Raises: OSError."""
+    with whole_file(record_path(path), overwrite=True) as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read_record(path: Path) -> RunRecord:
+    """The record of an output. Raises: UsageError if it or the output does not exist."""
+    described = record_path(path)
+    if not path.exists():
+        hint = "finish its run with --resume" if journal_path(path).exists() else None
+        raise UsageError(f"there is no {path}", hint=hint)
+    try:
+        record = msgspec.json.decode(described.read_bytes(), type=RunRecord)
+    except OSError as error:
+        raise UsageError(
+            f"{path} exists, but {described}, which says what run wrote it, cannot be read: {error.strerror}",
+            hint=f"put {described.name} back next to {path.name}, move {path.name} away, or use --overwrite",
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{described} does not describe a run: {error}", hint="run again with --overwrite") from error
+    if record.pagedcli_run != RECORD_VERSION:
+        raise UsageError(f"{described} has version {record.pagedcli_run}, this pagedcli reads version {RECORD_VERSION}")
+    if re.fullmatch(r"[1-9]\d{0,8}/[1-9]\d{0,8}", record.shard) is None:
+        raise UsageError(f"{described} does not describe a run: shard is {record.shard!r}")
+    return record
+
+
+def is_csv(path: Path) -> bool:
+    """Whether rows become lines of a table: out.csv, out.csv.gz."""
+    return path.name.removesuffix(".gz").endswith(".csv")
+
+
+def open_rows(path: Path) -> BinaryIO:
+    """The lines of an output. Raises: OSError."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def output_files(path: Path) -> dict[str, Path]:
+    """All files of a run that writes `path`, for files.check_distinct."""
+    return {"the output": path, "the journal": journal_path(path), "the record of the run": record_path(path)}
+
+
+def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check the output path before anything expensive starts.
+
+    Raises: UsageError if a file there would be lost.
+    """
+    partial = journal_path(path)
+    if overwrite:
+        return
+    check_new("the journal of the run", partial, replaceable=JOURNAL_BEGINNING)
+    check_new("the record of the run", record_path(path), replaceable=RECORD_BEGINNING)
+    if resume:
+        return
+    if has_rows(partial):
+        raise UsageError(
+            f"{partial} contains the rows of a stopped run",
+            hint="continue it with --resume, or start over with --overwrite",
+        )
+    check_new("the output", path, hint="use --overwrite, another name, or --resume if this is an output of this run")
+
+
+def is_to_be_replaced(path: Path) -> bool:
+    """Whether there is no output, or one that the stopped run was allowed to replace."""
+    if not path.exists():
+        return True
+    header = read_header(journal_path(path))
+    return header is not None and header.overwrite
+
+
+def check_finished(
+    path: Path, fingerprint: dict[str, str], lines: LineSource, *, order: str, limit: int | None
+) -> RunRecord:
+    """The record of the run that wrote `path`, if it had the same settings and input.
+
+    Changes: reads `lines`; removes the journal of a run that was killed just after it had finished.
+    Raises: UsageError that says what differs, or that the output has no record.
+    """
+    record = read_record(path)
+    check_same_run(path, {**record.fingerprint, "order": record.order}, {**fingerprint, "order": order})
+    if _digest_of(path) != record.digest:
+        raise UsageError(
+            f"{path} is not what its run wrote: another program has changed it", hint="use --overwrite, or another -o"
+        )
+    read = InputDigest()
+    for line in lines:
+        if limit is not None and line.index >= limit:
+            break
+        read.add(line)
+    now, before = read.scan(), record.input
+    if now != before:
+        what = (
+            f"{plural(before.num_rows, 'row')} -> {plural(now.num_rows, 'row')}"
+            if now.num_rows != before.num_rows
+            else "changed"
+        )
+        raise UsageError(f"{path} is of a run on another input; input: {what}", hint=HINT_OTHER_RUN)
+    if read_header(journal_path(path)) is not None:
+        journal_path(path).unlink()
+    return record
+
+
+def open_journal(path: Path, fingerprint: dict[str, str], *, resume: bool, overwrite: bool) -> Journal:
+    """The journal of an output, a new one if there is nothing to resume. Raises: UsageError."""
+    check_output(path, resume=resume, overwrite=overwrite)
+    partial = journal_path(path)
+    if resume and partial.exists():
+        return Journal.resume(partial, fingerprint)
+    return Journal.create(partial, fingerprint, overwrite=overwrite)
+
+
+def _digest_of(path: Path) -> str | None:
+    """None if the file is damaged."""
+    digest = LineDigest()
+    with suppress(OSError, EOFError, zlib.error), open_rows(path) as file:
+        digest.read(file)
+        return digest.hexdigest()
+    return None

@@ -95,16 +95,23 @@ class LineSource:
         if scanned is not None and num_rows < len(scanned):
             raise self._changed(f"it had {plural(len(scanned), 'row')} and now ends after {num_rows:,}")
 
-    def scan(self) -> InputScan | None:
-        """Digest and number of rows, from one pass over the file; None for an input that can be read only once."""
+    def scan(
+        self, limit: int | None = None, *, observe: Callable[[bytes | None], None] = lambda content: None
+    ) -> tuple[InputScan, InputScan] | None:
+        """Digest and number of all rows, and of those up to a limit, from one pass over the file in which each line's
+        content is shown to `observe`. None for an input that can be read only once."""
         if self.is_live:
             return None
-        digest, row_digests = InputDigest(), array("Q")
+        digest, row_digests, up_to_limit = InputDigest(), array("Q"), None
         for line in self._lines():
+            if line.index == limit:
+                up_to_limit = digest.scan()
             digest.add(line)
             row_digests.append(line.digest)
+            observe(line.content)
         self._row_digests = row_digests
-        return digest.scan()
+        scan = digest.scan()
+        return scan, up_to_limit or scan
 
     def _changed(self, what: str) -> PagedcliError:
         return PagedcliError(

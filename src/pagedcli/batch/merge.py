@@ -12,8 +12,7 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.fingerprint import differences
-from pagedcli.batch.outputs import open_rows
-from pagedcli.batch.run_record import RunRecord, check_unchanged, read_record
+from pagedcli.batch.journal import RunRecord, check_unchanged, open_rows, read_record
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError

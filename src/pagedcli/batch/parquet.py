@@ -1,6 +1,6 @@
 """Parquet tables: read as JSONL lines, written as typed columns after those of the input.
 
-Used by batch.sources and batch.sinks; loads pyarrow only when a Parquet file is named. Memory is bounded by the largest
+Used by batch.prompts and batch.sinks; loads pyarrow only when a Parquet file is named. Memory is bounded by the largest
 row group.
 """
 

@@ -1,24 +1,24 @@
 """The batch run: lines in, requests through the engine, rows out. Reads lines only as the engine needs them.
 
-Used by batch.job; does not use the terminal. An invalid line becomes an error row.
+Used by batch.job; does not use the terminal. An invalid line becomes an error row. With `--reorder prefix` a window of
+waiting requests is sorted, so that those with a common prefix hit the prefix cache; the output keeps its order.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pagedcli.batch.detokenizer import StopCheckers
 from pagedcli.batch.grammar import Grammars, Guides
-from pagedcli.batch.intake import BatchOptions, Intake, Prepared, Refused
-from pagedcli.batch.lines import InputDigest, Line, as_they_come
-from pagedcli.batch.reorder import PrefixWindow
+from pagedcli.batch.lines import InputDigest, InputScan, Line, as_they_come
+from pagedcli.batch.prompts import BatchOptions, Prepared, Prompts, Refused
 from pagedcli.batch.requests import RowHead
 from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.sinks import Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tokenizer import StopCheckers, Tokenizer
 from pagedcli.core.eviction import sees_queue
 from pagedcli.core.limits import Limits
+from pagedcli.core.prefixes import WINDOW_ROWS, WINDOW_TOKENS
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -26,9 +26,46 @@ if TYPE_CHECKING:
     from pagedcli.core.outputs import RequestOutput
     from pagedcli.runner.llm_engine import LLMEngine
 
+
+class PrefixWindow:
+    """Requests in the order of their tokens. One window is drained while the next fills: at most two are in memory, and
+    a request waits for at most one window."""
+
+    def __init__(self, *, max_rows: int = WINDOW_ROWS, max_tokens: int = WINDOW_TOKENS) -> None:
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._filling: list[Prepared] = []
+        self._num_tokens = 0  # of the window being filled
+        self._sorted: list[Prepared] = []  # last one first
+
+    def __len__(self) -> int:
+        return len(self._filling) + len(self._sorted)
+
+    @property
+    def full(self) -> bool:
+        """Whether a request must be taken before another can be added."""
+        return len(self._filling) >= self._max_rows or self._num_tokens >= self._max_tokens
+
+    def add(self, request: Prepared) -> None:
+        self._filling.append(request)
+        self._num_tokens += sum(len(prompt.token_ids) for prompt in request.prompts)
+
+    def take(self, *, partial: bool) -> Prepared | None:
+        """The next request; None while a window fills. `partial`: no more input for now, so it need not be full."""
+        if not self._sorted and self._filling and (self.full or partial):
+            self._sorted, self._filling, self._num_tokens = self._filling, [], 0
+            self._sorted.sort(key=_prefix_order, reverse=True)
+        return self._sorted.pop() if self._sorted else None
+
+
+def _prefix_order(request: Prepared) -> tuple[str, list[int]]:
+    """Only requests of one salt share blocks; of several prompts the first one counts."""
+    return request.cache_salt or "", request.prompts[0].token_ids
+
+
 # prompt tokens in work with eviction next-use: so many times the pool, and at most. Each takes about 65 bytes
 READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
-LEAST_TOKENS = 128  # that a prompt counts as, for what it takes besides its tokens
+LEAST_TOKENS = 128  # a prompt counts as at least so many: its other objects take as much memory
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
 Outcome = Literal["complete", "interrupted", "too_many_errors"]
 
@@ -63,23 +100,6 @@ class _Row:
     answers: dict[str, Answer] = field(default_factory=dict)  # by request id
 
 
-def wanted_lines(lines: Iterable[Line | None], options: BatchOptions, read: InputDigest) -> Iterator[Line | None]:
-    """The lines of this run's shard, up to the limit. None (no line yet) is passed through.
-
-    Changes: `read` receives every line up to the limit.
-    """
-    place, num_shards = options.shard
-    for line in lines:
-        if line is None:
-            yield None
-            continue
-        if options.limit is not None and line.index >= options.limit:
-            return
-        read.add(line)
-        if line.index % num_shards == place:
-            yield line
-
-
 def read_ahead(limits: Limits) -> int:
     """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them."""
     if limits.num_blocks is None or not sees_queue(limits.eviction):
@@ -91,6 +111,7 @@ class BatchRun:
     """One pass over an input.
 
     `live`: lines may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if known.
+    `read`: the rows of the input up to the limit, if they have been read before.
     `observe` is called with the counters after each step, `observe_row` with each good row. `stop_requested` is called
     before each step, and True ends the run once the rows so far are written.
     """
@@ -106,6 +127,7 @@ class BatchRun:
         *,
         live: bool = False,
         num_rows: int | None = None,
+        read: InputScan | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[Line, list[Answer]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
@@ -118,12 +140,20 @@ class BatchRun:
         self._observe = observe
         self._observe_row = observe_row
         self._stop_requested = stop_requested
-        self._intake = Intake(tokenizer, options, engine.limits)
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
         if live:
             lines = as_they_come(lines, lambda: 0.0 if engine.has_unfinished_requests() else _IDLE_WAIT_S)
-        self._read = InputDigest()
-        self._lines = wanted_lines(lines, options, self._read)
+        self._read = read
+        self._digest = InputDigest()  # as long as the rows have not been read before
+        self._prompts = Prompts(
+            lines,
+            tokenizer,
+            options,
+            engine.limits,
+            holds=sink.holds,
+            observe=self._digest.add if read is None else lambda line: None,
+        )
+        self._coming = iter(self._prompts)
         self._in_work: dict[str, _Prompt] = {}  # by request id
         # one engine step may finish every running request: keep as many again tokenized and ready
         self._max_in_work = engine.limits.max_in_work
@@ -143,11 +173,11 @@ class BatchRun:
             self._sink.abandon()
             raise
         if outcome == "complete":
-            self._sink.finish(self._read.scan())
+            self._sink.finish(self._read or self._digest.scan())
         else:
             self._sink.abandon()
         self._update_time(start_ns)
-        return BatchResult(outcome, self.stats, dict(self._intake.parser.ignored))
+        return BatchResult(outcome, self.stats, self._prompts.ignored)
 
     def _serve(self, start_ns: int) -> Outcome:
         engine, options = self._engine, self._options
@@ -182,14 +212,15 @@ class BatchRun:
             ):
                 break
             try:
-                line = next(self._lines)
+                taken = next(self._coming)
             except StopIteration:
                 self._exhausted = True
                 break
-            if line is None:
+            if taken is None:
                 waits = True
                 break
-            self._take(line)
+            if not isinstance(taken, Line):  # else its row is done already
+                self._take(taken)
         if self._window is not None:
             self._start_waiting(self._window, partial=self._exhausted or waits or self._sink.full)
 
@@ -201,29 +232,27 @@ class BatchRun:
     def _engine_has_room(self) -> bool:
         return len(self._in_work) < self._max_in_work or self._num_tokens_in_work < self._max_tokens_in_work
 
-    def _take(self, line: Line) -> None:
-        """Queue the request of a line or write its error row, unless the journal already has its row."""
-        taken = self._intake.prepare(line, done=self._sink.holds(line.index, line.digest))
+    def _take(self, taken: Prepared | Refused) -> None:
+        """Queue the request of a line, or write its error row."""
         if isinstance(taken, Refused):
-            self._write_error(taken.head, line.digest, taken.error)
-        elif taken is not None and self._window is not None:
-            self._window.add(line, taken)
-        elif taken is not None:
-            self._start(line, taken)
+            self._write_error(taken.head, taken.line.digest, taken.error)
+        elif self._window is not None:
+            self._window.add(taken)
+        else:
+            self._start(taken)
 
     def _start_waiting(self, window: PrefixWindow, *, partial: bool) -> None:
         while self._engine_has_room():
-            item = window.take(partial=partial)
-            if item is None:
+            request = window.take(partial=partial)
+            if request is None:
                 return
-            self._start(*item)
+            self._start(request)
 
-    def _start(self, line: Line, request: Prepared) -> None:
+    def _start(self, request: Prepared) -> None:
         """Submit the prompts of a line to the engine, or write its error row if one of them cannot be served."""
         num_prompts = len(request.prompts)
-        apart = self._options.apart
-        name = str(line.index) if apart is None else apart
-        row = _Row(request.head, line, [name, *(f"{name}/{place}" for place in range(1, num_prompts))])
+        name = self._options.cache_namespace or str(request.line.index)
+        row = _Row(request.head, request.line, [name, *(f"{name}/{place}" for place in range(1, num_prompts))])
         for request_id, prompt in zip(row.request_ids, request.prompts, strict=True):
             ids, params = prompt.token_ids, prompt.params
             stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None

@@ -13,11 +13,9 @@ from typing import BinaryIO, Literal, Protocol, cast
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.csv_rows import csv_lines
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN
-from pagedcli.batch.journal import Journal
+from pagedcli.batch.journal import RECORD_VERSION, Journal, LineDigest, RunRecord, is_csv, write_record
 from pagedcli.batch.lines import InputScan
-from pagedcli.batch.outputs import is_csv
 from pagedcli.batch.parquet import ParquetRows
-from pagedcli.batch.run_record import SCHEMA_VERSION, LineDigest, RunRecord, write_record
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 from pagedcli.printable import plural
@@ -167,7 +165,7 @@ class FileSink:
         journal = self.journal
         decisive = {name: value for name, value in journal.header.fingerprint.items() if not name.startswith("input")}
         return RunRecord(
-            pagedcli_run=SCHEMA_VERSION,
+            pagedcli_run=RECORD_VERSION,
             order=self._order,
             num_rows=journal.num_rows,
             num_failed_rows=journal.num_failed_rows,

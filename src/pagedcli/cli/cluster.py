@@ -19,7 +19,7 @@ from pagedcli.show.progress import progress_view
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
-    from pagedcli.distributed.coordinator import Snapshot
+    from pagedcli.distributed.partition import Snapshot
     from pagedcli.distributed.parts import PartFolder
     from pagedcli.distributed.ray_job import Pool, RayRun
 
@@ -78,10 +78,17 @@ def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]
     """Split the input into parts, or check that existing parts belong to this run. Returns ignored fields."""
     from pagedcli.batch.columns import Columns
     from pagedcli.batch.fingerprint import check_same_run, input_fingerprint, run_fingerprint
-    from pagedcli.batch.job import batch_options, open_tokenizer
     from pagedcli.batch.parquet import ParquetRows, ParquetSource
-    from pagedcli.batch.sources import check_kept, open_source
-    from pagedcli.distributed.planning import plan_input
+    from pagedcli.batch.prompts import (
+        KeptColumns,
+        Prompts,
+        batch_options,
+        limits_without_pool,
+        open_source,
+        open_tokenizer,
+    )
+    from pagedcli.distributed.parts import weigh_rows
+    from pagedcli.models.reading import read_spec
     from pagedcli.planning.decide import model_folder
 
     config = job.loaded.config
@@ -89,27 +96,30 @@ def _prepare(job: Job, folder: "PartFolder", num_workers: int) -> dict[str, int]
     lines = open_source(job.input_name, columns)
     if lines.is_live:
         raise UsageError("--ray needs a file or folder as input, because it reads it more than once")
-    check_kept(lines, columns, in_rows=not isinstance(lines, ParquetSource))
+    kept = KeptColumns(lines, columns, in_rows=not isinstance(lines, ParquetSource))
     if isinstance(lines, ParquetSource):
         ParquetRows(lines, columns).check()
     model = model_folder(config.engine)
     tokenizer = open_tokenizer(config, model)
-    scan = lines.scan()
-    assert scan is not None, "not live"
+    scans = lines.scan(config.run.limit, observe=kept.add)
+    assert scans is not None, "not live"
+    kept.check()
+    scan, read = scans
     fingerprint = run_fingerprint(config, model, tokenizer, shard="1/1") | input_fingerprint(scan)
     if job.resume and folder.is_cut:
         check_same_run(folder.path, folder.manifest.fingerprint, fingerprint)
-        if sum(folder.manifest.num_rows) != min(scan.num_rows, config.run.limit or scan.num_rows):
+        if sum(folder.manifest.num_rows) != read.num_rows:
             raise UsageError(f"{folder.path} belongs to a run with a different --limit")
         return {}
     folder.clear()
     options = batch_options(job.loaded, columns)
     start_s = time.perf_counter()
-    plan = plan_input(lines, tokenizer, options, config.engine.block_size)
-    parts, costs = plan.parts(num_workers)
-    folder.cut(lines, parts, costs, plan.duplicates, fingerprint)
+    limits = limits_without_pool(config.engine, read_spec(model, trust_remote_code=config.engine.trust_remote_code))
+    weighed = weigh_rows(Prompts(lines, tokenizer, options, limits), config.engine.block_size)
+    parts, costs = weighed.parts(num_workers)
+    folder.cut(lines, parts, costs, weighed.duplicates, fingerprint)
     say(f"read, tokenized and grouped by prefix in {time.perf_counter() - start_s:,.1f} s")
-    return plan.ignored
+    return weighed.ignored
 
 
 def _work(run: "RayRun", progress: "_Progress") -> Outcome:
@@ -151,7 +161,7 @@ class _Progress:
 
     def count_parts(self, folder: "PartFolder") -> None:
         """Rows and failures from the records of the parts: workers that died cannot have counted all of theirs."""
-        from pagedcli.batch.run_record import read_record
+        from pagedcli.batch.journal import read_record
 
         records = [read_record(folder.part(part)) for part in range(folder.manifest.num_parts)]
         self.stats.num_done = max(self._num_rows - self.stats.num_resumed, 0)

@@ -10,7 +10,7 @@ from pagedcli.distributed.partition import SharePlan
 from pagedcli.planning.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
-    from pagedcli.batch.intake import Refused
+    from pagedcli.batch.prompts import Refused
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
 
@@ -77,27 +77,37 @@ def scan_prompts(
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
-    from pagedcli.batch.intake import Refused
-    from pagedcli.batch.prompt_reader import PromptReader
+    from pagedcli.batch.grammar import Grammars
+    from pagedcli.batch.prompts import Refused, limits_without_pool, open_prompts
 
-    reader = PromptReader(loaded, input_name, folder, spec, limits)
-    survey = PromptSurvey(shares_prompts=loaded.config.engine.enable_prefix_caching)
+    engine = loaded.config.engine
+    survey = PromptSurvey(shares_prompts=engine.enable_prefix_caching)
     if limits is not None:
         survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
-    scan = PromptScan(spec, reader.max_model_len, survey)
-    for row in reader:
-        if isinstance(row, Refused):
-            scan.refuse(row)
+    without_pool = limits_without_pool(engine, spec)
+    max_model_len = None if spec is None else without_pool.max_model_len
+    scan = PromptScan(spec, max_model_len, survey)
+    prompts = open_prompts(loaded, input_name, folder, limits or without_pool)
+    grammars = None
+    if spec is not None:  # a run also refuses grammars that do not compile
+        grammars = Grammars(prompts.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
+    for found in prompts.admitted(grammars):
+        if isinstance(found, Refused):
+            scan.refuse(found)
             continue
-        scan.plan.add(
-            row.line_number,
-            row.token_ids,
-            row.num_new_tokens,
-            num_seqs=row.num_seqs,
-            is_beam_search=row.is_beam_search,
-            cache_salt=row.cache_salt,
-        )
-        if shares is not None:
-            shares.add(row.token_ids, row.num_new_tokens * row.num_seqs, row.cache_salt)
-    scan.num_rows, scan.ignored = reader.num_rows, reader.ignored
+        row, num_new_tokens = found
+        for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
+            params = prompt.params
+            num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown
+            scan.plan.add(
+                row.line.number,
+                prompt.token_ids,
+                num_new,
+                num_seqs=params.num_sequences,
+                is_beam_search=params.beam_width is not None,
+                cache_salt=row.cache_salt,
+            )
+            if shares is not None:
+                shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
+    scan.num_rows, scan.ignored = prompts.num_rows, prompts.ignored
     return scan

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pagedcli.batch.columns import Columns
-from pagedcli.batch.job import batch_options, open_tokenizer
-from pagedcli.batch.prompt_reader import limits_without_pool
+from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import LoadedConfig
@@ -97,8 +95,7 @@ def _read(loaded: LoadedConfig, options: SimulateOptions) -> tuple[Workload, Eng
         folder, spec = prompt_model(loaded, None)
         engine = loaded.config.engine
         limits = limits_without_pool(engine, spec)
-        tokenizer = open_tokenizer(loaded.config, folder)
-        return read_prompts(name, tokenizer, batch_options(loaded, Columns.of(loaded.config.run)), limits, outputs)
+        return read_prompts(name, open_prompts(loaded, name, folder, limits), outputs)
 
     workload, recorded = read_workload(
         options.traces, prompts, format_name=options.trace_format, hash_size=options.hash_size

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from pagedcli.batch.job import Job
+from pagedcli.batch.prompts import open_source
 from pagedcli.batch.requests import decode_line, read_head
-from pagedcli.batch.sources import open_source
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
 from pagedcli.cli.replay import Follow, StepFormat, table_console
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume

@@ -10,13 +10,13 @@ import xxhash
 
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
-from pagedcli.batch.intake import BatchOptions
 from pagedcli.batch.lines import Line
 from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_of, answer_schema, columns_of, lines_of, require_pyarrow
+from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.batch.rows import RowWriter
 from pagedcli.config import Config, EngineConfig
-from pagedcli.distributed.row_stream import RowStream
+from pagedcli.distributed.worker import RowStream
 from pagedcli.errors import UsageError
 from pagedcli.llm_keywords import engine_config
 from pagedcli.sampling_params import SamplingParams, seed_for

@@ -7,9 +7,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from pagedcli.batch.journal import LineDigest, RunRecord, check_unchanged, read_record
 from pagedcli.batch.merge import Merged
 from pagedcli.batch.parquet import is_parquet, require_pyarrow
-from pagedcli.batch.run_record import LineDigest, RunRecord, check_unchanged, read_record
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.distributed.parts import PartFolder
 from pagedcli.errors import PagedcliError, UsageError

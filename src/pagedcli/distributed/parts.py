@@ -1,4 +1,5 @@
-"""The folder of a distributed run: its manifest, and the input and output rows of each part.
+"""The folder of a distributed run: its manifest, and the input and output rows of each part, which are cut after one
+pass that checks every row.
 
 Used by the driver, which writes them, by the workers and by merge. The layout:
 manifest.json, rows.u64 (row indexes, one part after the other), part-00000.jsonl and its record for each finished part;
@@ -10,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ import numpy as np
 import xxhash
 
 from pagedcli.batch.columns import Columns
-from pagedcli.batch.journal import journal_path
+from pagedcli.batch.journal import journal_path, record_path
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.parquet import ParquetSource
-from pagedcli.batch.run_record import record_path
-from pagedcli.distributed.partition import Ints
+from pagedcli.batch.prompts import Prepared, Prompts, Refused
+from pagedcli.distributed.partition import Ints, PrefixKeys
 from pagedcli.errors import UsageError
 from pagedcli.files import whole_file
 
@@ -234,3 +236,52 @@ class PartFolder:
                 f"{path} has version {manifest.pagedcli_parts}, this pagedcli reads version {SCHEMA_VERSION}"
             )
         return manifest
+
+
+_PARTS_PER_WORKER = 8  # a whole part is the smallest piece that can be taken from a slow worker
+_MAX_PART_BYTES = 32 * 2**20  # a worker keeps the lines of its parts in memory
+MAX_PARTS = 500  # files that merge has open at once
+_LARGEST_ID = 2**31
+
+
+@dataclass(slots=True)
+class WeighedRows:
+    """The rows of an input by prefix and cost, from one pass over it."""
+
+    keys: PrefixKeys
+    duplicates: set[int] = field(default_factory=set)  # rows with the id of an earlier row
+    ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
+    num_bytes: int = 0
+
+    def parts(self, num_workers: int) -> tuple[list[Ints], list[int]]:
+        """The rows of each part, and the tokens that it has to compute."""
+        ordered = self.keys.ordered()
+        num_parts = max(_PARTS_PER_WORKER * num_workers, -(-self.num_bytes // _MAX_PART_BYTES))
+        parts = ordered.parts(max(1, min(num_parts, MAX_PARTS, len(self.keys))))
+        costs, start = [], 0
+        for rows in parts:
+            costs.append(int(ordered.costs[start : start + len(rows)].sum()))
+            start += len(rows)
+        return parts, costs
+
+
+def weigh_rows(prompts: Prompts, block_size: int) -> WeighedRows:
+    """Read and tokenize every row. Raises: PagedcliError if the input cannot be read."""
+    weighed = WeighedRows(PrefixKeys(block_size))
+    for taken in prompts:
+        assert isinstance(taken, Prepared | Refused), "a file, of which no row is done"
+        weighed.num_bytes += len(taken.line.content or b"")
+        if isinstance(taken, Refused):
+            weighed.keys.add([], 0)
+            if taken.error.code == "duplicate_id":
+                weighed.duplicates.add(taken.line.index)
+        else:
+            first, *more = taken.prompts
+            token_ids = first.token_ids
+            if not all(0 <= token_id < _LARGEST_ID for token_id in token_ids):
+                token_ids = []  # the engine will reject it
+            num_more = sum(len(prompt.token_ids) for prompt in more)
+            num_new = sum((prompt.params.max_tokens or 0) * prompt.params.num_sequences for prompt in taken.prompts)
+            weighed.keys.add(token_ids, num_more + num_new, taken.cache_salt)
+    weighed.ignored = prompts.ignored
+    return weighed

@@ -19,7 +19,7 @@ import ray.data
 import ray.exceptions
 
 from pagedcli.config import LoadedConfig
-from pagedcli.distributed.coordinator import Coordinator, Snapshot
+from pagedcli.distributed.partition import Coordinator, Snapshot
 from pagedcli.distributed.worker import Worker
 from pagedcli.errors import PagedcliError
 

@@ -7,41 +7,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagedcli.batch.intake import BatchOptions, Intake, PreparedPrompt, Refused
-from pagedcli.batch.sources import open_source
-from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.core.admission import admit
-from pagedcli.core.limits import Limits
-from pagedcli.errors import RequestError, TraceError, UsageError
+from pagedcli.batch.prompts import PreparedPrompt, Prompts, Refused
+from pagedcli.errors import TraceError, UsageError
 from pagedcli.printable import plural
 from pagedcli.simulation.reading import TraceLines
 from pagedcli.simulation.requests import MAX_TOKENS, TraceRequest, Workload
 
 
-def read_prompts(
-    name: str,
-    tokenizer: Tokenizer,
-    options: BatchOptions,
-    limits: Limits,
-    outputs: "dict[int, RowOutput] | None" = None,
-) -> Workload:
+def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Workload:
     """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
     max_tokens."""
     workload = Workload(format="prompts")
-    intake = Intake(tokenizer, options, limits)
-    for line in open_source(name, options.columns):
-        if options.limit is not None and line.index >= options.limit:
-            break
-        taken = intake.prepare(line)
-        assert taken is not None, "no row is done already"
-        try:
-            if isinstance(taken, Refused):
-                raise taken.error
-            if any(prompt.params.beam_width is not None for prompt in taken.prompts):
-                raise RequestError("unsupported", "beam search, which simulate does not model")
-            max_tokens = [admit(limits, prompt.token_ids, prompt.params) for prompt in taken.prompts]
-        except RequestError as error:
-            workload.add_bad(f"{name}:{line.number}", error.message)
+    for found in prompts.admitted():
+        if isinstance(found, Refused):
+            workload.add_bad(f"{name}:{found.line.number}", found.error.message)
+            continue
+        taken, max_tokens = found
+        line = taken.line
+        if any(prompt.params.beam_width is not None for prompt in taken.prompts):
+            workload.add_bad(f"{name}:{line.number}", "beam search, which simulate does not model")
             continue
         output = None if outputs is None else outputs.get(line.index)
         share = None if output is None else output.shares(len(taken.prompts))
