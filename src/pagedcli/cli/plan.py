@@ -232,7 +232,7 @@ def _shared_in_words(plan: PromptSurvey) -> str:
     if not tokens:
         return f"no two prompts share their first {UNIT} tokens: prefix caching has no benefit"
     parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
-    return f"longest shared prefix: {tokens:,} tokens; in blocks: {parts}"
+    return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
 
 
 def _block_size_table(plan: PromptSurvey, engine: EngineConfig) -> Table:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
-from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED, PrefixRows, unit_digests
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED, PrefixRows, SeenPrefixes, unit_digests
 
 MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
@@ -79,6 +79,8 @@ class PromptSurvey:
     _seen: PrefixRows = field(default_factory=PrefixRows)
     _whole: PrefixRows = field(default_factory=PrefixRows)  # whole prompts
     _shared: dict[int, _Shared] = field(default_factory=dict)
+    _newest: SeenPrefixes = field(default_factory=SeenPrefixes)
+    _longest_shared: int = 0  # to the token, with one of the newest prompts
     _tallies: dict[int, _Tally] = field(default_factory=lambda: {size: _Tally() for size in BLOCK_SIZES})
 
     def add(
@@ -103,6 +105,7 @@ class PromptSurvey:
         *digests, whole = unit_digests([*token_ids, *end], cache_salt, UNIT)
         num_known = self._seen.num_known(digests)
         self._note_shared(row, digests[:num_known])
+        self._longest_shared = max(self._longest_shared, self._newest.add(token_ids, cache_salt))
         self._seen.add(digests[num_known:], row)
         self.num_prompts += 1
         self.prompt_tokens += num_prompt
@@ -186,8 +189,10 @@ class PromptSurvey:
         ]
 
     def longest_shared_tokens(self) -> int:
-        """The longest prefix that any two prompts share, in whole units of tokens."""
-        return max((shared.num_units for shared in self._shared.values()), default=0) * UNIT
+        """The longest prefix that any two prompts share: to the token between prompts close to each other in the file,
+        at least in whole units of tokens between any others."""
+        in_units = max((shared.num_units for shared in self._shared.values()), default=0) * UNIT
+        return max(in_units, self._longest_shared)
 
     def common_prefix_tokens(self, share: float = 0.5) -> int:
         """The longest prefix that at least this share of the prompts begins with, in whole units of tokens."""

@@ -1,23 +1,24 @@
-"""All invariants of a whole trace: those of a pool (laws.py), and those of our scheduler and prefix cache.
+"""All laws of a whole trace: those of a pool (laws.py), and those that the state does not depend on.
 
-Used by `pagedcli replay --check` and by the engine's tests.
+Used by `pagedcli replay --check` and by the engine's tests. They restate no policy of the scheduler: what is admitted
+or preempted, and why a sequence waits, is not decided again. They say what must hold whatever it decides:
+conservation, prefix identity, eviction as its policy names it, the order of the queue and of the sequences in a step.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import ClassVar
 
 import pagedcli.events as ev
-from pagedcli.core.eviction import sees_queue
+from pagedcli.core.eviction import EvictionPolicy, make_policy, sees_queue
+from pagedcli.core.prefixes import Prefix, SeenPrefixes, compute_hash, num_equal
 from pagedcli.errors import TraceError
-from pagedcli.trace.check_eviction import UNCHECKED, EvictionLaws
-from pagedcli.trace.check_prefix import PrefixLaws
-from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.fold import EventSource, Fold
-from pagedcli.trace.laws import PoolLaws, refuse, tables_of
+from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of
+from pagedcli.trace.records import SeqState
 from pagedcli.trace.state import PoolState
 
+UNCHECKED = "which blocks {} chose to evict was not checked: that follows from the tokens of waiting requests"
 _CLOCK_SLACK_NS = 1_000_000_000  # a process may be suspended between reading the clocks of a step and of its parts
 
 
@@ -43,8 +44,9 @@ class TraceChecker:
     """Folds events into `state` and raises TraceError at the first that breaks a law."""
 
     def __init__(self) -> None:
-        laws = TraceLaws()
-        self.fold = Fold(PoolState(), laws, EvictionLaws(), laws=laws)
+        prefixes = PrefixLaws()
+        laws = Laws(PoolLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), EvictionLaws())
+        self.fold = Fold(PoolState(), laws=laws)
         self.state = self.fold.state
 
     def apply(self, event: ev.Event) -> None:
@@ -66,43 +68,256 @@ class TraceChecker:
         return CheckedTrace(state.num_events, 0 if step is None else step.step + 1, state, tuple(notes))
 
 
-class TraceLaws(PrefixLaws):
-    """`check` (methods `before_...`) runs before the event is applied to the state, `apply` (`on_...`) after it."""
+class PrefixLaws(LawBook):
+    """Identity of prefixes: lookups, hits, hashes and tokens, where these are recorded."""
 
-    _before: ClassVar[dict[type[ev.Event], Handler]]
+    def start(self) -> None:
+        self._lookups: dict[int, ev.PrefixLookedUp] = {}  # the latest of each running sequence
+        self._chains: dict[int, list[int]] = {}  # hashes of the full blocks of live sequences, where tokens are known
+        self._followers: dict[int | None, dict[int, None]] = {}  # full blocks by the hash of the chain before them
+        self._token_ids: dict[int, list[int]] = {}  # of live sequences, where recorded
+        self._block_tokens: dict[int, tuple[int, ...]] = {}  # of full blocks, where recorded
+        self._seen: SeenPrefixes | None = SeenPrefixes()  # None: not all of them are known
 
-    def __init__(self) -> None:
-        self._pool = PoolLaws()
-        self._last_ns = 0
-        self._forget()
+    def chain(self, seq: SeqState, state: PoolState) -> list[int] | None:
+        """Hashes of the full blocks of a sequence, in the order of its block table. None without recorded tokens or
+        with a salt (never recorded)."""
+        token_ids = self._token_ids.get(seq.seq_id)
+        if token_ids is None or seq.salted:
+            return None
+        chain = self._chains.setdefault(seq.seq_id, [])
+        size, num_groups = state.block_size, state.num_groups
+        for start in range(len(chain) // num_groups * size, len(token_ids) // size * size, size):
+            for _ in range(num_groups):
+                chain.append(compute_hash(token_ids[start : start + size], chain[-1] if chain else None))
+        return chain
 
-    def _forget(self) -> None:
-        self._forget_prefixes()
-        self._just_sampled: set[int] = set()  # sequences, in this step
-        self._released: tuple[int, ...] = ()  # by the last BlocksReleased
-        self._unreleased: set[int] = set()  # finished sequences that still hold blocks
+    def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        seq, engine = state.seqs.get(event.seq_id), state.started
+        if seq is None:
+            return  # the fold reports it
+        if event.num_tokens != seq.num_tokens:
+            refuse(event, f"seq {seq.seq_id} has {seq.num_tokens} tokens, not {event.num_tokens}")
+        if event.reason != "continued" and (event.reason == "resumed") != (seq.num_preemptions > 0):
+            refuse(event, f"{event.reason}, but seq {seq.seq_id} was preempted {seq.num_preemptions} times")
+        first = seq.num_computed_tokens // engine.block_size if event.reason == "continued" else 0
+        if event.first_miss != (first + event.blocks_hit if event.blocks_hit < event.blocks_asked else None):
+            refuse(
+                event, f"hit {event.blocks_hit} of {event.blocks_asked} blocks, but first miss is {event.first_miss}"
+            )
+        missed = "no_match" if event.blocks_hit < event.blocks_asked else None
+        full = missed if event.blocks_asked else "no_full_block"
+        expected = full if engine.enable_prefix_caching else "caching_off"
+        if event.miss_reason != expected:
+            refuse(event, f"miss reason {event.miss_reason}, where it is {expected}")
+        if not engine.enable_prefix_caching and event.blocks_hit:
+            refuse(event, "a hit without prefix caching")
+        if (event.missing_hash is not None) != (event.miss_reason == "no_match"):
+            refuse(event, f"miss reason {event.miss_reason} with missing hash {event.missing_hash}")
+        if not 0 <= event.partial_tokens <= engine.block_size:
+            refuse(event, f"{event.partial_tokens} partial tokens in a block of {engine.block_size}")
+        self._check_prefix(event, seq, first + event.blocks_hit, state)
+        if event.reason == "new" and not seq.sample_index:
+            self._check_shared(event, seq, state)
+        self._lookups[event.seq_id] = event
 
-    def check(self, event: ev.Event, state: PoolState) -> None:
-        """Raises TraceError if the event breaks a law in this state."""
-        if isinstance(event, ev.EngineStarted):
-            self._forget()
-        self._pool.check(event, state)
-        before = self._before.get(type(event))
-        if before is not None:
-            before(self, event, state)
+    def _check_shared(self, event: ev.PrefixLookedUp, seq: SeqState, state: PoolState) -> None:
+        """Check how many tokens earlier sequences share: exactly where all tokens are recorded and there is no salt."""
+        token_ids = self._token_ids.get(event.seq_id)
+        if token_ids is None or seq.salted:
+            self._seen = None if token_ids is None else self._seen
+            expected = None
+        else:
+            expected = None if self._seen is None else self._seen.add(token_ids)
+        found, least = event.shared_tokens, event.blocks_hit * state.block_size
+        if found is None:
+            return
+        if expected is not None:
+            expected = max(expected, least)
+        if found != expected if expected is not None else not least <= found <= event.num_tokens:
+            refuse(event, f"{found} tokens shared with earlier sequences, where {expected or least} are")
 
-    # ------------------------------------------------------------------ requests
+    def _check_prefix(self, event: ev.PrefixLookedUp, seq: SeqState, end: int, state: PoolState) -> None:
+        """Check the block after the last hit against the tokens, where they are recorded."""
+        chain, size, index = self.chain(seq, state), state.block_size, end * state.num_groups
+        if chain is None:
+            return
+        if event.missing_hash is not None and event.missing_hash != chain[index]:
+            refuse(event, f"block {end} of seq {seq.seq_id} has hash {chain[index]}")
+        wanted = self._token_ids[seq.seq_id][end * size : (end + 1) * size]
+        followers = self._followers.get(chain[index - 1] if end else None, ())
+        longest = max((num_equal(wanted, self._block_tokens[block_id]) for block_id in followers), default=0)
+        if event.partial_tokens != longest:
+            refuse(event, f"{longest} further tokens match a cached block, not {event.partial_tokens}")
+
+    def before_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+        token_ids, size = self._token_ids.get(event.seq_id), state.block_size
+        seq = state.seqs.get(event.seq_id)
+        if token_ids is None or seq is None:
+            return
+        for index, block_id in enumerate(event.block_ids, len(seq.block_table)):
+            held, span = None if block_id is None else self._block_tokens.get(block_id), index // state.num_groups
+            if held is not None and held != tuple(token_ids[span * size : (span + 1) * size]):
+                refuse(event, f"block {block_id} holds other tokens than seq {event.seq_id} at block {span}")
+
+    def after_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        size = state.block_size
+        if not state.started.enable_prefix_caching:
+            refuse(event, "a block was hashed without prefix caching")
+        if not event.block_ids:
+            refuse(event, "no blocks")
+        first = state.seqs[event.seq_id].block_table.index(event.block_ids[0])
+        token_ids, lookup = self._token_ids.get(event.seq_id), self._lookups.get(event.seq_id)
+        for index, block_id in enumerate(event.block_ids, first):
+            if token_ids is not None:
+                span = index // state.num_groups
+                tokens = tuple(token_ids[span * size : (span + 1) * size])
+                self._block_tokens[block_id] = tokens
+                parent_hash = state.parent_hashes[block_id]
+                if index or not state.seqs[event.seq_id].salted:
+                    self._followers.setdefault(parent_hash, {})[block_id] = None
+                    if compute_hash(tokens, parent_hash) != state.hashes[block_id]:
+                        refuse(event, f"the tokens of block {block_id} have another hash")
+            missed = None if lookup is None or lookup.first_miss is None else lookup.first_miss * state.num_groups
+            if lookup is not None and index == missed and state.hashes[block_id] != lookup.missing_hash:
+                refuse(event, f"block {block_id} was looked up under hash {lookup.missing_hash}")
+
+    def before_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        followers = self._followers.get(state.parent_hashes[event.block_id])
+        if followers is not None:
+            followers.pop(event.block_id, None)
 
     def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         if event.token_ids is not None:
             if len(event.token_ids) != event.num_prompt_tokens:
                 refuse(event, f"{len(event.token_ids)} token ids for {event.num_prompt_tokens} prompt tokens")
-            self._check_ids(event, event.token_ids)
+            _check_ids(event, event.token_ids)
             self._token_ids[event.seq_id] = list(event.token_ids)
 
-    def _check_ids(self, event: ev.Event, token_ids: tuple[int, ...]) -> None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 63:
-            refuse(event, "a token id outside any vocabulary")
+    def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+        if event.token_ids is not None:
+            if len(event.token_ids) != len(event.seq_ids):
+                refuse(event, f"{len(event.token_ids)} tokens for {len(event.seq_ids)} sequences")
+            _check_ids(event, event.token_ids)
+            for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
+                if seq_id in self._token_ids:
+                    self._token_ids[seq_id].append(token_id)
+
+    def after_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
+        self._lookups.pop(event.seq_id, None)
+        self._chains.pop(event.seq_id, None)
+        if event.parent_seq_id in self._token_ids and event.seq_id in self._token_ids:
+            self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
+
+    def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        seq, token_ids = state.finished[event.seq_id], self._token_ids.pop(event.seq_id, None)
+        if event.reason == "error" or token_ids is None:
+            self._seen = None  # a sequence whose callback failed is not remembered
+        elif self._seen is not None and event.reason != "abort" and not seq.salted:
+            self._seen.add(token_ids[:-1])
+        self._lookups.pop(event.seq_id, None)
+        self._chains.pop(event.seq_id, None)
+
+    def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        self._lookups.clear()
+        cached = set(event.cached_block_ids)
+        for followers in self._followers.values():
+            for block_id in followers.keys() - cached:
+                del followers[block_id]
+
+
+def _check_ids(event: ev.Event, token_ids: tuple[int, ...]) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 63:
+        refuse(event, "a token id outside any vocabulary")
+
+
+class SequenceLaws(LawBook):
+    """Samples and beams of a request belong together, and each sequence keeps its place in the order of a step."""
+
+    def start(self) -> None:
+        self._requests: dict[str, list[ev.RequestAdded]] = {}  # the sequences so far of each request, by its id
+        self._starts: dict[int, int] = {}  # running sequences in the order in which they were started
+        self._num_starts = 0
+
+    def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        if not event.sample_index:
+            earlier = self._requests.get(event.request_id, ())
+            if any(each.seq_id in state.seqs for each in earlier):
+                refuse(event, f"request {event.request_id!r} has not finished, and begins again")
+            self._requests[event.request_id] = [event]
+            return
+        samples = self._requests.get(event.request_id, [])
+        if event.sample_index != len(samples) or samples[0].salted != event.salted:
+            refuse(event, f"sample {event.sample_index} of a request with {len(samples)} earlier ones")
+        same = ("row_id", "num_prompt_tokens", "max_new_tokens", "beam_width", "token_ids")
+        for name in same:
+            if getattr(event, name) != getattr(samples[0], name):
+                refuse(event, f"{name} is {getattr(event, name)!r}, of its first sample {getattr(samples[0], name)!r}")
+        if event.beam_width is not None and event.sample_index >= event.beam_width:
+            refuse(event, f"beam {event.sample_index} of a search of {event.beam_width} beams")
+        samples.append(event)
+
+    def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+        if event.reason != "continued":
+            self._start(event.seq_id)
+
+    def before_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
+        parent, child = state.seqs.get(event.parent_seq_id), state.seqs.get(event.seq_id)
+        if parent is not None and child is not None and parent.request_id != child.request_id:
+            refuse(event, f"seq {event.seq_id} is no sample of the request of seq {event.parent_seq_id}")
+        if event.seq_id not in self._starts:
+            self._start(event.seq_id)
+
+    def _start(self, seq_id: int) -> None:
+        self._num_starts += 1
+        self._starts[seq_id] = self._num_starts
+
+    def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
+        self._starts.pop(event.seq_id, None)
+
+    def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        self._starts.pop(event.seq_id, None)
+
+    def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        self._starts.clear()
+
+    def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+        self._check_order_of(event, event.seq_ids, state)
+
+    def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+        self._check_order_of(event, event.seq_ids, state)
+        for seq_id in event.seq_ids:
+            seq = state.seqs.get(seq_id)
+            if seq is None or seq.beam_width in (None, 1) or not seq.num_output_tokens:
+                continue
+            if len(self._requests[seq.request_id]) < 2:
+                refuse(event, f"seq {seq_id} generates alone, as no search of {seq.beam_width} beams does")
+
+    def _check_order_of(self, event: ev.Event, seq_ids: tuple[int, ...], state: PoolState) -> None:
+        """Sequences are computed and sampled in the order in which they were started; the beams of a search, which are
+        computed when the first of them has its turn, stand apart."""
+        last = 0
+        for seq_id in seq_ids:
+            seq = state.seqs.get(seq_id)
+            if seq is None or seq.beam_width is not None:
+                continue
+            place = self._starts.get(seq_id, 0)
+            if place < last:
+                refuse(event, f"seq {seq_id} was started before the one that it follows")
+            last = place
+
+
+class QueueLaws(LawBook):
+    """The order of the queue, the engine's limits, and what a step leaves behind."""
+
+    def __init__(self, prefixes: PrefixLaws) -> None:
+        self._prefixes = prefixes
+        self._last_ns = 0
+
+    def start(self) -> None:
+        self._just_sampled: set[int] = set()  # sequences, in this step
+        self._released: tuple[int, ...] = ()  # by the last BlocksReleased
+        self._unreleased: set[int] = set()  # finished sequences that still hold blocks
 
     def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = state.seqs[event.seq_id]
@@ -111,22 +326,14 @@ class TraceLaws(PrefixLaws):
         if (event.reason == "abort") == (event.seq_id in self._just_sampled):
             refuse(event, f"seq {event.seq_id} ended by {event.reason}, but {_got(event.reason != 'abort')}")
 
-    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
-        seq, token_ids = state.finished[event.seq_id], self._token_ids.get(event.seq_id)
-        if event.reason == "error" or token_ids is None:
-            self._seen = None  # a sequence whose callback failed is not remembered
-        elif self._seen is not None and event.reason != "abort" and not seq.salted:
-            self._seen.add(token_ids[:-1])
+    def after_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         if state.finished[event.seq_id].block_table:
             self._unreleased.add(event.seq_id)
-        self._lookups.pop(event.seq_id, None)
-        self._token_ids.pop(event.seq_id, None)
-        self._chains.pop(event.seq_id, None)
 
     def before_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
         self._released = event.block_ids
 
-    def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
+    def after_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
         self._unreleased.discard(event.seq_id)
 
     def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
@@ -143,9 +350,7 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"seq {for_seq.seq_id} needed {needed} blocks for its next token")
 
     def before_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
-        engine = state.started
-        waiting, seq = state.waiting(), state.seqs[event.seq_id]
-        running, step = state.running(), state.step
+        waiting, seq, running = state.waiting(), state.seqs[event.seq_id], state.running()
         completes = seq.beam_width is not None and any(each.request_id == seq.request_id for each in running)
         if not waiting or (waiting[0] is not seq and not completes):
             refuse(event, f"seq {event.seq_id} is not the first of the waiting queue")
@@ -153,16 +358,6 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"{state.num_free_blocks} blocks are free, not {event.num_free_blocks}")
         if event.reason == "free_blocks" and event.num_blocks_needed <= state.num_free_blocks:
             refuse(event, f"{event.num_blocks_needed} blocks needed, {state.num_free_blocks} free: they suffice")
-        num_rows = sum(each.num_rows for each in running) + seq.num_rows
-        if step is not None and step.preemptions:
-            expected = event.reason == "preemption"
-        elif event.reason == "preemption":  # async scheduling: preemption waits until the tokens in flight are known
-            widest = max((each.beam_width or 1 for each in running), default=1)
-            expected = state.num_free_blocks <= widest * state.num_groups
-        else:
-            expected = (event.reason == "max_num_seqs") == (num_rows > engine.max_num_seqs)
-        if not expected:
-            refuse(event, f"{event.reason}, with {len(running)} sequences running, at most {engine.max_num_seqs}")
         self._check_needed(event, state)
 
     def _check_needed(self, event: ev.RequestWaiting, state: PoolState) -> None:
@@ -179,18 +374,12 @@ class TraceLaws(PrefixLaws):
         total = -(-seq.num_tokens // size)
         in_use = min(seq.num_tokens // size, state.num_used_blocks) if state.started.enable_prefix_caching else 0
         least, most = total - in_use, total
-        chain = self._chain(seq, state)
+        chain = self._prefixes.chain(seq, state)
         if chain is not None and state.started.enable_prefix_caching:
             found = takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain))
             least = most = total - sum(block_id is not None and state.ref_counts[block_id] > 0 for block_id in found)
         if not least <= event.num_blocks_needed <= most:
             refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")
-
-    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
-        self._lookups.pop(event.seq_id, None)
-        self._chains.pop(event.seq_id, None)
-        if event.parent_seq_id in self._token_ids and event.seq_id in self._token_ids:
-            self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
 
     # ------------------------------------------------------------------ steps
 
@@ -211,7 +400,7 @@ class TraceLaws(PrefixLaws):
         if chunk_size is not None and max(event.num_new_tokens, default=0) > chunk_size:
             refuse(event, f"a chunk is larger than {chunk_size} tokens")
 
-    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+    def after_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         engine, size, tables = state.started, state.block_size, tables_of(state)
         chunk_size = engine.chunked_prefill_size or engine.max_num_batched_tokens
         num_running = state.num_running
@@ -221,7 +410,6 @@ class TraceLaws(PrefixLaws):
             refuse(event, f"{len(state.seqs) - num_running} sequences wait, not {event.num_waiting}")
         if (event.num_waiting > 0) != (state.step is not None and state.step.waiting is not None):
             refuse(event, f"{event.num_waiting} sequences wait, and no reason is given, or one without need")
-        self._check_budget(event, state)
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
             if tables.num_entries(seq.num_computed_tokens) != len(seq.block_table):
@@ -237,30 +425,7 @@ class TraceLaws(PrefixLaws):
                     if block_id is not None and (state.hashes[block_id] is not None) != (index < num_full):
                         refuse(event, f"block {block_id} is not {'full' if index < num_full else 'partial'}")
 
-    def _check_budget(self, event: ev.StepScheduled, state: PoolState) -> None:
-        """Check that the token budget is used up if, and only if, that is why a sequence waits."""
-        step, engine = state.step, state.started
-        assert step is not None, "a step is scheduled"
-        reason, num_new = None if step.waiting is None else step.waiting.reason, sum(event.num_new_tokens)
-        num_most = num_new + step.num_finished  # includes those that finished while the step was launched
-        if reason == "token_budget" and num_most < engine.max_num_batched_tokens:
-            refuse(event, f"one waits for the budget, but only {num_new} of {engine.max_num_batched_tokens} are used")
-        all_run = all(seq.seq_id in event.seq_ids for seq in state.running())
-        if reason == "preemption" and not step.preemptions and all_run and not step.num_finished:
-            refuse(event, "one waits for a preemption, but every running sequence got its tokens")
-        if reason == "free_blocks" and num_new >= engine.max_num_batched_tokens:
-            refuse(event, "one waits for blocks where the budget is used up")
-
-    def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
-        if event.token_ids is not None:
-            if len(event.token_ids) != len(event.seq_ids):
-                refuse(event, f"{len(event.token_ids)} tokens for {len(event.seq_ids)} sequences")
-            self._check_ids(event, event.token_ids)
-            for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
-                if seq_id in self._token_ids:
-                    self._token_ids[seq_id].append(token_id)
-
-    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+    def after_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self._just_sampled.update(event.seq_ids)
         for seq_id in event.seq_ids:
             seq = state.seqs[seq_id]
@@ -284,17 +449,71 @@ class TraceLaws(PrefixLaws):
         if event.time_ns < self._last_ns:
             refuse(event, f"time {event.time_ns} is before {self._last_ns}")
         self._last_ns = event.time_ns
-        self._lookups.clear()
         self._just_sampled.clear()
         self._unreleased.clear()
-        cached = set(event.cached_block_ids)
-        for followers in self._followers.values():
-            for block_id in followers.keys() - cached:
-                del followers[block_id]
 
 
 def _got(no: bool) -> str:
     return f"got {'no' if no else 'a'} token in this step"
 
 
-TraceLaws._before = handlers_of(TraceLaws, "before_")
+class EvictionLaws(LawBook):
+    """Which cached block goes: tells the policy of the run what happens to full blocks, and compares its choices.
+
+    `lru` is the order of the free list, which laws.py checks. `next-use` follows the tokens of the waiting requests,
+    which a trace need not have: its choices are not computed again.
+    """
+
+    _policy: EvictionPolicy | None = None
+
+    def after_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        self._policy = None if sees_queue(event.eviction) else make_policy(event.eviction)
+
+    def after_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        for block_id in event.block_ids:
+            self._filled(block_id, state)
+
+    def after_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+        if self._policy is not None:
+            for block_id in event.block_ids:
+                if block_id is not None:
+                    self._policy.hit(block_id)
+
+    def after_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
+        self._released(event.block_ids, state)
+
+    def after_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
+        self._released(event.block_ids, state)
+
+    def after_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        if self._policy is not None and (chosen := self._policy.choose()) != event.block_id:
+            assert state.engine is not None
+            refuse(event, f"block {event.block_id} was evicted, but {state.engine.eviction} evicts block {chosen}")
+
+    def after_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        if self._policy is None:
+            return
+        self._policy.clear()
+        for block_id in event.cached_block_ids:
+            self._filled(block_id, state)
+            self._policy.freed(block_id, _findable(block_id, state))
+
+    def _filled(self, block_id: int, state: PoolState) -> None:
+        if self._policy is not None and (prefix := _findable(block_id, state)) is not None:
+            self._policy.filled(prefix)
+
+    def _released(self, block_ids: tuple[int, ...], state: PoolState) -> None:
+        if self._policy is None:
+            return
+        for block_id in block_ids:
+            if state.ref_counts[block_id] == 0 and state.hashes[block_id] is not None:
+                self._policy.freed(block_id, _findable(block_id, state))
+
+
+def _findable(block_id: int, state: PoolState) -> Prefix | None:
+    """The content of a full block, of which policies only look at the hashes; None if lookups find an equal block."""
+    block_hash, parent_hash = state.hashes[block_id], state.parent_hashes[block_id]
+    if block_hash is None or state.hash_to_block_id.get(block_hash) != block_id:
+        return None
+    parent = None if parent_hash is None else Prefix(b"", None, lambda tokens, before: parent_hash)
+    return Prefix(b"", parent, lambda tokens, before: block_hash)

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from pagedcli.errors import TraceError
 from pagedcli.events import Event
 from pagedcli.trace.dispatch import Handler, View
-from pagedcli.trace.laws import PoolLaws
+from pagedcli.trace.laws import Laws, PoolLaws
 from pagedcli.trace.state import PoolState
 
 
@@ -37,29 +37,32 @@ S = TypeVar("S", bound=State)
 S_contra = TypeVar("S_contra", contravariant=True)
 
 
-class Laws(Protocol[S_contra]):
-    """Refuses events that are impossible in the current state."""
+class Checks(Protocol[S_contra]):
+    """Refuses impossible events: raises TraceError before an event is applied to the state, or after."""
 
-    def check(self, event: Event, state: S_contra) -> None:
-        """Raises TraceError. Called before the event is applied."""
-        ...
+    def before(self, event: Event, state: S_contra) -> None: ...
+
+    def after(self, event: Event, state: S_contra) -> None: ...
 
 
 class Fold(Generic[S]):
     """An incremental fold. Call it with each event; a running engine takes it as `emit`."""
 
-    def __init__(self, state: S, *views: View[S], laws: Laws[S] | None = None) -> None:
+    def __init__(self, state: S, *views: View[S], laws: Checks[S] | None = None) -> None:
         self.state = state
         self._views = views
         self._laws = laws
         self._handlers: dict[type[Event], tuple[Handler, ...]] = {}  # of all views, filled as events come
 
     def __call__(self, event: Event) -> None:
-        """Apply the next event. Raises TraceError if it breaks a law; the state is then unchanged."""
+        """Apply the next event. Raises TraceError if it breaks a law; only a law about the state after it has let the
+        state change."""
         if self._laws is not None:
-            self._laws.check(event, self.state)
+            self._laws.before(event, self.state)
         state = self.state
         state.apply(event)
+        if self._laws is not None:
+            self._laws.after(event, state)
         handlers = self._handlers.get(type(event))
         if handlers is None:
             handlers = tuple(each for view in self._views for each in view.handlers(type(event)))
@@ -79,7 +82,7 @@ class Fold(Generic[S]):
 
 def pool_fold(*views: View[PoolState]) -> Fold[PoolState]:
     """A fold of our engine's events into the exact pool."""
-    return Fold(PoolState(), *views, laws=PoolLaws())
+    return Fold(PoolState(), *views, laws=Laws(PoolLaws()))
 
 
 def fold(source: EventSource, *views: View[PoolState]) -> PoolState:

@@ -1,16 +1,17 @@
-"""The laws of a block pool: refuses each event that is impossible in the current state, which can then trust events.
+"""The table of laws, which refuse events that are impossible in the current state, and the laws of a block pool.
 
 Used by every fold of our engine's events. Laws that the state does not depend on are in check.py.
 """
 
 from itertools import chain, islice, takewhile
+from types import MethodType
 from typing import Any, NoReturn
 
 import pagedcli.events as ev
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import TraceError
-from pagedcli.trace.dispatch import View
+from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.records import SeqState, StepRecord
 from pagedcli.trace.state import PoolState
 
@@ -30,16 +31,54 @@ def tables_of(state: PoolState) -> TableShape:
     return TableShape(state.engine.block_size, state.engine.windows)
 
 
-class PoolLaws(View[PoolState]):
-    """`check` is called before an event is applied. Some changes take several events; `_due` holds what must follow."""
+class LawBook:
+    """Laws about one subject: methods `before_<event>(event, state)`, which judge an event before the state has applied
+    it, and `after_<event>(event, state)`. They raise TraceError."""
 
-    def __init__(self) -> None:
-        self._forget()
+    def start(self) -> None:
+        """Forget the past: an engine starts, the first one or that of another part."""
 
-    def _forget(self) -> None:
-        self._due: tuple[tuple[type[ev.Event], ...], str] | None = (
-            None  # the events that must come next, and the change in progress
-        )
+    def check_order(self, event: ev.Event) -> None:
+        """Judge an event by the one before it."""
+
+
+class Laws:
+    """The table of all laws: event -> what is checked before it is applied, and after. A Fold calls both."""
+
+    def __init__(self, *books: LawBook) -> None:
+        self._books = books
+        self._before: dict[type[ev.Event], list[Handler]] = {}
+        self._after: dict[type[ev.Event], list[Handler]] = {}
+        for table, prefix in ((self._before, "before_"), (self._after, "after_")):
+            for book in books:
+                for event_type, law in handlers_of(type(book), prefix).items():
+                    table.setdefault(event_type, []).append(MethodType(law, book))
+
+    def before(self, event: ev.Event, state: PoolState) -> None:
+        """Raises TraceError if the event is impossible in this state."""
+        if type(event) is ev.EngineStarted:
+            for book in self._books:
+                book.start()
+        elif state.engine is None:
+            refuse(event, "comes before engine_started, which must be the first record")
+        for book in self._books:
+            book.check_order(event)
+        for law in self._before.get(type(event), ()):
+            law(event, state)
+
+    def after(self, event: ev.Event, state: PoolState) -> None:
+        """Raises TraceError if the event has led to an impossible state."""
+        for law in self._after.get(type(event), ()):
+            law(event, state)
+
+
+class PoolLaws(LawBook):
+    """Conservation of blocks, and what the state needs to apply an event. Some changes take several events; `_due`
+    holds what must follow."""
+
+    def start(self) -> None:
+        # the events that must come next, and the change in progress
+        self._due: tuple[tuple[type[ev.Event], ...], str] | None = None
         # blocks not yet taken by BlocksAllocated, in order of eviction -> whether lookups found their content
         self._evicted: dict[int, bool] = {}
         self._hole: tuple[int, int] | None = None  # (seq_id, block_id) that BlockCopied replaces
@@ -47,20 +86,12 @@ class PoolLaws(View[PoolState]):
         self._num_just_freed = 0  # blocks that the last BlocksReleased made free
         self._may_repeat = True  # the first step of a part
 
-    def check(self, event: ev.Event, state: PoolState) -> None:
-        """Raises TraceError if the event is impossible in this state."""
-        if type(event) not in self._on:
-            raise TraceError(f"{type(event).__name__} is not an event of schema version {ev.SCHEMA_VERSION}")
-        if state.engine is None and type(event) is not ev.EngineStarted:
-            refuse(event, "comes before engine_started, which must be the first record")
-        if type(event) is ev.EngineStarted:
-            self._forget()  # another part starts afresh, wherever the earlier run was killed
+    def check_order(self, event: ev.Event) -> None:
         due, self._due = self._due, None
         if due is not None and type(event) not in (*due[0], ev.StepFailed):
             refuse(event, f"comes where {due[1]}")
-        self._on[type(event)](self, event, state)
 
-    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+    def before_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         if event.part != (1 if state.engine is None else state.engine.part + 1):
             refuse(event, "a second start in one trace")
         if not 1 <= event.num_blocks <= MOST_BLOCKS or not 1 <= event.block_size <= MOST_TOKENS:
@@ -76,7 +107,7 @@ class PoolLaws(View[PoolState]):
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
             refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
 
-    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+    def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         if state.seq(event.seq_id) is not None:
             refuse(event, f"seq {event.seq_id} already exists")
         if not 1 <= event.num_prompt_tokens <= MOST_TOKENS or not 1 <= event.max_new_tokens <= MOST_TOKENS:
@@ -86,10 +117,7 @@ class PoolLaws(View[PoolState]):
                 f"and may generate {event.max_new_tokens}",
             )
 
-    def on_request_refused(self, event: ev.RequestRefused, state: PoolState) -> None:
-        """Always possible."""
-
-    def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
+    def before_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         seq, size = self._live(event, state), state.block_size
         continued = event.reason == "continued"
         if continued != seq.running or (seq.block_table and not continued):
@@ -108,7 +136,7 @@ class PoolLaws(View[PoolState]):
             self._due = (ev.BlocksReleased if drops else ev.BlocksReused,), claim
             self._lookup = event
 
-    def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+    def before_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
         seq = self._live(event, state)
         lookup, self._lookup = self._lookup, None
         num_groups, ids = state.num_groups, event.block_ids
@@ -128,7 +156,7 @@ class PoolLaws(View[PoolState]):
                 refuse(event, f"block {block_id} does not follow block {before} in its chain")
             before = block_id
 
-    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
+    def before_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
         self._live(event, state)
         for block_id, expected in zip(event.block_ids, self._next_free(event, state), strict=True):
             if block_id != expected:
@@ -142,7 +170,7 @@ class PoolLaws(View[PoolState]):
                 refuse(event, f"evicted blocks {sorted(not_taken)} were not taken")
             self._evicted = {}
 
-    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+    def before_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         block_id = self._block(event, event.block_id, state)
         if block_id not in state.free_block_ids:
             refuse(event, f"block {block_id} is in use")
@@ -151,7 +179,7 @@ class PoolLaws(View[PoolState]):
         self._evicted[block_id] = state.hash_to_block_id.get(event.hash) == block_id
         self._due = (ev.BlockEvicted, ev.BlocksAllocated), "the evicted blocks are allocated"
 
-    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+    def before_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         seq, block_ids = self._live(event, state), event.block_ids
         if not block_ids or len(block_ids) != len(event.hashes):
             refuse(event, f"{len(event.hashes)} hashes for {len(block_ids)} blocks")
@@ -171,7 +199,7 @@ class PoolLaws(View[PoolState]):
             if state.ref_counts[block_id] != 1:
                 refuse(event, f"partial block {block_id} is shared and cannot be written")
 
-    def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
+    def before_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
         seq = state.seqs.get(event.seq_id) or state.finished.get(event.seq_id)
         if seq is None:
             refuse(event, f"seq {event.seq_id} is unknown")
@@ -191,7 +219,7 @@ class PoolLaws(View[PoolState]):
             refuse(event, f"blocks {list(block_ids)} are not the block table {table} from its tail")
         self._num_just_freed = sum(state.ref_counts[block_id] == 1 for block_id in block_ids)
 
-    def on_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
+    def before_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
         seq = self._live(event, state)
         places = {block_id: index for index, block_id in enumerate(seq.block_table) if block_id is not None}
         for block_id in event.block_ids:
@@ -207,7 +235,7 @@ class PoolLaws(View[PoolState]):
         span, group = divmod(index, tables.num_groups)
         return span < tables.first_kept(group, num_computed)
 
-    def on_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
+    def before_block_copied(self, event: ev.BlockCopied, state: PoolState) -> None:
         seq = self._live(event, state)
         hole, self._hole = self._hole, None
         if hole != (seq.seq_id, event.source_block_id):
@@ -218,7 +246,7 @@ class PoolLaws(View[PoolState]):
         if state.hashes[event.source_block_id] is not None:
             refuse(event, "only a partial block is copied")
 
-    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
+    def before_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
         child, parent = self._live(event, state), state.seqs.get(event.parent_seq_id)
         if parent is None:
             refuse(event, f"seq {event.parent_seq_id} is not live")
@@ -229,7 +257,7 @@ class PoolLaws(View[PoolState]):
         if child.block_table or child is parent:
             refuse(event, f"seq {child.seq_id} has blocks already")
 
-    def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
+    def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
         seq = self._live(event, state)
         if not seq.running:
             refuse(event, f"seq {seq.seq_id} is {seq.status}, not running")
@@ -240,11 +268,11 @@ class PoolLaws(View[PoolState]):
         if seq.block_table:
             refuse(event, f"seq {seq.seq_id} still has blocks {seq.block_table}")
 
-    def on_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
+    def before_request_waiting(self, event: ev.RequestWaiting, state: PoolState) -> None:
         if self._live(event, state).running:
             refuse(event, f"seq {event.seq_id} is running")
 
-    def on_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
+    def before_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
         if not 0 <= event.time_ns <= MOST_NS or not 0 <= event.step <= MOST_TOKENS:
             refuse(event, f"step {event.step} at {event.time_ns} ns")
         # another part repeats the number of a step that the earlier run did not schedule
@@ -254,7 +282,7 @@ class PoolLaws(View[PoolState]):
         if state.step is not None and state.step.end_ns is None:
             refuse(event, "the step before has not finished")
 
-    def on_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
+    def before_step_scheduled(self, event: ev.StepScheduled, state: PoolState) -> None:
         self._current(event, event.step, state)
         if len(event.seq_ids) != len(event.num_new_tokens):
             refuse(event, "the numbers of counts and sequences differ")
@@ -270,7 +298,7 @@ class PoolLaws(View[PoolState]):
             if not 1 <= num_new_tokens <= left:
                 refuse(event, f"{num_new_tokens} new tokens of seq {seq_id}, which has {left} left to compute")
 
-    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+    def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
         for seq_id in state.not_alike(event.seq_ids):
@@ -279,18 +307,18 @@ class PoolLaws(View[PoolState]):
                 computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"
                 refuse(event, f"seq {seq_id} ({seq.status}) has {computed}")
 
-    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+    def before_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
         seq = self._live(event, state)
         if event.num_output_tokens != seq.num_output_tokens:
             refuse(event, f"seq {seq.seq_id} has {seq.num_output_tokens} output tokens, not {event.num_output_tokens}")
 
-    def on_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
+    def before_step_finished(self, event: ev.StepFinished, state: PoolState) -> None:
         self._current(event, event.step, state)
         times = (event.time_ns, event.schedule_ns, event.forward_ns, event.sample_ns, event.observer_ns)
         if not 0 <= min(times) <= max(times) <= MOST_NS:
             refuse(event, "a negative or absurdly long duration")
 
-    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+    def before_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
         self._current(event, event.step, state)
         if not 0 <= event.time_ns <= MOST_NS:
             refuse(event, f"at {event.time_ns} ns")

@@ -12,7 +12,11 @@ class BlockLedger:
     A block is in use (ref_count > 0), cached (free and full) or empty (free, no content).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self) -> None:
+        self.reset_blocks(0)
+
+    def reset_blocks(self, num_blocks: int) -> None:
+        """Make all blocks empty."""
         self.ref_counts = [0] * num_blocks
         self.hashes: list[int | None] = [None] * num_blocks
         self.parent_hashes: list[int | None] = [None] * num_blocks

@@ -20,7 +20,7 @@ class PoolState(BlockLedger):
     _on: ClassVar[dict[type[ev.Event], Handler]]
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__()
         self.engine: ev.EngineStarted | None = None
         self.seqs: dict[int, SeqState] = {}  # waiting and running, in order of arrival
         self.finished: dict[int, SeqState] = {}
@@ -121,7 +121,7 @@ class PoolState(BlockLedger):
     def on_engine_started(self, event: ev.EngineStarted) -> None:
         """The first event, and the first of each further part of a resumed run, which starts with an empty pool."""
         self.engine = event
-        BlockLedger.__init__(self, event.num_blocks)
+        self.reset_blocks(event.num_blocks)
         if self.step is not None and self.step.end_ns is None:  # the earlier run was killed in it
             self.step.end_ns = self.step.start_ns
         for seq in self.seqs.values():
