@@ -44,7 +44,7 @@ def _meaning(type_: Any, declared: Key) -> str:
     text = declared.description
     if get_origin(type_) is Literal:
         text += f" ({', '.join(get_args(type_))})"
-    elif declared.is_bounded and declared.at_most is not None:
+    elif declared.names or declared.at_most is not None:
         text += f" ({declared.allowed})"
     return text if declared.default is None else f"{text}; null: {declared.default}"
 

@@ -1,12 +1,11 @@
 """Batch runs under each eviction policy: the same rows, and with next-use fewer prompt tokens computed again."""
 
 import random
-from typing import get_args
 
 import pytest
 from batch_harness import Harness
 
-from pagedcli.events import Eviction
+from pagedcli.core.eviction import POLICIES
 
 NUM_ROWS = 60
 # rows of five groups in turns, each with a prefix of 10 blocks: LRU loses most prefixes before they are needed again
@@ -25,7 +24,7 @@ def run(eviction, **options):
 
 @pytest.fixture(scope="module")
 def of_policy():
-    return {eviction: run(eviction) for eviction in get_args(Eviction)}
+    return {eviction: run(eviction) for eviction in POLICIES}
 
 
 def test_every_policy_gives_the_same_rows(of_policy):

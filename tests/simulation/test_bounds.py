@@ -1,14 +1,12 @@
 """The bounds, by brute force on small workloads: unconstrained >= clairvoyant = the best possible >= any policy."""
 
-from typing import get_args
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.events import Eviction
+from pagedcli.core.eviction import POLICIES
 from pagedcli.simulation.bounds import clairvoyant_hits, unconstrained_hits
 
 chains = st.lists(st.text("ab", max_size=4), min_size=1, max_size=7)
@@ -75,7 +73,7 @@ def test_no_choice_has_more_hits_than_the_clairvoyant(texts, num_blocks):
 long_chains = st.lists(st.text("abc", max_size=9), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("eviction", get_args(Eviction))
+@pytest.mark.parametrize("eviction", POLICIES)
 @settings(max_examples=60, deadline=None)
 @given(texts=long_chains, num_blocks=st.integers(1, 20), known=st.booleans())
 def test_no_policy_has_more_hits_than_the_clairvoyant_nor_more_than_the_bound(eviction, texts, num_blocks, known):
