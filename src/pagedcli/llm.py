@@ -13,7 +13,7 @@ from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.requests import Message, read_messages
 from pagedcli.batch.tokenizer import StopCheckers, Tokenizer, read_template
 from pagedcli.config import BUILTIN_MODEL
-from pagedcli.core import outputs as engine_outputs
+from pagedcli.core import requests as engine_outputs
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.errors import ConfigError
 from pagedcli.events import Emit

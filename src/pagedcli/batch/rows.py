@@ -15,7 +15,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.errors import RequestError
 
 if TYPE_CHECKING:
-    from pagedcli.core.outputs import RequestOutput, SampleOutput
+    from pagedcli.core.requests import RequestOutput, SampleOutput
     from pagedcli.core.sequence import TokenLogprobs
 
 

@@ -23,7 +23,7 @@ from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedcli.core.outputs import RequestOutput
+    from pagedcli.core.requests import RequestOutput
     from pagedcli.runner.llm_engine import LLMEngine
 
 

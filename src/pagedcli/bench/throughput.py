@@ -18,8 +18,8 @@ from pagedcli.bench.spread import Spread
 from pagedcli.bench.workloads import Workload
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.budget import head_bytes
-from pagedcli.core.outputs import RequestOutput
 from pagedcli.core.plan import Kernels
+from pagedcli.core.requests import RequestOutput
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import WeightFormat
 from pagedcli.models.loading import weight_format

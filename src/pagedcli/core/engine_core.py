@@ -12,10 +12,9 @@ from typing import Any
 from pagedcli.core.admission import admit
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.forks import Forks
-from pagedcli.core.outputs import Request, RequestOutput
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
+from pagedcli.core.requests import Forks, Request, RequestOutput
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.core.sequence import Guide, Sequence, SequenceStatus, StopChecker
 from pagedcli.core.step_input import Builder, Executor, StepBuilder, StepTokens, TokensToRead

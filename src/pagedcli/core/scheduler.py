@@ -118,22 +118,26 @@ class Scheduler:
             self._emit(ev.StepScheduled(step, seq_ids, num_new_tokens, len(self.waiting)))
 
     def _schedule_running(self, work: ScheduledStep) -> int:
-        """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget."""
-        budget = self.limits.max_num_batched_tokens
-        manager = self.block_manager
+        """Schedule the next tokens of every running sequence, oldest first. Returns the remaining budget.
+
+        With a budget of 8 tokens, chunks of 4 and no free block (a is the oldest, d the youngest):
+
+            tokens left   a 1, b 9, c 1, d 1
+            scheduled     a 1: its last block has a free slot
+                          b 4: a chunk, which needs a block, for which d is preempted
+                          c 1; 2 tokens of the budget remain for the queue
+        """
+        budget, manager = self.limits.max_num_batched_tokens, self.block_manager
         for index, seq in enumerate(self.running, start=1):  # only later ones are preempted on the way
             if budget <= 0:
                 break
             num_pending, num_computed = seq.num_pending_tokens, seq.num_computed_tokens
+            num_left = len(seq.token_ids) + num_pending - num_computed
             if num_pending and seq.ends_when_read:
-                continue
-            num_new = len(seq.token_ids) + num_pending - num_computed
-            if seq.beams is not None:
-                if num_new == 1:
-                    budget -= self._schedule_beams(seq.beams, index, budget, work)
-                    continue
-                num_new -= 1  # the last token of all beams is computed in one step
-            elif num_new == 1 and num_computed < seq.num_writable_tokens:  # most decodes
+                pass
+            elif num_left == 1 and seq.beams is not None:
+                budget -= self._schedule_beams(seq.beams, index, budget, work)
+            elif num_left == 1 and num_computed < seq.num_writable_tokens:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
                     if manager.has_windows:
                         manager.release_unseen(seq)
@@ -141,28 +145,33 @@ class Scheduler:
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
                 budget -= 1
-                continue
-            if num_new > 1:
-                num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
-            if manager.has_windows:
-                manager.release_unseen(seq)
-            while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
-                num_fitting = self._num_fitting_tokens(seq)
-                if num_fitting > 0:
-                    num_new = num_fitting
-                elif (victim := self._victim(seq, index, work)) is not None:
-                    if victim.num_pending_tokens:
-                        work.waits_for_tokens = True
-                        return 0  # this one and the younger ones skip a step: none has a pending token then
-                    self._preempt(victim, seq, work)
-                else:
-                    num_new = 0  # it keeps its blocks and waits: all older ones were scheduled
-                    break
-            if num_new == 0:
-                continue
-            self._append(seq, num_new, work)
-            budget -= num_new
+            elif num_new := self._make_room(seq, num_left, budget, index, work):
+                self._append(seq, num_new, work)
+                budget -= num_new
+            elif work.waits_for_tokens:
+                return 0  # this one and the younger ones skip a step: none has a pending token then
         return budget
+
+    def _make_room(self, seq: Sequence, num_left: int, budget: int, index: int, work: ScheduledStep) -> int:
+        """How many of its `num_left` tokens a running sequence can compute, after younger ones have been preempted if
+        there is no room for any. 0: it keeps its blocks and waits, as all older ones were scheduled."""
+        manager = self.block_manager
+        num_new = num_left if seq.beams is None else num_left - 1  # the last token of all beams is computed in one step
+        if num_new > 1:
+            num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
+        if manager.has_windows:
+            manager.release_unseen(seq)
+        while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
+            if (num_fitting := self._num_fitting_tokens(seq)) > 0:
+                return num_fitting
+            victim = self._victim(seq, index, work)
+            if victim is None:
+                return 0
+            if victim.num_pending_tokens:
+                work.waits_for_tokens = True
+                return 0
+            self._preempt(victim, seq, work)
+        return num_new
 
     def _append(self, seq: Sequence, num_new: int, work: ScheduledStep) -> None:
         """Schedule the next tokens of a running sequence; their blocks are free."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from pagedcli.core.beams import Candidates, num_candidates
 from pagedcli.core.limits import Limits
+from pagedcli.core.requests import Candidates, num_candidates
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence, TokenLogprobs
 

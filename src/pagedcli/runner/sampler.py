@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.core.beams import Candidates
+from pagedcli.core.requests import Candidates
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.core.step_input import Bools, LogitChange, SamplingInput, StepTokens
 from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept, top_tokens

@@ -10,8 +10,8 @@ import numpy as np
 
 from pagedcli.batch.run import LEAST_TOKENS, read_ahead
 from pagedcli.core.limits import Limits
-from pagedcli.core.outputs import RequestOutput
 from pagedcli.core.plan import Plan
+from pagedcli.core.requests import RequestOutput
 from pagedcli.errors import RequestError
 from pagedcli.events import Emit
 from pagedcli.simulation.accesses import Bools, Ints, num_warmup
