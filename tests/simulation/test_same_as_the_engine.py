@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Simulation, scripted_plan
 
+from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
 from pagedcli.events import EngineStarted, StepFinished, StepStarted
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.recorded import read_recorded_run
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import simulate
-from pagedcli.simulation.sweep import POLICIES
 from pagedcli.trace.file import TraceReader
 from pagedcli.trace.writer import TraceWriter
 
@@ -48,7 +48,7 @@ requests = st.tuples(prompts, st.integers(1, 7), st.sampled_from([1, 1, 2]), st.
     budget=st.integers(2, 9),
     chunk=st.sampled_from([None, 2, 5]),
     policy=st.sampled_from(["last", "largest"]),
-    eviction=st.sampled_from(POLICIES),
+    eviction=st.sampled_from(list(POLICIES)),
     windows=st.sampled_from([(None,), (None,), (4,), (3, None), (2, 5, None)]),
 )
 def test_a_simulation_has_the_events_of_the_run(rows, num_blocks, block_size, budget, chunk, policy, eviction, windows):
