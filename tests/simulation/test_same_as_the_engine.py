@@ -12,7 +12,7 @@ from scripted import Simulation, scripted_plan
 
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
-from pagedcli.events import EngineStarted, StepFinished, StepStarted
+from pagedcli.events import EngineStarted, PrefixLookedUp, StepFinished, StepStarted
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.recorded import read_recorded_run
 from pagedcli.simulation.requests import TraceRequest, Workload
@@ -22,13 +22,15 @@ from pagedcli.trace.writer import TraceWriter
 
 
 def decisions(events):
-    """The events without times, and without token ids, which a simulation does not know everywhere."""
+    """The events without times and what follows from token ids, which a simulation does not know everywhere."""
     found = []
     for event in events:
         if isinstance(event, EngineStarted):
             continue
         if isinstance(event, StepStarted | StepFinished):
             found.append((type(event).__name__, event.step))
+        elif isinstance(event, PrefixLookedUp):
+            found.append(msgspec.structs.replace(event, shared_tokens=None))
         elif getattr(event, "token_ids", None) is not None:
             found.append(msgspec.structs.replace(event, token_ids=None))
         else:
@@ -156,4 +158,4 @@ def test_beam_searches_of_a_recorded_run_are_left_out(tmp_path):
         run.run()
     workload, _ = read_recorded_run(tmp_path / "run.jsonl")
     assert [request.num_prompt_tokens for request in workload.requests] == [4]
-    assert "1 beam searches, which simulate does not model: left out" in workload.notes
+    assert "1 beam search, which simulate does not model: left out" in workload.notes
