@@ -117,7 +117,7 @@ def test_what_an_engine_does_here_is_told():
     rows = dict(engine_rows(doctor("--format", "json")))
     assert rows["dtype"] == rows["KV cache"] == "bfloat16"
     assert rows["CUDA graphs"] == "none: cpu has none"
-    assert rows["attention"] in select.BACKEND_NAMES
+    assert rows["attention"] in select.backend_names()
 
 
 def test_graphs_scales_and_notes_of_a_plan_are_told():

@@ -33,7 +33,11 @@ REGISTRY = (
     Entry("sdpa", "pagedcli.attention.sdpa", ("cpu", "cuda")),
     Entry("reference", "pagedcli.attention.reference", ("cpu", "cuda")),
 )
-BACKEND_NAMES = ("auto", *(entry.name for entry in REGISTRY))
+
+
+def backend_names() -> tuple[str, ...]:
+    """What --attention-backend takes."""
+    return ("auto", *(entry.name for entry in REGISTRY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def choose_backend(
         raise BackendError(f"num_heads is {spec.num_heads}, not a multiple of num_kv_heads {spec.num_kv_heads}")
     by_name = tuple(entry for entry in REGISTRY if entry.name == name)
     if not by_name and name != "auto":
-        raise BackendError(f"unknown attention backend '{name}'", hint=f"choose one of {', '.join(BACKEND_NAMES)}")
+        raise BackendError(f"unknown attention backend '{name}'", hint=f"choose one of {', '.join(backend_names())}")
     refused: list[str] = []
     for entry in by_name or (entry for entry in REGISTRY if spec.device.type in entry.auto_devices):
         try:
