@@ -129,7 +129,7 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
 
 def gated_experts(scale: Scale, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], int]:
     """Grouped experts of Qwen3-30B-A3B's sizes, their weights, and how many a token takes."""
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.triton_products import GroupedExperts
 
     num_experts, num_picked, width, inner = (128, 8, 2048, 768) if scale.on_gpu else (4, 2, 32, 16)
 
@@ -160,7 +160,7 @@ def packed_weight(scale: Scale, form: str, group_size: int, sizes: tuple[int, in
 
 def packed_linear(scale: Scale, form: str, group_size: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
     """A linear layer of packed weights, and its dequantized weight in float32."""
-    from pagedcli.layers.triton_weights import TritonLinear
+    from pagedcli.layers.triton_products import TritonLinear
 
     weight = packed_weight(scale, form, group_size, sizes)
     return TritonLinear(weight), weight.dequantized(torch.float32)
@@ -168,7 +168,7 @@ def packed_linear(scale: Scale, form: str, group_size: int, sizes: tuple[int, in
 
 def product_errors(scale: Scale) -> Iterator[Row]:
     """Experts and packed weights, for one token, few and many."""
-    from pagedcli.layers.experts import route
+    from pagedcli.layers.basic import route
 
     for dtype in scale.dtypes[:2]:
         allowed = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
@@ -196,8 +196,8 @@ def product_errors(scale: Scale) -> Iterator[Row]:
 
 def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
     """Experts of packed weights against the same experts of the dequantized weights."""
-    from pagedcli.layers.experts import route
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.basic import route
+    from pagedcli.layers.triton_products import GroupedExperts
 
     num_experts, width, inner = (16, 1024, 512) if scale.on_gpu else (3, 64, 32)
     for form, group_size in PACKED:
@@ -216,7 +216,7 @@ def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
 
 def products(scale: Scale) -> Result:
     """Time of packed weights and of experts next to a plain product, in the first dtype."""
-    from pagedcli.layers.experts import route
+    from pagedcli.layers.basic import route
 
     sizes = (4096, 4096) if scale.on_gpu else (40, 64)
     dtype, rows = scale.dtypes[0], []
@@ -243,7 +243,7 @@ def products(scale: Scale) -> Result:
 
 def sampling_errors(scale: Scale) -> Iterator[Row]:
     """The error of a choice is how far its uniform number lies outside the token's share of the cumulative mass."""
-    from pagedcli.layers import triton_sampling
+    from pagedcli.layers import triton_layers
 
     rows, vocab = (64, 151936) if scale.on_gpu else (4, 5000)
     for dtype in scale.dtypes:
@@ -251,7 +251,7 @@ def sampling_errors(scale: Scale) -> Iterator[Row]:
         temperature = torch.rand(rows, device=scale.device) + 0.3
         temperature[::2] = 0
         uniform = torch.rand(rows, device=scale.device)
-        tokens = triton_sampling.choose_tokens(logits, temperature, uniform)
+        tokens = triton_layers.choose_tokens(logits, temperature, uniform)
         greedy = temperature == 0
         right = bool((logits.gather(1, tokens[:, None])[:, 0] == logits.max(-1).values)[greedy].all())
         yield compared("greedy", dtype, float(not right), 0.0)

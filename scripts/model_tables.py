@@ -26,7 +26,7 @@ from pagedcli.models.fallback_spec import spec_of
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.formats import FORMATS
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
-from pagedcli.models.native_spec import native_spec
+from pagedcli.models.reading import native_spec
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stored_quantization import READABLE, REFUSED

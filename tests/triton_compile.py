@@ -82,7 +82,7 @@ def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed
 
 
 def kernel_weight_types(form, capability, data):
-    """Types of the arguments that hold a layers.triton_weights.KernelWeight; `data` is that of activations."""
+    """Types of the arguments that hold a layers.triton_products.KernelWeight; `data` is that of activations."""
     numbers = {"floats": data, "float8": "*fp8e4nv" if capability >= 89 else "*u8"}.get(form, "*i32")
     scales = {"floats": data, "float8": "*fp32"}.get(form, "*fp16")
     return {"numbers_ptr": numbers, "scales_ptr": scales, "zeros_ptr": "*u8" if "codes" in form else numbers}

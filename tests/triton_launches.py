@@ -9,7 +9,7 @@ from triton_compile import NAMES, Compiled
 
 from pagedcli.attention.base import PagedBatch, named_dtype
 from pagedcli.config import EngineConfig
-from pagedcli.models.layer_step import cache_groups
+from pagedcli.models.blocks import cache_groups
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import attention_spec, decide
@@ -72,7 +72,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     """Every different launch of some steps, each of so many (tokens in the cache after it, new tokens)."""
     from pagedcli.attention import triton_kernels as attention_kernels
     from pagedcli.attention import triton_paged
-    from pagedcli.layers import triton_kernels as layer_kernels
+    from pagedcli.layers import triton_layers as layer_kernels
     from pagedcli.layers import triton_products as product_kernels
     from pagedcli.layers.sampling import choose_tokens
 

@@ -227,7 +227,7 @@ def test_an_engine_that_nobody_uses_gives_its_cache_back_at_once(model, gpu):
 @plain
 def test_without_a_c_compiler_triton_is_refused_for_attention_and_layers(monkeypatch):
     from pagedcli.attention import triton_paged
-    from pagedcli.layers.fused import fused_layers
+    from pagedcli.layers.basic import fused_layers
 
     monkeypatch.setattr(triton_paged.shutil, "which", lambda _: None)
     monkeypatch.delenv("CC", raising=False)
@@ -257,7 +257,7 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
     from triton.backends.compiler import BaseBackend
 
     from pagedcli.attention import triton_kernels as attention
-    from pagedcli.layers import triton_kernels as layers
+    from pagedcli.layers import triton_layers as layers
     from pagedcli.layers import triton_products as products
 
     changing = {

@@ -17,7 +17,7 @@ def test_equality_through_the_interpreter():
 
 def routed(tokens, num_experts, num_picked, width):
     """Activations, weights and chosen experts, one of which no token goes to unless all are picked."""
-    from pagedcli.layers.experts import route
+    from pagedcli.layers.basic import route
 
     generator = torch.Generator().manual_seed(tokens)
     logits = torch.randn(tokens, num_experts, generator=generator)
@@ -27,8 +27,7 @@ def routed(tokens, num_experts, num_picked, width):
 
 def expected_of(gate_up, down, x, weights, chosen):
     """The twin's result for weights as numbers."""
-    from pagedcli.layers.experts import weighted_sum
-    from pagedcli.layers.mlp import silu_and_mul
+    from pagedcli.layers.basic import silu_and_mul, weighted_sum
 
     def expert(up, out):
         return lambda x: silu_and_mul(x @ up.T) @ out.T
@@ -40,7 +39,7 @@ def expected_of(gate_up, down, x, weights, chosen):
 @pytest.mark.parametrize("tokens", [1, 7, 90])
 @pytest.mark.parametrize(("num_experts", "num_picked", "width", "inner"), [(8, 3, 64, 48), (4, 4, 40, 70)])
 def test_grouped_experts_give_the_weighted_sum(tokens, num_experts, num_picked, width, inner):
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.triton_products import GroupedExperts
 
     x, weights, chosen = routed(tokens, num_experts, num_picked, width)
     generator = torch.Generator().manual_seed(3)
@@ -66,7 +65,7 @@ QUANTIZED = {
 @interpreted
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.triton_products import GroupedExperts
 
     make, arguments = QUANTIZED[form]
     width, inner = 96, 48
@@ -85,7 +84,7 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
 
 def experts_of(path, parallel):
     """The last layer's experts of one rank, as the decoder makes them."""
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.triton_products import GroupedExperts
     from pagedcli.models.loading import weight_format
     from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
     from pagedcli.models.reading import read_spec
@@ -126,7 +125,7 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
     from model_zoo import tiny_model
     from quantized_zoo import FORMATS, quantized_twins
 
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.triton_products import GroupedExperts
     from pagedcli.sampling_params import SamplingParams
 
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
@@ -142,7 +141,7 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
 
 @interpreted
 def test_experts_in_different_formats_are_refused():
-    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.layers.triton_products import GroupedExperts
 
     with pytest.raises(ModelError, match="in different formats"):
         GroupedExperts([random_weight(64, 32), random_weight(64, 32, bits=8)], [torch.zeros(32, 32)] * 2)
@@ -166,9 +165,7 @@ def test_experts_in_different_formats_are_refused():
 def test_it_compiles_without_spills(dtype, form, group_size, capability, tile, tmp_path):
     from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
 
-    from pagedcli.layers.triton_experts import experts_constants
-    from pagedcli.layers.triton_products import experts_kernel
-    from pagedcli.layers.triton_weights import KernelWeight
+    from pagedcli.layers.triton_products import KernelWeight, experts_constants, experts_kernel
 
     weight = KernelWeight(form, 2 * 768, 2048, group_size, torch.empty(128, 2 * 768, 2048, device="meta"))
     data = f"*{NAMES[dtype]}"

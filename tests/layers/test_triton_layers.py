@@ -26,29 +26,29 @@ def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 64), (1, 64), (3, 96), (2, 1024), (1, 1)])
 def test_add_rms_norm_equals_its_twin(num_tokens, width, dtype):
-    from pagedcli.layers import norm, triton_layers
+    from pagedcli.layers import basic, triton_layers
 
     x, residual = noise(num_tokens, width, dtype=dtype), noise(num_tokens, width, dtype=dtype, seed=1, scale=3.0)
     weight = noise(width, dtype=dtype, seed=2)
     expected_residual, ours = residual.clone(), residual.clone()
-    expected = norm.add_rms_norm(x, expected_residual, weight, 1e-6)
+    expected = basic.add_rms_norm(x, expected_residual, weight, 1e-6)
     result = triton_layers.add_rms_norm(x, ours, weight, 1e-6)
     tolerance = TOLERANCE[dtype] * 3
     torch.testing.assert_close(ours, expected_residual, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
     alone = triton_layers.add_rms_norm(None, residual, weight, 1e-6)
-    torch.testing.assert_close(alone, norm.rms_norm(residual, weight, 1e-6), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(alone, basic.rms_norm(residual, weight, 1e-6), atol=tolerance, rtol=tolerance)
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 16), (1, 16), (3, 96), (2, 2500)])
 def test_silu_and_mul_equals_its_twin(num_tokens, width, dtype):
-    from pagedcli.layers import mlp, triton_layers
+    from pagedcli.layers import basic, triton_layers
 
     gate_up = noise(num_tokens, 2 * width, dtype=dtype, scale=4.0)
     torch.testing.assert_close(
-        triton_layers.silu_and_mul(gate_up), mlp.silu_and_mul(gate_up), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        triton_layers.silu_and_mul(gate_up), basic.silu_and_mul(gate_up), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
@@ -57,7 +57,7 @@ def test_silu_and_mul_equals_its_twin(num_tokens, width, dtype):
 @pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (6, 3, 96), (14, 2, 64), (1, 1, 8)])
 def test_rotate_and_store_equals_split_heads_and_write(num_heads, num_kv_heads, head_dim, with_norm, dtype):
-    from pagedcli.layers import rotary, triton_layers
+    from pagedcli.layers import basic, triton_layers
 
     num_tokens, block_size, num_blocks = 5, 16, 3
     qkv = noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -72,8 +72,8 @@ def test_rotate_and_store_equals_split_heads_and_write(num_heads, num_kv_heads, 
         qkv, num_heads, num_kv_heads, norm=norm, table=table, positions=positions, slots=slots,
         k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
-    angles = rotary.rotary_rows(table, positions)
-    expected_q, k, v = rotary.split_heads(qkv, num_heads, num_kv_heads, head_dim, norm=norm, angles=angles)
+    angles = basic.rotary_rows(table, positions)
+    expected_q, k, v = basic.split_heads(qkv, num_heads, num_kv_heads, head_dim, norm=norm, angles=angles)
     tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3}
     torch.testing.assert_close(q, expected_q, **tolerance)
     for cache, values in ((k_cache, k), (v_cache, v)):
@@ -103,13 +103,13 @@ def test_no_tokens_touch_nothing():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 4096, 4097, 10000])
 def test_choice_equals_its_twin(vocab_size, dtype):
-    from pagedcli.layers import sampling, triton_sampling
+    from pagedcli.layers import sampling, triton_layers
 
     rows = 12
     logits = noise(rows, vocab_size, dtype=dtype, scale=3.0)
     temperature = torch.tensor([0.0, 0.7, 1.0, 2.5] * 3)
     uniform = torch.tensor([0.0, 0.999999, 1.0, *torch.rand(9, generator=torch.Generator().manual_seed(1)).tolist()])
-    ours = triton_sampling.choose_tokens(logits, temperature, uniform)
+    ours = triton_layers.choose_tokens(logits, temperature, uniform)
     expected = sampling.choose_tokens(logits, temperature, uniform, num_drawn=9)
     assert ours[temperature == 0].tolist() == expected[temperature == 0].tolist()
     for row in range(rows):
@@ -118,18 +118,18 @@ def test_choice_equals_its_twin(vocab_size, dtype):
             border = cumulative[min(ours[row], expected[row])]
             assert abs(border - uniform[row]) < 1e-5, row
     for i in range(rows):
-        alone = triton_sampling.choose_tokens(*(x[i : i + 1] for x in (logits, temperature, uniform)))
+        alone = triton_layers.choose_tokens(*(x[i : i + 1] for x in (logits, temperature, uniform)))
         assert alone.tolist() == [int(ours[i])]
 
 
 @interpreted
 def test_choice_keeps_to_the_floor_and_takes_the_first_of_equals():
-    from pagedcli.layers import triton_sampling
+    from pagedcli.layers import triton_layers
 
     logits = torch.zeros(3, 9000)
     logits[:, [17, 5000, 8999]] = 1.0
     floor = torch.tensor([0.5, 0.5, float("-inf")])
-    choose = triton_sampling.choose_tokens
+    choose = triton_layers.choose_tokens
     for u, expected in ((0.0, 17), (0.4, 5000), (0.9, 8999), (1.0, 8999)):
         assert choose(logits, torch.ones(3), torch.full((3,), u), floor)[:2].tolist() == [expected] * 2
     assert choose(logits, torch.zeros(3), torch.ones(3), floor).tolist() == [17] * 3
@@ -141,7 +141,7 @@ def test_choice_keeps_to_the_floor_and_takes_the_first_of_equals():
 @interpreted
 @pytest.mark.parametrize("floor", [None, [float("-inf"), 0.5]])
 def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_their_own(floor):
-    from pagedcli.layers import sampling, triton_sampling
+    from pagedcli.layers import sampling, triton_layers
 
     good = noise(2, 5000, scale=3.0)
     bad = [good.clone() for _ in range(4)]
@@ -153,7 +153,7 @@ def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_th
     temperature = torch.tensor([0.0, 0.8]).repeat(10)
     floors = None if floor is None else torch.tensor(floor).repeat_interleave(2).repeat(5)
     uniform = torch.linspace(0.1, 0.9, 20)
-    tokens = triton_sampling.choose_tokens(logits, temperature, uniform, floors)
+    tokens = triton_layers.choose_tokens(logits, temperature, uniform, floors)
     assert tokens.tolist() == sampling.choose_tokens(logits, temperature, uniform, floors, num_drawn=10).tolist()
     assert (tokens[:16] == sampling.INVALID).all()
     assert (tokens[16:] >= 0).all()
@@ -161,11 +161,11 @@ def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_th
 
 @interpreted
 def test_draws_follow_the_distribution():
-    from pagedcli.layers import triton_sampling
+    from pagedcli.layers import triton_layers
 
     logits = noise(1, 6, scale=1.5)
     uniform = (torch.arange(100) + 0.5) / 100
-    tokens = triton_sampling.choose_tokens(logits.expand(100, -1), torch.full((100,), 0.8), uniform)
+    tokens = triton_layers.choose_tokens(logits.expand(100, -1), torch.full((100,), 0.8), uniform)
     shares = torch.bincount(tokens, minlength=6) / 100
     torch.testing.assert_close(shares, (logits[0] / 0.8).softmax(-1), atol=1e-2, rtol=0)
 
@@ -193,11 +193,11 @@ def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
 def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):
     from triton_compile import NAMES, SHARED_LIMIT, Compiled
 
-    from pagedcli.layers import triton_kernels as kernels
-    from pagedcli.layers import triton_layers, triton_sampling
+    from pagedcli.layers import triton_layers
+    from pagedcli.layers import triton_layers as kernels
 
     data, wide, short = f"*{NAMES[dtype]}", "*fp32", "*i32"
-    sampling = {"V": 151936, "C": 38, "CHUNK": triton_sampling.CHUNK, "FLOOR": True}
+    sampling = {"V": 151936, "C": 38, "CHUNK": triton_layers.CHUNK, "FLOOR": True}
     partial = {"top_ptr": wide, "token_ptr": short, "mass_ptr": wide, "row_stride": "i32"}
     choice = {"logits_ptr": data, "temperature_ptr": wide, "floor_ptr": wide, **partial}
     rows = {**choice, "uniform_ptr": wide, "out_ptr": "*i64"}

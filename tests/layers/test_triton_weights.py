@@ -32,7 +32,7 @@ def test_equality_through_the_interpreter():
 )
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
-    from pagedcli.layers.triton_weights import TritonLinear
+    from pagedcli.layers.triton_products import TritonLinear
 
     weight, bias = random_weight(**case), torch.linspace(-9, 9, case["out"])
     x = exact_activations(tokens, case["columns"]) / 127
@@ -55,7 +55,7 @@ def by_hardware(linear):
 @pytest.mark.parametrize(("out", "columns", "group_size"), [(40, 128, 64), (33, 200, 200), (70, 96, 32), (33, 62, 62)])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, columns, group_size, tokens):
-    from pagedcli.layers.triton_weights import TritonLinear
+    from pagedcli.layers.triton_products import TritonLinear
 
     weight, x = random_float8(out, columns, group_size), exact_activations(tokens, columns) / 127
     for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-3), (torch.float16, 1e-3, 1e-2)):
@@ -68,7 +68,7 @@ def test_the_product_with_fp8_weights_is_that_of_their_float32_values(out, colum
 @interpreted
 def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
     from pagedcli.layers.quantized import Float8Weight
-    from pagedcli.layers.triton_weights import TritonLinear
+    from pagedcli.layers.triton_products import TritonLinear
 
     numbers = torch.arange(256, dtype=torch.uint8).view(16, 16)
     is_nan = numbers & 127 == 127
@@ -83,7 +83,7 @@ def test_every_fp8_number_is_read_from_its_bits_and_what_is_none_is_refused():
 def test_no_tokens_and_the_layer_of_a_checkpoint():
     from quantized_zoo import FORMATS
 
-    from pagedcli.layers.triton_weights import TritonLinear
+    from pagedcli.layers.triton_products import TritonLinear
     from pagedcli.models.packed_formats import Packed
     from pagedcli.models.stored_quantization import StoredQuantization
 
@@ -111,8 +111,7 @@ def test_no_tokens_and_the_layer_of_a_checkpoint():
 def test_it_compiles_without_spills(dtype, form, group_size, capability, tmp_path):
     from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
 
-    from pagedcli.layers.triton_products import linear_kernel
-    from pagedcli.layers.triton_weights import KernelWeight, linear_constants
+    from pagedcli.layers.triton_products import KernelWeight, linear_constants, linear_kernel
 
     weight = KernelWeight(form, 4096, 4096, group_size, torch.empty(0))
     data = f"*{NAMES[dtype]}"

@@ -11,7 +11,7 @@ from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.errors import ModelError
-from pagedcli.models.fallback_refusals import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
+from pagedcli.models.fallback_spec import AttentionTrace, attention_chunk, layer_windows, refuse_by_config
 from pagedcli.models.fallback_spec import read_fallback_spec as read_spec
 from pagedcli.models.loading import load_model
 

@@ -15,8 +15,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED, FORMATS, PANEL, padded_rows
-from pagedcli.models.native_spec import native_spec
-from pagedcli.models.reading import read_spec
+from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.native import load_library
 from pagedcli.native.structs import LinearStruct, bind
 from pagedcli.planning.decide import decide

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from pagedcli.native.threads import limit_threads, usable_cores
+from pagedcli.native.system import limit_threads, usable_cores
 
 ALL = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

@@ -26,8 +26,7 @@ from pagedcli.core.groups import TableShape
 from pagedcli.errors import UsageError
 from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import AS_STORED
-from pagedcli.models.native_spec import native_spec
-from pagedcli.models.reading import read_spec
+from pagedcli.models.reading import native_spec, read_spec
 from pagedcli.planning.cards import CARDS, find_card
 from pagedcli.planning.machine import host_memory
 from pagedcli.planning.memory import activation_bytes

@@ -14,7 +14,7 @@ from pagedcli.attention.select import select_backend
 from pagedcli.bench.rates import timed_seconds
 from pagedcli.bench.spread import Spread
 from pagedcli.core.budget import block_bytes
-from pagedcli.native.memory import ask_for_huge_pages
+from pagedcli.native.system import ask_for_huge_pages
 
 STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: more than any CPU cache
 

@@ -10,8 +10,8 @@ from pagedcli.bench.attention import STREAM_BYTES, AttentionRow, AttentionShape,
 from pagedcli.bench.rates import timed_seconds
 from pagedcli.bench.spread import Spread
 from pagedcli.errors import BackendError
+from pagedcli.layers.basic import rms_norm
 from pagedcli.layers.linear import Linear, LinearLayer
-from pagedcli.layers.norm import rms_norm
 from pagedcli.models.formats import AS_STORED, FORMATS
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native import load_library

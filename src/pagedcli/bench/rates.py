@@ -15,7 +15,7 @@ from pagedcli.bench.spread import Spread
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.native import load_library, paths
-from pagedcli.native.memory import empty_in_huge_pages
+from pagedcli.native.system import empty_in_huge_pages
 from pagedcli.planning.cards import Roofline
 
 READ_BYTES = 1 << 28  # far larger than a CPU cache

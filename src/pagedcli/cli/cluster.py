@@ -200,7 +200,7 @@ def _num_resumed(folder: "PartFolder", missing: list[int]) -> int:
 
 def _pool(job: Job, address: str | None, num_workers: int) -> "Pool":
     from pagedcli.distributed.ray_job import Pool
-    from pagedcli.native.threads import usable_cores
+    from pagedcli.native.system import usable_cores
 
     cores = usable_cores() if address is None else 1
     return Pool(num_workers, max(1, cores // num_workers), _num_gpus(job.loaded.config.engine))

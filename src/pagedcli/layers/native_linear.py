@@ -12,7 +12,6 @@ from torch import Tensor
 from pagedcli.errors import BackendError
 from pagedcli.layers.quantized import QuantizedWeight, chunk_columns
 from pagedcli.native import NativeLibrary
-from pagedcli.native.memory import empty_in_huge_pages
 from pagedcli.native.structs import (
     ADD,
     CODES4,
@@ -25,6 +24,7 @@ from pagedcli.native.structs import (
     LinearStruct,
     bind,
 )
+from pagedcli.native.system import empty_in_huge_pages
 
 
 class NativeLinear:

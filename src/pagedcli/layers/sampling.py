@@ -5,7 +5,7 @@ definition: inverse transform sampling in vocabulary order.
 import torch
 from torch import Tensor
 
-from pagedcli.layers.fused import fused_layers
+from pagedcli.layers.basic import fused_layers
 from pagedcli.native import loaded_library
 from pagedcli.native.structs import DTYPE_CODES, bind
 
@@ -26,7 +26,7 @@ def choose_tokens(
     if num_drawn == 0:
         return likeliest_tokens(logits)
     if logits.is_cuda and fused_layers():
-        from pagedcli.layers.triton_sampling import choose_tokens as choose_tokens_in_one_pass
+        from pagedcli.layers.triton_layers import choose_tokens as choose_tokens_in_one_pass
 
         return choose_tokens_in_one_pass(logits, temperature, uniform, floor)
     if num_drawn == logits.shape[0]:

@@ -1,11 +1,233 @@
-"""The Triton kernels of matrix products: linear layers of quantized weights, and experts of any weights.
+"""Matrix products for GPUs: linear layers of quantized weights, which stay packed in GPU memory, and a mixture of
+experts, all experts of a layer in two launches, each expert's rows together.
 
-Used by triton_weights and triton_experts; imported only where triton is installed. Weights of 4 and 8 bits become
-numbers of the activations' dtype in registers; sums are float32.
+Weights of 4 and 8 bits become numbers of the activations' dtype in registers; sums are float32. The twins are the
+product with the `dequantized` weight in torch, and layers.basic.weighted_sum. Nothing here waits for the device, so a
+CUDA graph can hold it. Imported only where triton is installed.
 """
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from pagedcli.errors import ModelError
+from pagedcli.layers.basic import by_expert, summed
+from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight
+
+_CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read the bits
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWeight:
+    """X weights [N, K] of one format: those of the experts of a layer, or of a linear layer."""
+
+    form: Literal["floats", "float8", "codes4", "codes8"]
+    num_out: int  # N
+    num_in: int  # K
+    group_size: int  # inputs that share a scale; at least K if all do
+    numbers: Tensor  # [X, N, K]; codes: int32 words [X, ceil(K * bits / 32), N], lowest bits first
+    scales: Tensor | None = None  # [X, groups, N]
+    zeros: Tensor | None = None  # uint8 [X, groups, N], of codes
+    order: Tensor | None = None  # int32 [X, K]: the input of each of the K, if groups are not neighbours
+
+    @property
+    def nbytes(self) -> int:
+        """Of the numbers, scales and zero points."""
+        return sum(tensor.nbytes for tensor in (self.numbers, self.scales, self.zeros) if tensor is not None)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time values of the"""
+        return {"FORM": self.form, "N": self.num_out, "K": self.num_in, "GROUP": self.group_size}
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """numbers, scales and zeros, or what stands for those that the kernel does not read."""
+        none = self.numbers
+        return none, none if self.scales is None else self.scales, none if self.zeros is None else self.zeros
+
+
+def kernel_weight(weights: list[Weight]) -> KernelWeight:
+    """A copy of the weights, which must be alike. Changes: the list, which is emptied, each weight once it is copied.
+
+    Raises: ModelError if their formats or groups differ, or an FP8 weight is not a number.
+    """
+    whole: KernelWeight | None = None
+    kept: dict[str, Tensor] = {}
+    for place in range(len(weights) - 1, -1, -1):
+        one = _of_one(weights.pop())
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(one, name)) is not None}
+        if whole is None:
+            whole = one
+            kept = {name: tensor.new_empty((place + 1, *tensor.shape)) for name, tensor in tensors.items()}
+        if one.constants != whole.constants or kept.keys() != tensors.keys():
+            raise ModelError(
+                "the experts of a layer are stored in different formats, which no kernel computes together",
+                hint="use --device cpu, or the unquantized version of the model",
+            )
+        for name, tensor in tensors.items():
+            kept[name][place] = tensor
+    assert whole is not None, "there is a weight"
+    return KernelWeight(whole.form, whole.num_out, whole.num_in, whole.group_size, **kept)
+
+
+_TENSORS = ("numbers", "scales", "zeros", "order")
+
+
+def _of_one(weight: Weight) -> KernelWeight:
+    """One weight, without the first dimension."""
+    if isinstance(weight, Tensor):
+        num_out, num_in = weight.shape
+        return KernelWeight("floats", num_out, num_in, num_in, weight)
+    if isinstance(weight, Float8Weight):
+        return _float8(weight)
+    weight, order = weight.in_order
+    num_out, num_in = weight.codes.shape
+    return KernelWeight(
+        "codes4" if weight.bits == 4 else "codes8",
+        num_out,
+        num_in,
+        _group_size(weight.group_size, num_in),
+        numbers=_words(weight.codes.T, weight.bits),
+        scales=weight.scales.T,
+        zeros=weight.zeros.T,
+        order=None if order is None else order.to(torch.int32),
+    )
+
+
+def _float8(weight: Float8Weight) -> KernelWeight:
+    numbers, scales = weight.numbers, weight.scales.T
+    num_out, num_in = numbers.shape
+    if not (numbers.is_cuda and torch.cuda.get_device_capability(numbers.device) >= _CONVERTS_FLOAT8):
+        numbers, scales = numbers.view(torch.uint8), scales * 256
+        if bool(((numbers & 127) == 127).any()):
+            raise ModelError("an FP8 weight is not a number", hint="download the checkpoint again")
+    return KernelWeight("float8", num_out, num_in, _group_size(weight.group_size, num_in), numbers, scales)
+
+
+def _group_size(size: int, num_in: int) -> int:
+    """Groups that a block of the kernels divides, if all inputs are in one."""
+    return size if size < num_in else -(-num_in // 64) * 64
+
+
+class TritonLinear:
+    """y = x W^T + b of quantized weights. Keeps its own copy of them."""
+
+    __slots__ = ("_bias", "_order", "_weight", "nbytes")
+
+    def __init__(self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None = None) -> None:
+        """Raises: ModelError if the groups of act-order weights are of different sizes, or FP8 weights no numbers."""
+        self._weight, self._bias = kernel_weight([weight]), bias
+        self._order = None if self._weight.order is None else self._weight.order[0].long()
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: x [T, in] -> [T, out], in the dtype of x."""
+        x = x.contiguous() if self._order is None else x[:, self._order]
+        weight, num_tokens = self._weight, x.shape[0]
+        out = x.new_empty((num_tokens, weight.num_out))
+        if num_tokens:
+            constants = linear_constants(weight, num_tokens)
+            grid = (-(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"]))
+            bias = x if self._bias is None else self._bias
+            arguments = (x, *weight.pointers, bias, out, num_tokens)
+            has_bias = self._bias is not None
+            linear_kernel[grid](*arguments, **constants, BIAS=has_bias, num_warps=4, num_stages=3)
+        return out
+
+
+def linear_constants(weight: KernelWeight, num_tokens: int) -> dict[str, Any]:
+    """Compile-time values of linear_kernel: few tokens in narrow blocks, so that all processors have work."""
+    block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    block_k = 64 if weight.group_size % 64 == 0 else 32  # all of one group, where groups allow it
+    return weight.constants | {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t == 16 else 64, "BLOCK_K": block_k}
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """int32 words of codes along the first dimension. Shapes: codes uint8 [K, N] -> [ceil(K * bits / 32), N]."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % per_word)).view(-1, per_word, codes.shape[1])
+    words = torch.zeros(padded[:, 0].shape, dtype=torch.int32, device=codes.device)
+    for i in range(per_word):
+        words |= padded[:, i].int() << i * bits
+    return words
+
+
+class GroupedExperts:
+    """Gated MLPs with silu, of equal sizes. Keeps its own copy of their weights, in the format in which they are."""
+
+    __slots__ = ("_down", "_gate_up", "nbytes")
+
+    def __init__(self, gate_up: list[Weight], down: list[Weight]) -> None:
+        """Shapes: gate_up [2I, E], gate first, and down [E, I] of each expert. Both lists are emptied.
+
+        Raises: ModelError if the formats of gate_up differ, or those of down.
+        """
+        self._gate_up, self._down = kernel_weight(gate_up), kernel_weight(down)
+        self.nbytes = self._gate_up.nbytes + self._down.nbytes
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Arguments and result of layers.basic.weighted_sum."""
+        num_experts, num_picked = self._down.numbers.shape[0], chosen.shape[1]
+        chosen, weights, order = by_expert(chosen, weights)
+        block_t = _block_t(order.shape[0], num_experts)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        starts, tiles = _firsts(counts), _firsts((counts + block_t - 1) // block_t)
+        num_tiles = min(order.shape[0], num_experts) + order.shape[0] // block_t  # at most so many
+        plan = (starts, tiles, num_tiles, block_t)
+        inner = _product(x, self._gate_up, (order // num_picked).int(), None, *plan)
+        rows = torch.arange(order.shape[0], dtype=torch.int32, device=x.device)
+        results = _product(inner, self._down, rows, weights.flatten()[order], *plan)
+        return summed(results, order, num_picked)
+
+
+def experts_constants(weight: KernelWeight, block_t: int, *, gated: bool) -> dict[str, Any]:
+    """Compile-time values of experts_kernel."""
+    num_experts = weight.numbers.shape[0]
+    flags = {"GATED": gated, "ORDERED": weight.order is not None}
+    sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": 1 << num_experts.bit_length()}
+    # with 64 inputs per step some variants spill registers
+    return weight.constants | flags | sizes | {"BLOCK_T": block_t, "BLOCK_N": 64, "BLOCK_K": 32}
+
+
+def _product(
+    x: Tensor,
+    weight: KernelWeight,
+    rows: Tensor,
+    factor: Tensor | None,
+    starts: Tensor,
+    tiles: Tensor,
+    num_tiles: int,
+    block_t: int,
+) -> Tensor:
+    """The rows of x times their experts' weights, times `factor`; without it silu(gate) * up."""
+    gated = factor is None
+    num_out = weight.num_out // 2 if gated else weight.num_out
+    out = x.new_empty((rows.shape[0], num_out))
+    constants = experts_constants(weight, block_t, gated=gated)
+    grid = (-(-num_out // constants["BLOCK_N"]), num_tiles)
+    if rows.shape[0]:
+        order = rows if weight.order is None else weight.order
+        arguments = (x, *weight.pointers, order, rows, x if factor is None else factor, starts, tiles, out)
+        experts_kernel[grid](*arguments, **constants, num_warps=4, num_stages=3)
+    return out
+
+
+def _block_t(num_results: int, num_experts: int) -> int:
+    """Results per tile: as many as an expert has on average, within what a product takes."""
+    mean = num_results // num_experts
+    return 16 if mean <= 16 else 32 if mean <= 32 else 64
+
+
+def _firsts(counts: Tensor) -> Tensor:
+    """[X + 1] int32: the sum of the counts before each expert, and of all."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -27,7 +249,7 @@ def _add_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """sums + x W^T over BLOCK_K inputs. The weights are those of triton_weights.KernelWeight, [N, K] of one expert."""
+    """sums + x W^T over BLOCK_K inputs. The weights are those of KernelWeight, [N, K] of one expert."""
     k = start + tl.arange(0, BLOCK_K)[:, None]
     inside = in_rows & (k < K)
     if FORM == "floats":

@@ -1,5 +1,6 @@
 """The contract between the engine and a model: CausalLM; and between models.loading and a decoder: DecoderNeeds,
-DecoderRequest."""
+DecoderRequest. And the errors of lengths that a model cannot have.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.config import LoadFormat
+from pagedcli.errors import ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import WeightFormat
 from pagedcli.models.spec import ModelSpec
@@ -80,3 +82,21 @@ class DecoderRequest:
     trust_remote_code: bool
     max_model_len: int  # tokens
     parallel: ParallelContext
+
+
+def chunk_refusal(architecture: str, chunk: int, max_model_len: int) -> ModelError:
+    """The error for layers that attend within chunks shorter than the sequences may get; both in tokens."""
+    return ModelError(
+        f"{architecture} has layers that attend within chunks of {chunk} tokens, which is not implemented, and "
+        f"max_model_len {max_model_len} is longer",
+        hint=f"use --max-model-len {chunk}: up to there the chunks change nothing",
+    )
+
+
+def length_refusal(architecture: str, limit: int, rope_type: str, max_model_len: int) -> ModelError:
+    """The error for lengths in tokens at which the rope angles of one sequence begin to depend on its neighbours."""
+    return ModelError(
+        f"{architecture}: above {limit} tokens its rope type {rope_type!r} depends on the longest sequence of a batch, "
+        f"and max_model_len is {max_model_len}",
+        hint=f"use --max-model-len {limit}",
+    )

@@ -1,21 +1,133 @@
-"""The parts of a decoder layer: callables that take the normed residual and return what is added to it.
+"""The parts of a decoder in torch: one layer's part of a step, rotary tables, and the callables of a layer, which take
+the normed residual and return what is added to it.
 
 Plain tensors in slotted classes: a layer of a small model takes a few microseconds in a decode step, and nn.Module
-would double that.
-"""
+would double that."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend
-from pagedcli.layers.experts import route
-from pagedcli.layers.fused import fused_layers
-from pagedcli.layers.norm import add_rms_norm, rms_norm
+from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.layer import AttentionLayer
+from pagedcli.core.groups import cache_groups
+from pagedcli.errors import ModelError
+from pagedcli.layers.basic import add_rms_norm, fused_layers, rms_norm, rotary_rows, route, split_heads
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.layers.rotary import rotary_rows, split_heads
-from pagedcli.models.layer_step import LayerStep
+from pagedcli.models.rope import RopeSpec
+
+
+@dataclass(slots=True)
+class LayerStep:
+    """One layer's part of a step."""
+
+    layer: AttentionLayer
+    batch: PagedBatch  # of its group
+    k_cache: Tensor  # of the backend's kv_shape
+    v_cache: Tensor
+
+    def write(self, backend: AttentionBackend, k: Tensor, v: Tensor) -> None:
+        """Store K and V [T, G, D] of the new tokens."""
+        backend.write(k, v, self.k_cache, self.v_cache, self.batch.slots, self.layer)
+
+    def attend(self, backend: AttentionBackend, q: Tensor) -> Tensor:
+        """Attention of the new tokens: q [T, H, D] -> [T, H, D]."""
+        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer)
+
+
+def layer_steps(
+    batch: PagedBatch, kv_cache: Tensor, backend: AttentionBackend, layers: Sequence[AttentionLayer]
+) -> list[LayerStep]:
+    """A step as each layer sees it, prepared for the backend. Layer i of a group has kv_cache[:, i]."""
+    k_caches, v_caches = (caches.unbind(0) for caches in kv_cache.unbind(0))
+    groups = cache_groups([layer.window for layer in layers])
+    steps: dict[int, LayerStep] = {}
+    for group, of_group in zip(groups, (batch, *batch.others), strict=True):
+        prepared = replace(of_group, window=group.window)
+        backend.prepare(prepared)
+        for place, index in enumerate(group.layers):
+            steps[index] = LayerStep(layers[index], prepared, k_caches[place], v_caches[place])
+    return [steps[index] for index in range(len(layers))]
+
+
+_ROWS = 2**14  # positions computed at a time
+
+
+def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of every position.
+
+    longrope has two sets of factors. A table longer than the original length uses the long ones for all positions, as
+    cached keys of one sequence must agree; transformers uses the short ones for sequences up to the original length.
+    Shapes:  returns [P, R] of dtype, R the rotated part of D: R/2 cosines, then R/2 sines,
+             computed in float32 and then rounded.
+    Units:   num_positions P in tokens.
+    """
+    size = int(head_dim * rope.partial)
+    frequencies = inverse_frequencies(rope, size, num_positions)
+    table = torch.empty((num_positions, size), dtype=dtype)
+    for start in range(0, num_positions, _ROWS):  # in float32 a million positions would take gigabytes
+        rows = table[start : start + _ROWS]
+        angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
+        rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor)
+    return table
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
+    """Radians per token of each rotated pair, [D/2] float32.
+
+    Source:  Su et al., RoFormer, 2021 (default); kaiokendev 2023 (linear); Llama 3.1 (llama3); Peng et al., YaRN, 2023.
+             Operation order as in transformers' modeling_rope_utils, so that the values are equal to the last bit.
+    """
+    wavelength_steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    if rope.type == "yarn":
+        return _yarn(rope, head_dim, rope.theta**wavelength_steps)
+    frequencies = 1.0 / (rope.theta**wavelength_steps)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type == "longrope":
+        is_long = rope.exact_length is not None and num_positions > rope.exact_length
+        name, factors = ("long_factor", rope.long_factor) if is_long else ("short_factor", rope.short_factor)
+        if len(factors) != head_dim // 2:
+            raise ModelError(f"rope's {name} has {len(factors)} entries, not {head_dim // 2}")
+        return 1.0 / (torch.tensor(factors) * rope.theta**wavelength_steps)
+    if rope.type == "llama3":
+        return _llama3(rope, frequencies)
+    return frequencies
+
+
+def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    assert original, "read_rope_spec sets it for llama3"
+    assert low, "read_rope_spec sets it for llama3"
+    assert high, "read_rope_spec sets it for llama3"
+    wavelengths = 2 * math.pi / frequencies
+    stretched = torch.where(wavelengths > original / low, frequencies / rope.factor, frequencies)
+    smooth = (original / wavelengths - low) / (high - low)
+    between = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    is_between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(is_between, between, stretched)
+
+
+def _yarn(rope: RopeSpec, head_dim: int, wavelengths: Tensor) -> Tensor:
+    original = rope.original_max_position_embeddings
+    assert original, "read_rope_spec sets it for yarn"
+
+    def dimension(num_turns: float) -> float:
+        """The dimension with num_turns rotations over the original context."""
+        return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers does: avoids 0 / 0
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 @dataclass(slots=True)
@@ -71,7 +183,7 @@ class Attention:
     qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
     norm: tuple[Tensor, float] | None  # of each head of q and k: weight [H + G, D] and eps
     wide_norm: tuple[Tensor, Tensor, float] | None  # of all of q and all of k: weights [H * D], [G * D] and eps
-    table: Tensor | None  # [P, R] of models.rope_table; None: no rotary embedding
+    table: Tensor | None  # [P, R] of models.blocks; None: no rotary embedding
     out: Callable[[Tensor], Tensor]  # H * D -> E
     fused_store: bool  # the backend's cache is filled in one pass with the rotation
 
@@ -116,7 +228,7 @@ class GatedMlp:
     """down(activation(gate) * up)."""
 
     gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first
-    activation: Callable[[Tensor], Tensor] | None  # of layers.mlp: [T, 2I] -> [T, I]; None: gate_up applies it
+    activation: Callable[[Tensor], Tensor] | None  # of layers.basic: [T, 2I] -> [T, I]; None: gate_up applies it
     down: Callable[[Tensor], Tensor]  # I -> E
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -141,7 +253,7 @@ class Experts:
     """A mixture of gated MLPs, with or without a shared one for every token."""
 
     router: Callable[[Tensor], Tensor]  # E -> X
-    mixture: Callable[[Tensor, Tensor, Tensor], Tensor]  # arguments and result of layers.experts.weighted_sum
+    mixture: Callable[[Tensor, Tensor, Tensor], Tensor]  # arguments and result of layers.basic.weighted_sum
     num_per_token: int
     renormalize: bool
     shared: GatedMlp | None

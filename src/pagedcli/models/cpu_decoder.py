@@ -14,15 +14,14 @@ from pagedcli.core.groups import cache_groups
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
+from pagedcli.models.blocks import rope_table
 from pagedcli.models.decoder import has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.rope import RopeSpec, rope_notes
-from pagedcli.models.rope_table import rope_table
 from pagedcli.models.spec import ExpertsSpec
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
-from pagedcli.native.memory import empty_in_huge_pages
 from pagedcli.native.structs import (
     DTYPE_CODES,
     GATE_GELU,
@@ -35,6 +34,7 @@ from pagedcli.native.structs import (
     StepStruct,
     bind,
 )
+from pagedcli.native.system import empty_in_huge_pages
 
 _GATES = {"silu": GATE_SILU, "swish": GATE_SILU, "gelu_pytorch_tanh": GATE_GELU}
 

@@ -12,19 +12,26 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.experts import weighted_sum
-from pagedcli.layers.fused import fused_layers, stores_in_one_pass
+from pagedcli.layers.basic import ACTIVATIONS, fused_layers, stores_in_one_pass, weighted_sum
 from pagedcli.layers.linear import LinearLayer, unpacked_note
-from pagedcli.layers.mlp import ACTIVATIONS
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.blocks import Attention, Branch, DecoderLayer, Experts, GatedMlp, Mlp, Step, add_and_norm
+from pagedcli.models.blocks import (
+    Attention,
+    Branch,
+    DecoderLayer,
+    Experts,
+    GatedMlp,
+    Mlp,
+    Step,
+    add_and_norm,
+    layer_steps,
+    rope_table,
+)
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
-from pagedcli.models.layer_step import layer_steps
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.rope import RopeSpec, rope_notes
-from pagedcli.models.rope_table import rope_table
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.models.weights import open_weights
@@ -197,7 +204,7 @@ class _Builder:
         """All experts of a layer."""
         if not groups_experts(self._spec, self._request.backend):
             return partial(weighted_sum, [self._expert(key) for key in keys])
-        from pagedcli.layers.triton_experts import GroupedExperts
+        from pagedcli.layers.triton_products import GroupedExperts
 
         gate_up, down = ([self._expert_weight(f"{key}.{name}") for key in keys] for name in ("gate_up", "down"))
         grouped = GroupedExperts(gate_up, down)

@@ -11,10 +11,9 @@ from pagedcli.attention.base import AttentionBackend
 from pagedcli.config import LoadFormat
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
-from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, chunk_refusal, length_refusal
 from pagedcli.models.formats import FORMATS, WeightFormat
 from pagedcli.models.packed_formats import CheckpointFormat
-from pagedcli.models.refusals import chunk_refusal, length_refusal
 from pagedcli.models.spec import ModelSpec
 
 IN_ONE_CALL = "native in one call"

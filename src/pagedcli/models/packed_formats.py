@@ -118,7 +118,7 @@ class Packed:
         weight, bias = self.weight(modules, dtype, kernels), _with_biases(modules, bias, dtype)
         if isinstance(weight, Tensor):
             return Linear(weight, bias)
-        from pagedcli.layers.triton_weights import TritonLinear  # only where triton is installed
+        from pagedcli.layers.triton_products import TritonLinear  # only where triton is installed
 
         return TritonLinear(weight, bias)
 

@@ -1,12 +1,18 @@
-"""A Hugging Face folder -> ModelSpec: by our own reader of native families, or by transformers' config classes."""
+"""A Hugging Face folder -> ModelSpec: by our own reader of native families, or by transformers' config classes.
 
+Free of torch for native families."""
+
+import math
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pagedcli.errors import ModelError
-from pagedcli.models.config_json import check_supported, read_json
-from pagedcli.models.families import FAMILIES
-from pagedcli.models.native_spec import native_spec
+from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
+from pagedcli.models.families import FAMILIES, Family, FamilyConfig, OptionalInt
 from pagedcli.models.quantization import read_quantization, refusal
+from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import ModelSpec
 
 
@@ -28,3 +34,185 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     from pagedcli.models.fallback_spec import read_fallback_spec
 
     return read_fallback_spec(path, trust_remote_code=trust_remote_code)
+
+
+_MOST_EXPERTS = 2**12
+_POSITIVE = (
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+)
+
+
+def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpec:
+    """The ModelSpec of a native family.
+
+    Raises: ModelError for a wrong type in config.json, or a value that we cannot run.
+    """
+    family = FAMILIES[model_type]
+    where = path / "config.json"
+    config = {**family.defaults, **config}
+    _refuse_unknown(config, where)
+    fields = convert(config, FamilyConfig, where)
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures[0] != family.architecture:
+        raise ModelError(
+            f"{where}: architecture {architectures[0]!r} is not a causal language model",
+            hint=f"model_type {model_type!r} runs as {family.architecture}",
+        )
+    activation = fields.hidden_activation or fields.hidden_act
+    if activation not in family.activations:
+        allowed = repr(family.activations[0])
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported for {model_type} (only {allowed})")
+    num_heads = fields.num_attention_heads
+    num_kv_heads = _default(fields.num_key_value_heads, family.num_kv_heads) or num_heads
+    head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
+    _check_sizes(fields, num_kv_heads, head_dim, where)
+    max_positions = fields.max_position_embeddings or family.max_position_embeddings
+    layer_ropes = _layer_ropes(config, fields, family, max_positions, where)
+    rope = next(rope for rope in reversed(layer_ropes) if rope is not None)
+    traits = {
+        "qk_norm": False,
+        "qkv_bias": fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
+        **family.traits(fields),
+    }
+    default_bos, default_eos = family.special_ids
+    eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
+    return ModelSpec(
+        model_type=model_type,
+        architecture=family.architecture,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.rms_norm_eps,
+        rope=rope,
+        tie_word_embeddings=fields.tie_word_embeddings,
+        attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
+        mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        hidden_act=activation,
+        max_position_embeddings=max(max_positions, rope.stretched_length),
+        windows=_windows(fields, family, where),
+        eos_token_ids=stop_ids(path, eos),
+        bos_token_id=_default(fields.bos_token_id, default_bos),
+        dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
+        quantization=read_quantization(config, where),
+        **traits,
+    )
+
+
+def _refuse_unknown(config: dict[str, Any], where: Path) -> None:
+    """What members of these families may have and our decoder has not."""
+    for name in ("clip_qkv", "use_bidirectional_attention"):
+        if config.get(name):
+            raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
+
+
+def _layer_ropes(
+    config: dict[str, Any], fields: FamilyConfig, family: Family, max_positions: int, where: Path
+) -> tuple[RopeSpec | None, ...]:
+    """The rotary embedding of each layer."""
+    layers = range(fields.num_hidden_layers)
+    if family.ropes == "by window":
+        by_kind = _ropes_by_window(config, max_positions, where)
+        return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields))
+    rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
+    if family.ropes == "same":
+        return (rope,) * len(layers)
+    has_rope = fields.no_rope_layers or [(i + 1) % max(1, fields.no_rope_layer_interval) for i in layers]
+    if len(has_rope) != len(layers) or not any(has_rope):
+        raise ModelError(f"{where}: no_rope_layers does not say of each of {len(layers)} layers whether it has one")
+    return tuple(rope if has else None for has in has_rope)
+
+
+def _ropes_by_window(config: dict[str, Any], max_positions: int, where: Path) -> dict[bool, RopeSpec]:
+    """The rotary embeddings of layers that do not slide (False) and of those that do (True)."""
+
+    def part(content: Any, name: str) -> dict[str, Any]:
+        value = content.get(name) if isinstance(content, dict) else None
+        if not isinstance(value, dict | None):
+            raise ModelError(f"{where}: {name} is {value!r}, not an object")
+        return value or {}
+
+    nested = part(config, "rope_parameters")
+    full, sliding = part(nested, "full_attention"), part(nested, "sliding_attention")
+    forms = {
+        False: {"rope_theta": config.get("rope_theta", 1e6), **part(config, "rope_scaling"), **full},
+        True: {"rope_theta": config.get("rope_local_base_freq", 1e4), **sliding},
+    }
+    return {kind: read_rope_spec({"rope_parameters": form}, max_positions, where) for kind, form in forms.items()}
+
+
+def _sliding_layers(fields: FamilyConfig) -> list[bool]:
+    """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
+    if fields.layer_types is not None:
+        return [kind == "sliding_attention" for kind in fields.layer_types]
+    return [bool((i + 1) % max(1, fields.sliding_window_pattern)) for i in range(fields.num_hidden_layers)]
+
+
+def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | None, ...]:
+    """The window of each layer in tokens; empty when none has one (Qwen: only layers from max_window_layers on)."""
+    window = _default(fields.sliding_window, 4096)
+    may_slide = family.sliding in ("all", "alternating") or fields.use_sliding_window
+    if family.sliding == "never" or window is None or not may_slide:
+        return ()
+    if window < 1:
+        raise ModelError(f"{where}: sliding_window is {window}, but must be at least 1")
+    layers = range(fields.num_hidden_layers)
+    if family.sliding in ("all", "if used"):
+        slides = [True for _ in layers]
+    elif family.sliding == "alternating" or fields.layer_types is not None:
+        slides = _sliding_layers(fields)
+    elif family.sliding == "as listed":
+        raise ModelError(f"{where}: use_sliding_window is true, but layer_types does not say in which layers")
+    else:
+        slides = [i >= fields.max_window_layers for i in layers]
+    return tuple(window if each else None for each in slides) if any(slides) else ()
+
+
+def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: Path) -> None:
+    sizes = {
+        "vocab_size": fields.vocab_size,
+        "hidden_size": fields.hidden_size,
+        "intermediate_size": fields.intermediate_size,
+        "num_hidden_layers": fields.num_hidden_layers,
+        "num_attention_heads": fields.num_attention_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    sizes |= _expert_sizes(fields, where)
+    num_layers, layer_types = fields.num_hidden_layers, fields.layer_types
+    if layer_types is not None and len(layer_types) != num_layers:
+        raise ModelError(f"{where}: layer_types has {len(layer_types)} entries, but there are {num_layers} layers")
+    for name in _POSITIVE:
+        if (value := getattr(fields, name)) is not None and not 0 < value < math.inf:
+            raise ModelError(f"{where}: {name} is {value}, but must be positive and finite")
+    for name, value in sizes.items():
+        if value < 1:
+            raise ModelError(f"{where}: {name} is {value}, but must be at least 1")
+    if fields.num_attention_heads % num_kv_heads:
+        raise ModelError(
+            f"{where}: num_attention_heads {fields.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd, but rotary embedding turns pairs of elements")
+
+
+def _expert_sizes(fields: FamilyConfig, where: Path) -> dict[str, int]:
+    """The sizes of experts that are given. Raises: ModelError for numbers of them that cannot be."""
+    num_experts, num_picked = fields.num_local_experts or fields.num_experts, fields.num_experts_per_tok
+    if num_experts and not 1 <= num_picked <= num_experts <= _MOST_EXPERTS:
+        raise ModelError(
+            f"{where}: num_experts_per_tok is {num_picked} and num_experts {num_experts}, allowed: 1 to num_experts, "
+            f"and up to {_MOST_EXPERTS}"
+        )
+    names = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    return {name: size for name in names if (size := getattr(fields, name)) is not None}
+
+
+def _default(value: OptionalInt, default: int | None) -> int | None:
+    return default if isinstance(value, msgspec.UnsetType) else value

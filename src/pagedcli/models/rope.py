@@ -1,6 +1,6 @@
 """Rotary position parameters: `rope_parameters` (new) or `rope_theta` + `rope_scaling` (old) -> RopeSpec.
 
-Free of torch. rope_table.py turns a RopeSpec into cosines and sines.
+Free of torch. blocks.py turns a RopeSpec into cosines and sines.
 """
 
 import math

@@ -15,7 +15,7 @@ from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput, table_dimensions
 from pagedcli.models.base import CausalLM
-from pagedcli.native.memory import ask_for_huge_pages
+from pagedcli.native.system import ask_for_huge_pages
 from pagedcli.runner.transfer import Upload
 
 

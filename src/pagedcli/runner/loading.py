@@ -18,7 +18,7 @@ from pagedcli.models.base import CausalLM
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
-from pagedcli.native.threads import limit_threads
+from pagedcli.native.system import limit_threads
 from pagedcli.planning.decide import attention_spec, choose_num_blocks, decide, model_folder
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal

@@ -1,0 +1,168 @@
+"""What a decoder computes between its matrix products, in torch, or by Triton kernels where they run: RMSNorm, rotary
+embedding, activations, and the mixing of experts. Every rounding is where transformers has it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagedcli.attention.base import AttentionBackend
+from pagedcli.errors import BackendError
+
+
+@functools.cache
+def fused_layers() -> Any:
+    """The module triton_layers, or None if triton cannot run (which backend selection reports)."""
+    try:
+        from pagedcli.attention.triton_paged import missing_compiler
+        from pagedcli.layers import triton_layers
+    except (BackendError, ImportError):  # not installed
+        return None
+    return None if missing_compiler() else triton_layers
+
+
+def stores_in_one_pass(backend: AttentionBackend) -> bool:
+    """Whether triton_layers.rotate_and_store can write the backend's cache: a CUDA backend with its layout."""
+    return backend.capabilities.fused_store and fused_layers() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x scaled to a root mean square of 1 over its last dimension, times weight.
+
+    Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
+    """
+    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and weight.dtype == x.dtype and (fused := fused_layers()):
+        return cast(Tensor, fused.add_rms_norm(None, x.contiguous(), weight, eps))
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    if weight.dtype != x.dtype:
+        return (wide * scale).mul_(weight).to(x.dtype)
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm of residual + x.
+
+    Shapes:  x, residual [T, E]; weight [E]; returns [T, E].
+    Changes: residual, which becomes residual + x.
+    """
+    if residual.is_cuda and residual.is_contiguous() and weight.dtype == residual.dtype and (fused := fused_layers()):
+        return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps))
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+def rotary_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the step's tokens, as rotate expects them. Once per step, for all layers.
+
+    Shapes:  table [P, D], D/2 cosines then D/2 sines; positions [T] int64, < P; returns cos, sin, both [T, 1, D], the
+             sines of the first half negated.
+    """
+    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of each head by the token's angles.
+
+    Shapes:  x [T, heads, D]; cos, sin of rotary_rows; returns a new tensor like x.
+    Source:  Su et al., RoFormer, 2021, in the half-split form of GPT-NeoX and Llama.
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1); with the negated sines this is rotate_half
+    return (x * cos).add_(swapped.mul_(sin))
+
+
+def split_heads(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    norm: tuple[Tensor, float] | None,
+    angles: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the step's tokens, q and k normed and rotated.
+
+    Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); angles of rotary_rows, or
+             None: no rotation;
+             returns q [T, H, D] contiguous, k and v [T, G, D] with strided rows.
+    """
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if norm is not None:
+        qk = rms_norm(qk, *norm)  # q and k in one pass
+    if angles is not None:
+        qk = _rotate_first(qk, *angles)
+    return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
+
+
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """rotate of the first R elements of each head. Shapes: x [T, heads, D]; cos, sin [T, 1, R]."""
+    size = cos.shape[-1]
+    if size == x.shape[-1]:
+        return rotate(x, cos, sin)
+    return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. Shapes: gate_up [T, 2I], gate first; returns [T, I]."""
+    if gate_up.is_cuda and (fused := fused_layers()):
+        return cast(Tensor, fused.silu_and_mul(gate_up.contiguous()))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh approximation of gelu. Shapes: as silu_and_mul."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+# by hidden_act of config.json
+ACTIVATIONS = {"silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+
+
+def route(logits: Tensor, num_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of each token and their weights; probabilities are in float32, as in transformers.
+
+    Shapes:  logits [T, X] of the router; returns weights [T, K] in the dtype of the logits, experts [T, K] int64.
+    """
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(num_per_token, dim=-1)
+    if renormalize:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), experts
+
+
+def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """For each token the weighted sum of its experts' results, added in the order of the experts.
+
+    Shapes:  x [T, E]; weights, chosen [T, K] of route; returns [T, E].
+    """
+    chosen, weights, order = by_expert(chosen, weights)
+    inputs = x.index_select(0, order // chosen.shape[1])
+    results = torch.empty_like(inputs)
+    start = 0
+    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()):
+        if count:
+            part = slice(start, start + count)
+            results[part] = experts[expert](inputs[part])
+            start += count
+    return summed(results * weights.flatten()[order, None], order, chosen.shape[1])
+
+
+def by_expert(chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices of each token in the order of the experts, with their weights, and the order [T * K] in which all
+    choices, flattened, are sorted by expert."""
+    chosen, places = chosen.sort(-1)
+    return chosen, weights.gather(1, places), chosen.flatten().argsort(stable=True)
+
+
+def summed(results: Tensor, order: Tensor, num_per_token: int) -> Tensor:
+    """Each token's results added, from rows sorted by expert. index_add_ would do it, but on a CPU it starts all its
+    threads for a single row. Shapes: results [T * K, E], order [T * K] of by_expert; returns [T, E]."""
+    places = torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
+    num_tokens, width = order.shape[0] // num_per_token, results.shape[1]
+    return reduce(torch.add, results.index_select(0, places).view(num_tokens, num_per_token, width).unbind(1))
