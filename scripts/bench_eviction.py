@@ -27,12 +27,21 @@ from pagedcli.config import EngineConfig
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.events import Eviction
 from pagedcli.planning.decide import model_folder
-from pagedcli.simulation.accesses import Accesses, Ints, accesses_of
-from pagedcli.simulation.bounds import clairvoyant_hits, unconstrained_hits
+from pagedcli.simulation.caches import (
+    NEVER,
+    Accesses,
+    Ints,
+    Prompt,
+    accesses_of,
+    clairvoyant_hits,
+    hits_per_request,
+    stack_distances,
+    tokens_of_hits,
+    unconstrained_hits,
+    unscheduled_hits,
+)
 from pagedcli.simulation.formats import read_traces
 from pagedcli.simulation.requests import TraceRequest, Workload
-from pagedcli.simulation.stack_distance import NEVER, hits_per_request, stack_distances
-from pagedcli.simulation.unscheduled import Prompt, tokens_of_hits, unscheduled_hits
 
 POOLS = (0.05, 0.10, 0.25, 0.50)  # of the unique blocks
 POLICIES: tuple[Eviction, ...] = ("lru", "fifo", "lfu", "prefix-lru")

@@ -7,7 +7,7 @@ from pool_harness import make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.eviction import POLICIES
-from pagedcli.simulation.bounds import clairvoyant_hits, unconstrained_hits
+from pagedcli.simulation.caches import clairvoyant_hits, unconstrained_hits
 
 chains = st.lists(st.text("ab", max_size=4), min_size=1, max_size=7)
 

@@ -8,13 +8,19 @@ from conftest import shared_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedcli.simulation.accesses import accesses_of
+from pagedcli.simulation.caches import (
+    NEVER,
+    accesses_of,
+    hits_per_request,
+    lru_curve,
+    stack_distances,
+    tokens_of_hits,
+    unscheduled_hits,
+)
 from pagedcli.simulation.formats import read_traces
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import Schedule, plan_for
-from pagedcli.simulation.stack_distance import NEVER, hits_per_request, lru_curve, stack_distances
 from pagedcli.simulation.sweep import Sweep, points
-from pagedcli.simulation.unscheduled import tokens_of_hits, unscheduled_hits
 
 
 def workload_of(prompts, num_output=2):

@@ -8,8 +8,8 @@ from conftest import shared_data
 from kv_event_harness import message, removed, stored
 
 from pagedcli.kvevents.capture import CaptureWriter
-from pagedcli.simulation.accesses import accesses_of
-from pagedcli.simulation.recorded import read_kv_events
+from pagedcli.simulation.caches import accesses_of
+from pagedcli.simulation.sources import read_kv_events
 
 
 @pytest.fixture

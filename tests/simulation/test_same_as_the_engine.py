@@ -14,9 +14,9 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
 from pagedcli.events import EngineStarted, PrefixLookedUp, StepFinished, StepStarted
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.simulation.recorded import read_recorded_run
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import simulate
+from pagedcli.simulation.sources import read_recorded_run
 from pagedcli.trace.file import TraceReader
 from pagedcli.trace.writer import TraceWriter
 

@@ -7,9 +7,8 @@ import pytest
 from conftest import shared_data
 
 from pagedcli.core.eviction import POLICIES
-from pagedcli.simulation.accesses import accesses_of
+from pagedcli.simulation.caches import PARTS, accesses_of
 from pagedcli.simulation.formats import FORMATS, read_traces
-from pagedcli.simulation.misses import PARTS
 from pagedcli.simulation.sweep import Sweep
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")

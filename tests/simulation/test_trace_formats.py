@@ -9,7 +9,7 @@ import pytest
 from cli_harness import pagedcli
 
 from pagedcli.errors import PagedcliError, TraceError, UsageError
-from pagedcli.simulation.accesses import accesses_of
+from pagedcli.simulation.caches import accesses_of
 from pagedcli.simulation.formats import read_traces
 
 if sys.version_info >= (3, 14):

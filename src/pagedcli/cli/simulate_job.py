@@ -26,15 +26,13 @@ from pagedcli.printable import plural
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation import tables as tables
-from pagedcli.simulation.accesses import Ints, accesses_of
-from pagedcli.simulation.answers import answers
+from pagedcli.simulation.caches import Ints, accesses_of
 from pagedcli.simulation.floors import StepFloor
-from pagedcli.simulation.page import render_page
-from pagedcli.simulation.prompts import read_outputs, read_prompts, set_output_lengths
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule, known_ahead, plan_for
-from pagedcli.simulation.sources import read_workload
-from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, parse_policies, parse_pools, points
+from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
+from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, answers, parse_policies, parse_pools, points
+from pagedcli.simulation.tables import render_page
 from pagedcli.trace.writer import TraceWriter
 
 EXIT_BAD_ROWS = 3

@@ -1,0 +1,400 @@
+"""Caches without a scheduler: one prompt at a time, no output, no running requests.
+
+A workload is one list of block accesses (`Accesses`). From these: LRU hit rates of all pool sizes in one pass, the hits
+of the block manager with any policy, those of the best possible eviction, and where the tokens of the prompts went.
+"""
+
+import heapq
+import itertools
+import struct
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from pagedcli.core.block_manager import BlockManager
+from pagedcli.core.groups import TableShape
+from pagedcli.core.limits import STEP_TOKENS
+from pagedcli.events import Eviction
+from pagedcli.simulation.requests import MAX_TOKENS, Workload, block_keys, chain_of
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Accesses:
+    """The blocks that the prompts look up, request after request, the first block of each prompt first.
+
+    R requests, A accesses. A block that hits saves its tokens; the last token of a prompt is always computed.
+    """
+
+    blocks: Ints  # [A] numbers from 0, equal where content and everything before it are equal
+    starts: Ints  # [R+1] the accesses of request r are starts[r] ... starts[r+1] - 1
+    tokens: Ints  # [A] that a hit saves
+    prompt_tokens: Ints  # [R]
+    full_tokens: Ints  # [R] that a hit of all blocks would save
+    block_size: int
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def num_unique(self) -> int:
+        """Distinct blocks."""
+        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
+
+    @property
+    def requests(self) -> Ints:
+        """[A] the request of each access."""
+        return np.repeat(np.arange(self.num_requests), np.diff(self.starts))
+
+    def first_access(self, warmup: float) -> int:
+        """The first access after the warm-up requests."""
+        return int(self.starts[num_warmup(self.num_requests, warmup)])
+
+
+def num_warmup(num_requests: int, warmup: float) -> int:
+    """Requests that fill the cache without being counted."""
+    return min(num_requests, int(num_requests * warmup))
+
+
+def accesses_of(workload: Workload, block_size: int, *, partial_blocks: bool = False) -> Accesses:
+    """The accesses of a workload. With `partial_blocks` the last, partial block of a prompt can hit, too, where the
+    trace has its hash, and so can the last token: the definition of kvcache-simulator and llmtrafficlens."""
+    numbers: dict[tuple[int, int], int] = {}
+    blocks, tokens, starts = array("q"), array("q"), array("q", [0])
+    for request in workload.requests:
+        num_prompt = request.num_prompt_tokens
+        for key in block_keys(request, workload.hash_size, block_size):
+            blocks.append(numbers.setdefault(key, len(numbers)))
+            tokens.append(block_size)
+        num_full = len(blocks) - starts[-1]
+        rest = num_prompt - num_full * block_size
+        if partial_blocks:
+            if rest and workload.hash_size is not None and num_prompt > (len(request.hashes) - 1) * workload.hash_size:
+                end = num_prompt - (len(request.hashes) - 1) * workload.hash_size
+                if end <= workload.hash_size:
+                    blocks.append(numbers.setdefault((request.hashes[-1], end), len(numbers)))
+                    tokens.append(rest)
+        elif not rest and num_full:
+            tokens[-1] -= 1
+        starts.append(len(blocks))
+    weights, ends = _as_ints(tokens), _as_ints(starts)
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights)])
+    prompt_tokens = np.array([request.num_prompt_tokens for request in workload.requests], dtype=np.int64)
+    return Accesses(_as_ints(blocks), ends, weights, prompt_tokens, total[ends[1:]] - total[ends[:-1]], block_size)
+
+
+def _as_ints(values: "array[int]") -> Ints:
+    return np.frombuffer(values, dtype=np.int64) if values else np.zeros(0, dtype=np.int64)
+
+
+NEVER = np.iinfo(np.int64).max  # the distance of a first access
+
+
+def stack_distances(accesses: Accesses) -> Ints:
+    """[A] the smallest pool, in blocks, in which LRU would still have the block; NEVER for a first access.
+
+    That is the number of distinct blocks used since the block's last use, itself included, when the request arrives.
+
+        requests            a b | a c | a b
+        uses, tail first    b a | c a | b a      at places 0 to 5
+        previous use        - - | - 1 | 0 3      the last b needs 3 blocks: 4 uses before its request arrives, less
+                                                 place 0, less 1 as a was used twice in between (b, a and c are left)
+
+    Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970; all at once as in Olken, Efficient
+    methods for calculating the success function of fixed-space replacement policies, 1981: the distinct blocks since a
+    use are the uses since then, less the pairs of uses of one block that both lie in between.
+    """
+    # A block becomes the most recently used one when its request ends, tail first: that is its place.
+    starts, requests = accesses.starts, accesses.requests
+    request_start, request_end = starts[requests], starts[requests + 1]
+    place_of_access = request_start + request_end - 1 - np.arange(len(accesses.blocks))
+    by_block = np.lexsort((place_of_access, accesses.blocks))  # accesses in order of block, then of place
+    block, place = accesses.blocks[by_block], place_of_access[by_block]
+    is_again = np.zeros(len(by_block), dtype=bool)
+    is_again[1:] = block[1:] == block[:-1]
+    last_use = np.full(len(by_block), -1, dtype=np.int64)
+    last_use[1:][is_again[1:]] = place[:-1][is_again[1:]]
+    previous, arrival = np.empty_like(last_use), np.empty_like(last_use)  # [A], by place
+    previous[place] = last_use
+    arrival[place] = request_start[by_block]
+    again = np.flatnonzero(previous >= 0)  # places of uses that are not the first of their block
+    num_before_arrival = np.searchsorted(again, arrival[again])
+    num_pairs = _count_larger(previous[again], num_before_arrival, previous[again])
+    distance: Ints = np.full(len(by_block), NEVER, dtype=np.int64)
+    distance[again] = arrival[again] - previous[again] - num_pairs
+    by_access: Ints = distance[place_of_access]
+    return by_access
+
+
+def _count_larger(values: Ints, ends: Ints, limits: Ints) -> Ints:
+    """For each query q: how many of values[:ends[q]] are larger than limits[q]. Values and limits are at least 0.
+
+    A wavelet matrix: the bits of the values from the highest on, each a stable partition; all queries at once.
+    """
+    larger = np.zeros(len(ends), dtype=np.int64)
+    low, high = np.zeros(len(ends), dtype=np.int64), ends.astype(np.int64)
+    num_bits = int(max(values.max(initial=0), limits.max(initial=0))).bit_length()
+    for bit in range(num_bits - 1, -1, -1):
+        ones = (values >> bit) & 1
+        rank = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ones)])  # ones before each place
+        num_zeros = len(values) - int(rank[-1])
+        ones_low, ones_high = rank[low], rank[high]
+        has_one = ((limits >> bit) & 1).astype(bool)
+        larger += np.where(has_one, 0, ones_high - ones_low)
+        low = np.where(has_one, num_zeros + ones_low, low - ones_low)
+        high = np.where(has_one, num_zeros + ones_high, high - ones_high)
+        values = np.concatenate([values[ones == 0], values[ones == 1]])
+    return larger
+
+
+@dataclass(frozen=True, slots=True)
+class LruCurve:
+    """Hits of an LRU cache without running requests, for every pool size, after the warm-up."""
+
+    sizes: Ints  # [K] ascending: the pool sizes, in blocks, at which the hits change
+    blocks: Ints  # [K] hits from that size on
+    tokens: Ints  # [K]
+    num_blocks: int  # looked up
+    num_tokens: int  # of the prompts
+
+    def hits_at(self, num_blocks: int) -> tuple[int, int]:
+        """(blocks, tokens) that hit in a pool of this size."""
+        place = int(np.searchsorted(self.sizes, num_blocks, side="right")) - 1
+        return (int(self.blocks[place]), int(self.tokens[place])) if place >= 0 else (0, 0)
+
+    @property
+    def ceiling(self) -> tuple[int, int]:
+        """(blocks, tokens) that hit in a pool without limit."""
+        return (int(self.blocks[-1]), int(self.tokens[-1])) if len(self.sizes) else (0, 0)
+
+    def size_for(self, share: float) -> int | None:
+        """The smallest pool, in blocks, that saves this share of the tokens that an unlimited one saves."""
+        if not len(self.sizes):
+            return None
+        place = int(np.searchsorted(self.tokens, share * int(self.tokens[-1])))
+        return int(self.sizes[min(place, len(self.sizes) - 1)])
+
+
+def lru_curve(accesses: Accesses, distances: Ints, warmup: float = 0.0) -> LruCurve:
+    """The hits at every pool size, counted over the requests after the warm-up."""
+    first = accesses.first_access(warmup)
+    counted, weights = distances[first:], accesses.tokens[first:]
+    order = np.argsort(counted, kind="stable")
+    order = order[: int(np.searchsorted(counted[order], NEVER))]
+    sizes, last = np.unique(counted[order][::-1], return_index=True)
+    ends = len(order) - 1 - last  # the last access of each size
+    num_tokens = int(accesses.prompt_tokens[num_warmup(accesses.num_requests, warmup) :].sum())
+    return LruCurve(sizes, ends + 1, np.cumsum(weights[order])[ends], len(counted), num_tokens)
+
+
+def hits_per_request(accesses: Accesses, hit: Bools) -> Ints:
+    """[R] tokens that hit, where `hit` [A] is true for the first blocks of a request that hit."""
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.where(hit, accesses.tokens, 0))])
+    hits: Ints = total[accesses.starts[1:]] - total[accesses.starts[:-1]]
+    return hits
+
+
+Access = tuple[int, int, int]  # (-place of the next use, -index in the chain, block): the lowest is dropped first
+
+
+def clairvoyant_hits(blocks: Sequence[int], starts: Sequence[int], num_blocks: int) -> list[int]:
+    """Hits of each request where the block that is needed last is evicted, the end of a chain before its start.
+
+    No policy has more hits in total: Belady's rule is optimal also where a request needs several blocks at once and the
+    room for the others varies. It evicts only the last cached block of a chain, as whoever needs a block needs those
+    before it: being allowed to break chains gains nothing.
+
+    Source: Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
+    """
+    next_use = _next_requests(blocks, starts)
+    use: int | None
+    cached: dict[int, int] = {}  # block -> the next request that needs it, if there is one
+    farthest: list[Access] = []  # of the cached blocks, outdated entries included
+    hits = []
+    for request in range(len(starts) - 1):
+        first, end = starts[request], min(starts[request + 1], starts[request] + num_blocks)
+        chain = blocks[first:end]
+        num_hits = sum(block in cached for block in chain)
+        for block in chain:
+            cached.pop(block, None)
+        while len(cached) > num_blocks - len(chain):
+            use, _, block = heapq.heappop(farthest)
+            if cached.get(block) == -use:
+                del cached[block]
+        for index, block in enumerate(chain):
+            use = next_use[first + index]
+            if use is not None:
+                cached[block] = use
+                heapq.heappush(farthest, (-use, -index, block))
+        hits.append(num_hits)
+    return hits
+
+
+def unconstrained_hits(blocks: Sequence[int], starts: Sequence[int], num_blocks: int) -> list[int]:
+    """Hits of each request in a cache without chains: blocks are looked up one by one, any of them can hit, and none
+    has to be kept, not even while its request runs.
+
+    At least the clairvoyant's, and a bound for every policy.
+    """
+    next_use = _next_places(blocks)
+    cached: dict[int, int] = {}  # block -> its next place
+    farthest: list[tuple[int, int]] = []
+    hits = []
+    for request in range(len(starts) - 1):
+        num_hits = 0
+        for place in range(starts[request], starts[request + 1]):
+            block, use = blocks[place], next_use[place]
+            num_hits += cached.pop(block, None) is not None
+            if use is None:
+                continue
+            cached[block] = use
+            heapq.heappush(farthest, (-use, block))
+            while len(cached) > num_blocks:
+                use, dropped = heapq.heappop(farthest)
+                if cached.get(dropped) == -use:
+                    del cached[dropped]
+        hits.append(num_hits)
+    return hits
+
+
+def _next_requests(blocks: Sequence[int], starts: Sequence[int]) -> list[int | None]:
+    """For each access, the next request that needs the same block."""
+    seen: dict[int, int] = {}
+    following: list[int | None] = [None] * len(blocks)
+    for request in range(len(starts) - 2, -1, -1):
+        places = range(starts[request], starts[request + 1])
+        for place in places:
+            following[place] = seen.get(blocks[place])
+        for place in places:
+            seen[blocks[place]] = request
+    return following
+
+
+def _next_places(blocks: Sequence[int]) -> list[int | None]:
+    """For each access, the place of the next access to the same block."""
+    seen: dict[int, int] = {}
+    following: list[int | None] = [None] * len(blocks)
+    for place in range(len(blocks) - 1, -1, -1):
+        following[place] = seen.get(blocks[place])
+        seen[blocks[place]] = place
+    return following
+
+
+class Prompt:
+    """A CacheUser of one prompt of full blocks. Of its tokens only the number matters: its chain is given."""
+
+    def __init__(self, seq_id: int, blocks: list[int], tables: TableShape) -> None:
+        self.seq_id = seq_id
+        self.token_ids = cast("list[int]", range(len(blocks) * tables.block_size))
+        self.block_table: list[int | None] = []
+        self.prefixes = chain_of((struct.pack("<q", block) for block in blocks), tables.num_groups)
+        self.cache_salt: str | None = None
+        self.num_computed_tokens = self.num_cached_tokens = self.num_writable_tokens = self.num_preemptions = 0
+
+
+def unscheduled_hits(
+    accesses: Accesses,
+    num_blocks: int,
+    policy: Eviction = "lru",
+    known: Ints | None = None,
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    chunk: int = STEP_TOKENS,
+) -> Ints:
+    """[R] blocks of each group of layers that hit. Of a prompt larger than the pool only its beginning is kept.
+
+    `known` [R]: when request r runs, next-use knows the requests before known[r]; None: all of them. With windows, a
+    prompt is computed in chunks, and releases what it no longer sees.
+    """
+    manager = BlockManager(num_blocks, accesses.block_size, windows=windows, eviction=policy)
+    if not manager.has_windows:
+        chunk = MAX_TOKENS
+    hits = np.zeros(accesses.num_requests, dtype=np.int64)
+    ends = itertools.repeat(accesses.num_requests) if known is None else known.tolist()
+    to_come, queue = _prompts(accesses, manager, chunk), deque[Prompt]()
+    for request, end in zip(range(accesses.num_requests), ends, strict=False):
+        for prompt in itertools.islice(to_come, max(1 - len(queue), end - request - len(queue))):
+            manager.expect(prompt)
+            queue.append(prompt)
+        prompt = queue.popleft()
+        if prompt.token_ids:
+            hits[request] = _serve(manager, prompt, chunk)
+    return hits
+
+
+def _serve(manager: BlockManager, prompt: Prompt, chunk: int) -> int:
+    """Compute a prompt and release it. Returns the blocks of a group that hit."""
+    hit, num_tokens = manager.lookup(prompt), len(prompt.token_ids)
+    num_hits = hit.num_spans
+    num_new = min(chunk, num_tokens - manager.num_computed_after(prompt, hit))
+    manager.begin_step()
+    manager.allocate(prompt, hit, num_new)
+    while True:
+        manager.confirm_filled(latest=True)
+        prompt.num_computed_tokens += num_new
+        if prompt.num_computed_tokens == num_tokens:
+            break
+        manager.begin_step()
+        num_hits += -(-manager.reuse_more(prompt) // manager.block_size)
+        manager.release_unseen(prompt)
+        num_new = min(chunk, num_tokens - prompt.num_computed_tokens)
+        manager.may_append(prompt, num_new)
+    manager.deallocate(prompt)
+    return num_hits
+
+
+def _prompts(accesses: Accesses, manager: BlockManager, chunk: int) -> Iterator[Prompt]:
+    blocks, starts, tables = accesses.blocks.tolist(), accesses.starts.tolist(), manager.tables
+    most = tables.longest(manager.num_blocks, chunk, MAX_TOKENS) // tables.block_size
+    for request, (first, end) in enumerate(itertools.pairwise(starts)):
+        yield Prompt(request, blocks[first : min(end, first + most)], tables)
+
+
+def tokens_of_hits(accesses: Accesses, hits: Ints) -> Ints:
+    """[R] tokens that the first `hits` blocks of each request save."""
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(accesses.tokens)])
+    first = accesses.starts[:-1]
+    saved: Ints = total[first + hits] - total[first]
+    return saved
+
+
+# part -> its definition, printed with the table
+PARTS = {
+    "hit": "found in the cache when the prompt was first computed",
+    "in_flight": "the same policy without running requests would have hit: the block was still being computed, or"
+    " running requests held the pool",
+    "policy": "evicting what is needed last (the clairvoyant) would have hit at this pool size",
+    "capacity": "a cache without limit would have hit",
+    "cold": "in no earlier prompt",
+    "short": "after the last full block, and the last token, which is always computed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBounds:
+    """[R] tokens that hit without running requests at one pool size: what the misses are compared with."""
+
+    policy: Ints  # with the policy of the run
+    clairvoyant: Ints  # with the clairvoyant
+    unlimited: Ints  # in a cache without limit
+
+
+def split(accesses: Accesses, hits: Ints, bounds: CacheBounds, counted: Bools) -> dict[str, int]:
+    """Tokens of each part. `hits` [R] are those of the run; `counted` [R] selects requests.
+
+    Hits are the first tokens of a prompt, so each cause takes the tokens from where the one before it ends.
+    """
+    reached = hits
+    parts = {"hit": hits}
+    causes = [("in_flight", bounds.policy), ("policy", bounds.clairvoyant), ("capacity", bounds.unlimited)]
+    for name, bound in [*causes, ("cold", accesses.full_tokens), ("short", accesses.prompt_tokens)]:
+        parts[name] = np.maximum(bound - reached, 0)
+        reached = np.maximum(reached, bound)
+    return {name: int(tokens[counted].sum()) for name, tokens in parts.items()}
