@@ -20,7 +20,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.events import Emit
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceWriter
 from pagedcli.views.whole_run import WholeRun
 
 NUM_SEQS = 64

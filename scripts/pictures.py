@@ -16,8 +16,8 @@ from pathlib import Path
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.show.report import render_report
-from pagedcli.trace.file import TraceReader
-from pagedcli.views.replay import Replay
+from pagedcli.trace.files import TraceReader
+from pagedcli.views.moment import Replay
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = {  # name: size, keys

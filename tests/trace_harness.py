@@ -8,7 +8,7 @@ from scripted import Simulation
 
 from pagedcli.events import Event
 from pagedcli.trace.check import check_trace
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceWriter
 
 
 def simulated(*, num_blocks=14, num_requests=24, seed=5, caching=True, fails=0.0, **limits) -> list[Event]:

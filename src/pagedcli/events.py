@@ -1,6 +1,6 @@
 """Events: facts about what the engine did, in the past tense. Ids, counts and reasons, never text.
 
-Emitted by the object that changed the state, after the change; folded by inspection.state.PoolState. With
+Emitted by the object that changed the state, after the change; folded by trace.state.PoolState. With
 `emit is None` no event is built. Only step events carry times. Token ids are None unless the user asked for them.
 """
 

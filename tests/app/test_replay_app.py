@@ -12,10 +12,10 @@ from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.app.rows import Painted
 from pagedcli.events import RequestAdded, RequestPreempted
 from pagedcli.trace.fold import fold
+from pagedcli.views.moment import Replay
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.replay import Replay
-from pagedcli.views.stories import block_story, sequence_story
-from pagedcli.views.timeline import Timelines
+from pagedcli.views.whole_run import Timelines
+from pagedcli.views.words import block_story, sequence_story
 
 BUSY = {"num_blocks": 14, "num_requests": 24}
 

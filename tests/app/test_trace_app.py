@@ -16,8 +16,7 @@ from pagedcli.cli.session import run_job
 from pagedcli.cli.trace import both
 from pagedcli.config import load_config
 from pagedcli.events import StepFinished, StepStarted
-from pagedcli.trace.file import TraceReader
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceReader, TraceWriter
 
 
 class Run:

@@ -17,7 +17,7 @@ from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.sockets import PublisherSocket, Subscriber
 from pagedcli.kvevents.wire import MAX_PAYLOAD_BYTES
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import Fold
 from pagedcli.trace.state import PoolState
 

@@ -14,7 +14,7 @@ from pagedcli.cli.session import StopRequest
 from pagedcli.errors import UsageError
 from pagedcli.events import StepFinished
 from pagedcli.files import PendingFile, whole_file
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceWriter
 
 
 def shell(command, *, expect, stdin=""):

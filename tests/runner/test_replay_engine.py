@@ -11,9 +11,8 @@ from pagedcli.errors import RequestError
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.check import TraceChecker, check_trace
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.writer import TraceWriter
 from pagedcli.views.moment import Moment
 
 SMALL = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 2}

@@ -13,11 +13,10 @@ from pagedcli.events import RequestFinished, StepFailed, StepScheduled, StepStar
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.report import render_report
 from pagedcli.trace.check import TraceChecker
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
 from pagedcli.views.explain import explain_trace
-from pagedcli.views.moment import Moment
-from pagedcli.views.replay import Replay
+from pagedcli.views.moment import Moment, Replay
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in order", "ahead"])

@@ -12,9 +12,8 @@ from scripted import Simulation
 
 from pagedcli.events import StepScheduled
 from pagedcli.show.report import BlockFrames, TableFrames, embedded_json, render_report
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.writer import TraceWriter
 
 NASTY = "</script><script>document.title='owned'</script>"
 CHINESE = "你好,世界"

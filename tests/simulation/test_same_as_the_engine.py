@@ -17,8 +17,7 @@ from pagedcli.sampling_params import SamplingParams
 from pagedcli.simulation.requests import TraceRequest, Workload
 from pagedcli.simulation.run import simulate
 from pagedcli.simulation.sources import read_recorded_run
-from pagedcli.trace.file import TraceReader
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceReader, TraceWriter
 
 
 def decisions(events):

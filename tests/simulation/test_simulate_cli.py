@@ -11,7 +11,7 @@ from test_trace_formats import write
 from pagedcli.core.eviction import POLICIES, Fifo
 from pagedcli.events import RequestPreempted
 from pagedcli.show import pages
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 
 
 def rows(num_rows=60):

@@ -15,9 +15,9 @@ from pagedcli.line_files import zstd
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.report import render_report
 from pagedcli.trace.check import check_trace
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.views.explain import explain_trace
-from pagedcli.views.replay import Replay
+from pagedcli.views.moment import Replay
 
 EVENTS = simulated(num_requests=4)
 READERS = {

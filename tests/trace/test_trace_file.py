@@ -8,8 +8,7 @@ from scripted import Simulation
 
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepFinished
-from pagedcli.trace.file import TraceReader
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceReader, TraceWriter
 
 SUFFIXES = [".jsonl", ".jsonl.zst"]
 

@@ -11,10 +11,9 @@ from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded, StepScheduled, StepStarted
 from pagedcli.show.report import render_report
 from pagedcli.trace.check import check_trace
-from pagedcli.trace.file import TraceReader
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.views.explain import explain_trace
-from pagedcli.views.replay import Replay
+from pagedcli.views.moment import Replay
 
 EVENTS = simulated(num_requests=8)
 

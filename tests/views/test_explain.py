@@ -7,8 +7,7 @@ from scripted import Simulation
 
 from pagedcli.events import PrefixLookedUp
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.explain import Explainer
-from pagedcli.views.lookups import divergence_text
+from pagedcli.views.explain import Explainer, divergence_text
 
 
 class Explained:

@@ -19,13 +19,11 @@ from pagedcli.core.facts import RunFacts
 from pagedcli.events import PrefixLookedUp
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.dispatch import View
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import Fold, fold
 from pagedcli.trace.state import PoolState
-from pagedcli.trace.writer import TraceWriter
-from pagedcli.views.findings import Findings, advice, finding_lines, story
 from pagedcli.views.stats import memory_use
-from pagedcli.views.whole_run import WholeRun
+from pagedcli.views.whole_run import Findings, WholeRun, advice, finding_lines, story
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 

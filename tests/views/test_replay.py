@@ -33,12 +33,10 @@ from pagedcli.events import (
 )
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.trace.check import check_trace
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import fold, pool_fold
-from pagedcli.trace.writer import TraceWriter
-from pagedcli.views.moment import Moment
+from pagedcli.views.moment import Moment, Replay
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.replay import Replay
 from pagedcli.views.stats import StepSeries
 
 
@@ -209,7 +207,7 @@ def same(a: Moment, b: Moment) -> None:
 
 @pytest.mark.parametrize("snapshot_bytes", [100 << 20, 200_000])  # the second makes snapshots rare
 def test_any_walk_through_a_trace_shows_what_a_fresh_fold_shows(tmp_path, events, monkeypatch, snapshot_bytes):
-    monkeypatch.setattr("pagedcli.views.replay._SNAPSHOT_BYTES", snapshot_bytes)
+    monkeypatch.setattr("pagedcli.views.moment._SNAPSHOT_BYTES", snapshot_bytes)
     fresh, moments = Moment(), []
     for event in pool_fold(fresh).steps(EventList(events)):
         if isinstance(event, StepScheduled):

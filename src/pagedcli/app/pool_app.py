@@ -16,10 +16,9 @@ from pagedcli.app.pool_decks import LiveDeck, PoolDeck
 from pagedcli.app.rows import Lines, Rows
 from pagedcli.printable import one_line, plural
 from pagedcli.show.panels import block_ids_text, hit_lines, percent, why_waiting, work_lines
-from pagedcli.trace.records import SeqState
+from pagedcli.trace.state import SeqState
 from pagedcli.views.moment import Moment
-from pagedcli.views.stories import Story
-from pagedcli.views.words import waiting_reason
+from pagedcli.views.words import Story, waiting_reason
 
 
 def sequence_facts(moment: Moment, seq: SeqState) -> Text:

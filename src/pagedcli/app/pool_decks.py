@@ -15,10 +15,9 @@ from pagedcli.events import EngineStarted, Event, StepScheduled
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.moment import Moment
+from pagedcli.views.moment import Landmark, Moment, Replay, landmark
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.replay import Landmark, Replay, landmark
-from pagedcli.views.stories import Story, block_story, sequence_story, with_steps
+from pagedcli.views.words import Story, block_story, sequence_story, with_steps
 
 _KEPT_EVENTS = 100_000  # of a running engine, for stories
 _MOST_UNFOLDED = 20_000  # events

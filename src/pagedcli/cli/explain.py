@@ -16,10 +16,9 @@ from pagedcli.models.hub import resolve_model
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.show.terminal import say
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState
-from pagedcli.views.explain import Explainer, explain_trace
-from pagedcli.views.lookups import REASON_WORDS, Lookup, Totals, divergence_text
+from pagedcli.views.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text, explain_trace
 from pagedcli.views.names import find_request
 
 Decode = Callable[[tuple[int, ...]], str]

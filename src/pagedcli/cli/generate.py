@@ -88,7 +88,7 @@ def _observers(stack: ExitStack, options: GenerateOptions, *, rows_on_stdout: bo
     """Where the engine's events go; None: nowhere."""
     observers: list[Emit] = []
     if options.record is not None:
-        from pagedcli.trace.writer import TraceWriter
+        from pagedcli.trace.files import TraceWriter
 
         writer = stack.enter_context(TraceWriter(options.record, overwrite=options.overwrite, resume=options.resume))
         observers.append(only_wanted(writer, tokens=options.record_tokens, row_ids=not options.no_ids))

@@ -21,11 +21,10 @@ from pagedcli.show.panels import StepPrinter
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.terminal import TerminalJson, is_interactive, say
 from pagedcli.trace.check import check_trace
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
-from pagedcli.views.moment import Moment
+from pagedcli.views.moment import Moment, Replay
 from pagedcli.views.names import NamedRequest, find_request
-from pagedcli.views.replay import Replay
 from pagedcli.views.stats import pool_counts
 
 

@@ -15,7 +15,7 @@ from pagedcli.kvevents.capture import is_capture
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size
 from pagedcli.show.terminal import say
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.views.names import find_request
 
 _REQUEST_HELP = "Open the page at this request, by its id or its row's index, or at one sequence (seq:31)."

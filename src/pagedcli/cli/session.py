@@ -18,7 +18,7 @@ from pagedcli.events import Emit
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
-from pagedcli.views.findings import Findings
+from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine

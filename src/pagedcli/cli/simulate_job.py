@@ -33,7 +33,7 @@ from pagedcli.simulation.run import Schedule, known_ahead, plan_for
 from pagedcli.simulation.sources import read_outputs, read_prompts, read_workload, set_output_lengths
 from pagedcli.simulation.sweep import DEFAULT_POOLS, Sweep, SweepPoint, answers, parse_policies, parse_pools, points
 from pagedcli.simulation.tables import render_page
-from pagedcli.trace.writer import TraceWriter
+from pagedcli.trace.files import TraceWriter
 
 EXIT_BAD_ROWS = 3
 

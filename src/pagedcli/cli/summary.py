@@ -15,7 +15,7 @@ from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, plural, printable
 from pagedcli.show.terminal import say
-from pagedcli.views.findings import Findings, advice, finding_lines
+from pagedcli.views.whole_run import Findings, advice, finding_lines
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan

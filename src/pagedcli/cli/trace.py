@@ -24,11 +24,10 @@ from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
 from pagedcli.show.panels import PlainView, StepPrinter, print_ending
 from pagedcli.show.terminal import is_interactive, say
+from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
-from pagedcli.trace.writer import TraceWriter
-from pagedcli.views.findings import Findings
 from pagedcli.views.names import NamedRequest, unknown_request
-from pagedcli.views.whole_run import WholeRun
+from pagedcli.views.whole_run import Findings, WholeRun
 
 _view = partial(option, panel="View")
 

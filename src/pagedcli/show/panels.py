@@ -17,8 +17,7 @@ from pagedcli.events import Event, StepFinished, StepScheduled
 from pagedcli.printable import byte_text, one_line, percent_text, plural, printable_json
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.records import SeqState
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.stats import ROLLING_STEPS, HitCounts, memory_use, pool_counts

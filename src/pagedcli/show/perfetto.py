@@ -13,7 +13,7 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import RunStats
-from pagedcli.views.timeline import SeqTimeline, Timelines
+from pagedcli.views.whole_run import SeqTimeline, Timelines
 
 _ENGINE, _SEQUENCES = 1, 2  # process ids in the viewer
 

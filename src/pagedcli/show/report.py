@@ -18,16 +18,13 @@ import pagedcli.events as ev
 from pagedcli.core.prefixes import num_equal
 from pagedcli.show.pages import palette
 from pagedcli.trace.dispatch import View
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.explain import Explainer
-from pagedcli.views.findings import story
-from pagedcli.views.lookups import REASON_WORDS, Lookup, Totals, divergence_text
+from pagedcli.views.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text
 from pagedcli.views.moment import Moment
 from pagedcli.views.stats import StepSeries
-from pagedcli.views.timeline import SeqTimeline
-from pagedcli.views.whole_run import RequestRow, WholeRun
+from pagedcli.views.whole_run import RequestRow, SeqTimeline, WholeRun, story
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
 _Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed

@@ -31,7 +31,7 @@ from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, read_traces
 from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
 from pagedcli.trace.dispatch import View
-from pagedcli.trace.file import TraceReader
+from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
 

@@ -15,8 +15,7 @@ from pagedcli.core.prefixes import Prefix, SeenPrefixes, compute_hash, num_equal
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
 from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of
-from pagedcli.trace.records import SeqState
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.state import PoolState, SeqState
 
 UNCHECKED = "which blocks {} chose to evict was not checked: that follows from the tokens of waiting requests"
 _CLOCK_SLACK_NS = 1_000_000_000  # a process may be suspended between reading the clocks of a step and of its parts

@@ -12,8 +12,7 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
 from pagedcli.errors import TraceError
 from pagedcli.trace.dispatch import Handler, handlers_of
-from pagedcli.trace.records import SeqState, StepRecord
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.state import PoolState, SeqState, StepRecord
 
 MOST_BLOCKS = 1 << 23  # rebuilding a pool takes about 200 bytes per block
 MOST_TOKENS = 1 << 40  # of a sequence, and per block: sums stay in 64 bits
@@ -290,7 +289,7 @@ class PoolLaws(LawBook):
             refuse(event, "a sequence twice in one step")
         counts = dict(zip(event.seq_ids, event.num_new_tokens, strict=True))
         are_alike = event.num_new_tokens.count(1) == len(counts)
-        for seq_id in state.not_alike(event.seq_ids) if are_alike else event.seq_ids:
+        for seq_id in state.representatives(event.seq_ids) if are_alike else event.seq_ids:
             seq, num_new_tokens = self._live_seq(event, seq_id, state), counts[seq_id]
             if not seq.running:
                 refuse(event, f"seq {seq_id} is {seq.status}, not running")
@@ -301,7 +300,7 @@ class PoolLaws(LawBook):
     def before_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         if len(set(event.seq_ids)) != len(event.seq_ids):
             refuse(event, "a sequence twice in one step")
-        for seq_id in state.not_alike(event.seq_ids):
+        for seq_id in state.representatives(event.seq_ids):
             seq = self._live_seq(event, seq_id, state)
             if not seq.running or seq.num_computed_tokens != seq.num_tokens:
                 computed = f"{seq.num_computed_tokens} of {seq.num_tokens} tokens computed"

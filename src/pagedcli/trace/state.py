@@ -1,15 +1,312 @@
-"""The pool rebuilt from the engine's events. The basis of every view of a trace.
+"""The pool rebuilt from the engine's events: blocks, sequences, steps. The basis of every view of a trace.
 
-Used by all of inspection; no engine, no torch. It trusts the events: the laws (laws.py) check them first.
+No engine, no torch. It trusts the events: the laws (laws.py) check them first.
 """
 
 import copy
-from typing import ClassVar
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import pagedcli.events as ev
+from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
 from pagedcli.trace.dispatch import Handler, handlers_of
-from pagedcli.trace.ledger import BlockLedger
-from pagedcli.trace.records import Pace, SeqState, StepRecord
+
+
+class BlockLedger:
+    """Per block: ref_counts, hashes, parent_hashes (of the chain before a full block), filler_seq_ids.
+
+    A block is in use (ref_count > 0), cached (free and full) or empty (free, no content).
+    """
+
+    def __init__(self) -> None:
+        self.reset_blocks(0)
+
+    def reset_blocks(self, num_blocks: int) -> None:
+        """Make all blocks empty."""
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[int | None] = [None] * num_blocks
+        self.parent_hashes: list[int | None] = [None] * num_blocks
+        self.filler_seq_ids: list[int | None] = [None] * num_blocks
+        self.hash_to_block_id: dict[int, int] = {}
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
+        self.num_cached_blocks = 0  # free and full
+        self.num_full_blocks = 0  # in use or cached
+        self.num_shared_blocks = 0  # ref_count 2 or more
+        self.num_shared_partial_blocks = 0
+        self.num_references = 0  # sum of the ref_counts
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_block_ids)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.ref_counts) - len(self.free_block_ids)
+
+    @property
+    def num_empty_blocks(self) -> int:
+        return len(self.free_block_ids) - self.num_cached_blocks
+
+    @property
+    def num_blocks_saved(self) -> int:
+        """How many more blocks would be in use without sharing."""
+        return self.num_references - self.num_used_blocks
+
+    def ref_count_histogram(self) -> dict[int, int]:
+        """ref_count -> number of blocks in use, ascending."""
+        histogram = Counter(self.ref_counts)
+        del histogram[0]
+        return dict(sorted(histogram.items()))
+
+    # ------------------------------------------------------------------ changes
+
+    def hold(self, block_id: int) -> None:
+        """Add an owner."""
+        count = self.ref_counts[block_id]
+        if count == 0:
+            del self.free_block_ids[block_id]
+            self.num_cached_blocks -= self.hashes[block_id] is not None
+        if count == 1:
+            self.num_shared_blocks += 1
+            self.num_shared_partial_blocks += self.hashes[block_id] is None
+        self.ref_counts[block_id] = count + 1
+        self.num_references += 1
+
+    def let_go(self, block_id: int) -> bool:
+        """Remove an owner. A block without owners joins the free list: at its back if cached, else at its front.
+        Returns whether it did."""
+        count = self.ref_counts[block_id] - 1
+        self.ref_counts[block_id] = count
+        self.num_references -= 1
+        if count:
+            if count == 1:
+                self.num_shared_blocks -= 1
+                self.num_shared_partial_blocks -= self.hashes[block_id] is None
+            return False
+        self.free_block_ids[block_id] = None
+        if self.hashes[block_id] is None:
+            self.free_block_ids.move_to_end(block_id, last=False)
+        else:
+            self.num_cached_blocks += 1
+        return True
+
+    def mark_full(self, block_id: int, block_hash: int, parent_hash: int | None, seq_id: int) -> None:
+        """Mark a block in use as full: lookups find it by its hash, unless they already find a duplicate."""
+        self.hashes[block_id] = block_hash
+        self.parent_hashes[block_id] = parent_hash
+        self.filler_seq_ids[block_id] = seq_id
+        self.hash_to_block_id.setdefault(block_hash, block_id)
+        self.num_full_blocks += 1
+
+    def evict(self, block_id: int, block_hash: int) -> None:
+        """Drop a cached block's content; a duplicate with the same content keeps its own entry."""
+        if self.hash_to_block_id.get(block_hash) == block_id:
+            del self.hash_to_block_id[block_hash]
+        self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
+        self.num_cached_blocks -= 1
+        self.num_full_blocks -= 1
+
+    def free_all(self, cached_block_ids: tuple[int, ...]) -> None:
+        """Free all blocks; only these keep their content. They are free in this order, after the empty ones."""
+        cached = set(cached_block_ids)
+        empty = [block_id for block_id in range(self.num_blocks) if block_id not in cached]
+        for block_id in empty:
+            self.hashes[block_id] = self.parent_hashes[block_id] = self.filler_seq_ids[block_id] = None
+        self.ref_counts = [0] * self.num_blocks
+        self.free_block_ids = OrderedDict.fromkeys([*empty, *cached_block_ids])
+        self.num_cached_blocks = self.num_full_blocks = len(cached_block_ids)
+        self.num_shared_blocks = self.num_shared_partial_blocks = self.num_references = 0
+        found = self.hash_to_block_id.items()
+        self.hash_to_block_id = {block_hash: block_id for block_hash, block_id in found if block_id in cached}
+
+    def _copy_ledger(self, other: "BlockLedger") -> None:
+        for name in ("ref_counts", "hashes", "parent_hashes", "filler_seq_ids", "hash_to_block_id", "free_block_ids"):
+            setattr(other, name, getattr(self, name).copy())
+
+
+Status = Literal["waiting", "prefill", "decode", "preempted", "finished"]
+
+
+@dataclass(slots=True, eq=False)
+class SharedCounts:
+    """Counts that sequences share while each decodes one token per step: one addition counts for all of them.
+
+    Three sequences with 5, 9 and 30 computed tokens share counts that stand at 100: they keep -95, -91 and -70 of their
+    own, and when the shared ones become 101, all three have one token more.
+    """
+
+    num_computed: int = 0
+    num_output: int = 0
+
+
+_ALONE = SharedCounts()  # never counts: a sequence with these has counts of its own
+
+
+@dataclass(slots=True)
+class SeqState:
+    """A sequence, according to the events. Counts are tokens unless named otherwise."""
+
+    seq_id: int
+    request_id: str
+    sample_index: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    salted: bool
+    added_step: int | None  # the last step before it was added, None: added before the first
+    queue_place: int  # waiting ones are served from the lowest on
+    status: Status = "waiting"
+    block_table: list[int | None] = field(default_factory=list)  # None: no later token sees it
+    num_cached_tokens: int = 0  # hit by the last lookup
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # computed, dropped by a preemption, and computed again
+    most_computed_tokens: int = 0  # before a preemption
+    waiting_since_step: int | None = 0  # None while it runs
+    num_waited_steps: int = 0  # in all waits before the current one
+    admitted_step: int | None = None
+    first_token_step: int | None = None
+    finished_step: int | None = None
+    finish_reason: str | None = None
+    parent_seq_id: int | None = None  # forked from
+    beam_width: int | None = None  # of its beam search
+    row_id: str | None = None  # the user's own id
+    _shared: SharedCounts = _ALONE
+    _num_computed: int = 0  # without the shared ones
+    _num_output: int = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens in the cache after the current step."""
+        return self._num_computed + self._shared.num_computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        self._num_computed = value - self._shared.num_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated."""
+        return self._num_output + self._shared.num_output
+
+    @num_output_tokens.setter
+    def num_output_tokens(self, value: int) -> None:
+        self._num_output = value - self._shared.num_output
+
+    def count_with(self, shared: SharedCounts = _ALONE) -> None:
+        """Share counts with other sequences from now on, or with none."""
+        num_computed, num_output, self._shared = self.num_computed_tokens, self.num_output_tokens, shared
+        self.num_computed_tokens, self.num_output_tokens = num_computed, num_output
+
+    @property
+    def label(self) -> str:
+        """What a person calls its request: the user's own id, else the request id (in a batch run the row's index)."""
+        return self.request_id if self.row_id is None else self.row_id
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """The blocks that the sequence holds, in the order of its block table."""
+        return [block_id for block_id in self.block_table if block_id is not None]
+
+    @property
+    def num_passed_blocks(self) -> int:
+        """Blocks that it released, or never took, because no later token sees them."""
+        return self.block_table.count(None)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self._num_output + self._shared.num_output
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that may run because this one does: the first of a beam search needs room for all."""
+        is_first = self.sample_index == 0 and self.num_output_tokens == 0
+        return self.beam_width if self.beam_width is not None and is_first else 1
+
+    @property
+    def running(self) -> bool:
+        return self.status in ("prefill", "decode")
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its request's prompt was computed before, by itself before a preemption or by an earlier sample: its
+        prefix hits are then the request's own blocks."""
+        return self.num_preemptions > 0 or self.sample_index > 0
+
+    def place_of(self, block_ids: tuple[int, ...]) -> int:
+        """Index in the block table of the first of some neighbours; filled ones are near its end.
+
+        Raises: ValueError if it is not there.
+        """
+        table, first = self.block_table, block_ids[0]
+        near_end = max(0, len(table) - len(block_ids) - 4)
+        return table.index(first, near_end) if first in table[near_end:] else table.index(first)
+
+    def num_steps_waited(self, step: int | None) -> int:
+        """Steps in which it waited for admission or after a preemption, up to and including the current step."""
+        current = 0 if self.waiting_since_step is None or step is None else max(0, step + 1 - self.waiting_since_step)
+        return self.num_waited_steps + current
+
+    def admit(self, step: int | None) -> None:
+        """End its wait, if it waits, in this step."""
+        if self.waiting_since_step is not None and step is not None:
+            self.num_waited_steps += max(0, step - self.waiting_since_step)
+        self.waiting_since_step = None
+
+    def preempt(self, queue_place: int, step: int | None) -> None:
+        """Return to waiting and drop what was computed."""
+        self.status = "preempted"
+        self.waiting_since_step = step
+        self.queue_place = queue_place
+        self.num_preemptions += 1
+        self.most_computed_tokens = max(self.most_computed_tokens, self.num_computed_tokens)
+        self.num_computed_tokens = 0
+
+    def copy(self) -> "SeqState":
+        """A copy that shares nothing that changes."""
+        other = copy.copy(self)
+        other.block_table = self.block_table.copy()
+        other.count_with()
+        return other
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step: what it computed, what happened in it, and the pool at its end."""
+
+    step: int
+    start_ns: int  # monotonic clock
+    end_ns: int | None = None  # None while it runs
+    schedule_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+    observer_ns: int = 0
+    scheduled: bool = False  # a step can fail before
+    seq_ids: tuple[int, ...] = ()
+    num_new_tokens: tuple[int, ...] = ()  # per sequence of seq_ids
+    num_waiting: int = 0
+    num_sampled: int = 0
+    num_evicted: int = 0  # blocks
+    num_finished: int = 0  # sequences
+    lookups: list[PrefixLookedUp] = field(default_factory=list)
+    preemptions: list[RequestPreempted] = field(default_factory=list)
+    waiting: RequestWaiting | None = None
+
+    @property
+    def busy_ns(self) -> int:
+        """The step's duration without observers, 0 while it runs."""
+        return 0 if self.end_ns is None else max(0, self.end_ns - self.start_ns - self.observer_ns)
+
+    def copy(self) -> "StepRecord":
+        """A copy that shares nothing that changes."""
+        other = copy.copy(self)
+        other.lookups = self.lookups.copy()
+        other.preemptions = self.preemptions.copy()
+        return other
+
 
 _KEPT_REFUSALS = 1000
 
@@ -29,8 +326,8 @@ class PoolState(BlockLedger):
         self.step: StepRecord | None = None  # the current one, or the last
         self.num_events = 0
         self.num_running = 0
-        self._together: dict[int, SeqState] = {}  # sequences that decode one token per step and count in _pace
-        self._pace = Pace()
+        self._together: dict[int, SeqState] = {}  # sequences that decode one token per step and count in _shared
+        self._shared = SharedCounts()
         self._num_entries = 0  # of all block tables
         self._num_computed = 0  # tokens of all unfinished sequences
         self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
@@ -69,9 +366,9 @@ class PoolState(BlockLedger):
         """Waiting sequences in queue order."""
         return sorted((seq for seq in self.seqs.values() if not seq.running), key=lambda seq: seq.queue_place)
 
-    def not_alike(self, seq_ids: tuple[int, ...]) -> list[int]:
-        """These ids, with a single one for all sequences that decode together: they are running, and as many tokens
-        of each are left to compute."""
+    def representatives(self, seq_ids: tuple[int, ...]) -> list[int]:
+        """The sequences that a law has to look at: of those that decode together one stands for all, as each of them
+        runs and has the same number of tokens left to compute. All, if one of those is missing from `seq_ids`."""
         together = self._together
         if together.keys() - set(seq_ids):
             return list(seq_ids)
@@ -105,7 +402,7 @@ class PoolState(BlockLedger):
         other = copy.copy(self)
         self._copy_ledger(other)
         other.seqs = {seq_id: seq.copy() for seq_id, seq in self.seqs.items()}
-        other._together, other._pace = {}, Pace()
+        other._together, other._shared = {}, SharedCounts()
         other.finished = self.finished.copy()  # finished sequences no longer change
         other.refused = self.refused.copy()
         other.step = None if self.step is None else self.step.copy()
@@ -126,7 +423,7 @@ class PoolState(BlockLedger):
             self.step.end_ns = self.step.start_ns
         for seq in self.seqs.values():
             seq.admit(self.step_number)
-            seq.keep_pace()
+            seq.count_with()
             seq.status, seq.block_table, seq.finished_step = "finished", [], self.step_number
         self.finished.update(self.seqs)
         self.seqs, self._together = {}, {}
@@ -243,14 +540,19 @@ class PoolState(BlockLedger):
         self.step = StepRecord(event.step, event.time_ns)
 
     def on_step_scheduled(self, event: ev.StepScheduled) -> None:
+        """Each sequence has computed so many tokens more.
+
+        Of sequences 1 to 4, which compute 1, 1, 7 and 1 tokens, those that decoded together before (say 1 and 2) are
+        counted by one addition; 3 and 4 get their own. A sequence that got more than one token leaves the others.
+        """
         self._num_computed += sum(event.num_new_tokens)
         together = self._together
         if event.num_new_tokens.count(1) < len(event.seq_ids):
             pairs = zip(event.seq_ids, event.num_new_tokens, strict=True)
-            self._keep_together({seq_id for seq_id, count in pairs if count == 1})
+            self._separate_others({seq_id for seq_id, count in pairs if count == 1})
         else:
-            self._keep_together(set(event.seq_ids))
-        self._pace.num_computed += 1
+            self._separate_others(set(event.seq_ids))
+        self._shared.num_computed += 1
         counts = zip(event.seq_ids, event.num_new_tokens, strict=True) if len(together) < len(event.seq_ids) else ()
         for seq_id, num_new_tokens in counts:
             if seq_id in together:
@@ -267,9 +569,9 @@ class PoolState(BlockLedger):
             step.seq_ids, step.num_new_tokens, step.num_waiting = event.seq_ids, event.num_new_tokens, event.num_waiting
 
     def on_tokens_sampled(self, event: ev.TokensSampled) -> None:
-        together, pace = self._together, self._pace
-        self._keep_together(set(event.seq_ids))
-        pace.num_output += 1
+        together, shared = self._together, self._shared
+        self._separate_others(set(event.seq_ids))
+        shared.num_output += 1
         for seq_id in event.seq_ids if len(together) < len(event.seq_ids) else ():
             if seq_id in together:
                 continue
@@ -279,7 +581,7 @@ class PoolState(BlockLedger):
             if seq.first_token_step is None:
                 seq.first_token_step = self.step_number
             if seq.num_computed_tokens >= seq.most_computed_tokens:  # nothing that it computes later is recomputed
-                seq.keep_pace(pace)
+                seq.count_with(shared)
                 together[seq_id] = seq
         if self.step is not None:
             self.step.num_sampled += len(event.seq_ids)
@@ -324,14 +626,14 @@ class PoolState(BlockLedger):
         self._num_computed += num_tokens - seq.num_computed_tokens
         seq.num_computed_tokens = num_tokens
 
-    def _keep_together(self, seq_ids: set[int]) -> None:
-        """Let all but these sequences count alone."""
+    def _separate_others(self, seq_ids: set[int]) -> None:
+        """Give all but these sequences counts of their own."""
         for seq_id in self._together.keys() - seq_ids:
-            self._together.pop(seq_id).keep_pace()
+            self._together.pop(seq_id).count_with()
 
     def _leave(self, seq: SeqState) -> None:
         if self._together.pop(seq.seq_id, None) is not None:
-            seq.keep_pace()
+            seq.count_with()
 
     def _front_place(self) -> int:
         """A place before all others in the waiting queue."""

@@ -1,18 +1,150 @@
-"""Reads trace files: an EventSource. Streams and decodes line by line.
+"""Trace files, their names, writer and reader: one JSON object per event, `.jsonl` or `.jsonl.zst`; line n is event n.
 
-Used by everything that reads a recorded run. File names are in trace_parts.py.
+A run is recorded as `run.recording.jsonl`, which becomes `run.jsonl` at its end; what a resumed run adds is
+`run.part2.jsonl`. Used by everything that records a run or reads one.
 """
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
-from pagedcli.errors import TraceError
+from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import SCHEMA_VERSION, AnyEvent, EngineStarted, Event, StepFinished, StepScheduled, StepStarted
-from pagedcli.line_files import LineReader, has_compressed_name
+from pagedcli.files import PendingFile, is_in_use, is_stream
+from pagedcli.line_files import LineReader, LineWriter, has_compressed_name
 from pagedcli.printable import plural
-from pagedcli.trace.parts import parts
+
+_SUFFIXES = (".jsonl.zst", ".jsonl")
+
+
+def part_path(path: Path, number: int) -> Path:
+    """Path of the n-th part, from 1: `run.jsonl`, `run.part2.jsonl` ..."""
+    name, suffix = _split(path)
+    return path if number == 1 else path.with_name(f"{name}.part{number}{suffix}")
+
+
+def recording_path(path: Path) -> Path:
+    """The name of a part while it is written; a killed run leaves its incomplete trace under it."""
+    name, suffix = _split(path)
+    return path.with_name(f"{name}.recording{suffix}")
+
+
+def parts(path: Path) -> list[Path]:
+    """The existing parts, in order; an unfinished one under the name it had while it was written."""
+    found: list[Path] = []
+    while True:
+        part = part_path(path, len(found) + 1)
+        existing = [name for name in (part, recording_path(part)) if name.exists()]
+        if not existing:
+            return found
+        found.append(existing[0])
+
+
+def _split(path: Path) -> tuple[str, str]:
+    for suffix in _SUFFIXES:
+        if path.name.endswith(suffix):
+            return path.name.removesuffix(suffix), suffix
+    raise UsageError(f"{path} is not named like a trace", hint="a trace file ends in .jsonl or .jsonl.zst")
+
+
+_COMPRESS_EVERY_NS = 50_000_000  # compressing step by step took 5 % of the throughput of a small model
+
+
+class TraceWriter:
+    """Writes each event it is called with. A step's events are on disk when it ends; in a compressed file, at the end
+    of a step at least 50 ms after the last write.
+
+    The file is `run.recording.jsonl` until `close`, then `run.jsonl`; a killed run leaves it under the first name,
+    readable. `resume` writes the next part, `run.part2.jsonl`, next to what an earlier run has left. `overwrite`
+    removes what is there when the engine has started. A file that cannot be written ends the recording, not the run:
+    `close` says so.
+    Raises: UsageError for a name that is not a trace's, a missing folder, or a trace that already exists.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+        self.num_events = 0
+        self.observer_ns = 0  # time spent here
+        self._flush_every_ns = _COMPRESS_EVERY_NS if has_compressed_name(path, "trace") else 0
+        self._encoder = msgspec.json.Encoder()
+        self._file: PendingFile | None = None
+        self._lines: LineWriter | None = None  # None: before the first event, and after the end
+        self._flushed_ns = 0
+        self._problem: OSError | None = None
+        self._replaced = parts(path) if overwrite and not is_stream(path) else []
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write the trace {path}: there is no folder {path.parent}")
+        existing = [] if is_stream(path) or overwrite else parts(path)
+        if existing and not resume:
+            raise UsageError(
+                f"--record: {existing[0]} already exists",
+                hint="use --overwrite, another name, or --resume to continue that run in a new part",
+            )
+        self.path = part_path(path, len(existing) + 1)  # of the finished trace
+
+    def __call__(self, event: Event) -> None:
+        start_ns = time.perf_counter_ns()
+        if self.num_events == 0:
+            self._open()
+        self.num_events += 1
+        if self._lines is not None:
+            buffer = self._lines.buffer
+            self._encoder.encode_into(event, buffer, len(buffer))
+            buffer += b"\n"
+            if self.num_events == 1:
+                self.flush()
+            elif type(event) is StepFinished and start_ns >= self._flushed_ns + self._flush_every_ns:
+                self.flush()
+                self._flushed_ns = time.perf_counter_ns()
+        self.observer_ns += time.perf_counter_ns() - start_ns
+
+    def _open(self) -> None:
+        """Raises: UsageError if another run is recording under this name."""
+        recording = recording_path(self.path)
+        if is_in_use(recording):
+            raise UsageError(f"--record: another run is writing {recording} right now", hint="use another name")
+        with self._noting_problems():
+            for part in self._replaced:
+                part.unlink(missing_ok=True)
+            self._file = PendingFile(self.path, overwrite=False, temporary=recording_path(self.path))
+            self._lines = LineWriter(self.path, "trace", self._file.file)
+
+    def flush(self) -> None:
+        """Flush everything so far, readable even if the process then dies."""
+        if self._lines is not None:
+            with self._noting_problems():
+                self._lines.flush()
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._problem, self._lines = error, None
+
+    def close(self) -> None:
+        """Give the trace its final name. Raises: TraceError if it could not be written completely."""
+        if self._lines is not None:
+            with self._noting_problems():
+                self._lines.finish()
+                assert self._file is not None, "lines go to a file"
+                self._file.commit()
+        self._lines, problem, self._problem = None, self._problem, None
+        if problem is not None:
+            left = recording_path(self.path)
+            hint = f"what was recorded before is in {left}" if left.exists() else "the rows are not affected"
+            raise TraceError(
+                f"cannot write the trace {self.path}: {problem.strerror or problem}", hint=hint
+            ) from problem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class TraceReader:
