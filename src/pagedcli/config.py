@@ -21,7 +21,6 @@ from pagedcli.sampling_params import SamplingParams
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Quantization = Literal["int8", "int4"]
 PreemptionPolicy = Literal["last", "largest"]
 Order = Literal["input", "completion"]
 Reorder = Literal["none", "prefix"]
@@ -46,9 +45,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     dtype: Annotated[Dtype, _model("Type of weights and activations; auto: as in the checkpoint")] = "auto"
     quantization: Annotated[
-        Quantization | None,
+        str | None,
         _model(
-            "Quantize linear layers to int8 or int4, with int8 activations (CPU only)", default="as in the checkpoint"
+            "Quantize linear layers and round activations to int8, CPU only",
+            default="as in the checkpoint",
+            names_in="pagedcli.models.formats:FORMATS",
         ),
     ] = None
     load_format: Annotated[LoadFormat, _model("dummy: random weights; needs only config.json")] = "auto"
@@ -87,7 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Eviction,
         _cache(
             "Which cached block to evict; next-use: the one that the waiting requests need last",
-            names_in="pagedcli.core.eviction",
+            names_in="pagedcli.core.eviction:POLICIES",
             affects_rows=False,
         ),
     ] = "lru"

@@ -26,7 +26,7 @@ class Key:
     at_least: float | None
     above: float | None
     at_most: float | None
-    names_in: str | None  # the module whose POLICIES has the allowed names: those who add one need not know this key
+    names_in: str | None  # MODULE:TABLE of the allowed names: those who add one need not know this key
 
     @property
     def is_bounded(self) -> bool:
@@ -35,7 +35,10 @@ class Key:
     @property
     def names(self) -> tuple[str, ...]:
         """The allowed names; none for keys of other values."""
-        return () if self.names_in is None else tuple(import_module(self.names_in).POLICIES)
+        if self.names_in is None:
+            return ()
+        module, _, table = self.names_in.partition(":")
+        return tuple(name for name in getattr(import_module(module), table) if name is not None)
 
     @property
     def allowed(self) -> str:

@@ -222,14 +222,14 @@ def _shared_table(plan: PromptSurvey) -> Table:
         Column("last_line", "last line", str),
         *(Column(f"blocks_at_{size}", f"at {size}", count) for size in sizes),
     ]
-    notes = [f"tokens: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
+    notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
     title = "Shared prefixes that save most, and their full blocks at each block size"
     return Table("shared_prefixes", title, columns, rows, [*notes, _shared_in_words(plan)])
 
 
 def _shared_in_words(plan: PromptSurvey) -> str:
     tokens = plan.longest_shared_tokens()
-    if not tokens:
+    if tokens < UNIT:
         return f"no two prompts share their first {UNIT} tokens: prefix caching has no benefit"
     parts = ", ".join(f"{tokens // size} at block {size}" for size in (16, 64, 256))
     return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
