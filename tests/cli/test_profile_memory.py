@@ -222,6 +222,30 @@ def test_this_machine_is_measured_beside_the_prediction(tmp_path):
     assert predicted["others"] is None
 
 
+def test_activations_of_a_small_model_count_what_the_allocator_keeps(tmp_path):
+    """Logits below 32 MiB come from glibc's heap, which keeps what the sampler has freed: a quarter of the peak."""
+    path = tiny_model("qwen3", tmp_path / "m", vocab_size=32000)
+    arguments = ["-m", path, "--device", "cpu", "--max-model-len", 512, "--max-num-seqs", 256, "--format", "json"]
+    program = "from pagedcli.cli.main import run; run()"
+    command = [sys.executable, "-c", program, "profile-memory", *map(str, arguments)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    measured, predicted = terms_of(found), terms_of(found, "predicted_bytes")
+    if measured["activations"] is None:
+        pytest.skip("this system does not report a process's peak")
+    assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.15)
+
+
+def test_as_configured_means_the_same_in_every_table(qwen3):
+    found = as_json("-m", qwen3, "--device", "cpu", "--kv-cache-memory", "1GiB", "--memory", "24GiB")
+    [at_once] = [row["max_concurrency"] for row in found["concurrency"] if row["at"] == "model length"]
+    own = found["fits"][0]
+    assert own["flags"] == "as configured"
+    assert own["pool_concurrency"] == pytest.approx(at_once)
+    assert own["max_concurrency"] > 10 * at_once  # if all that is left were the pool
+    [size] = [row for row in found["sizes"] if (row["kv_dtype"], row["block_size"]) == ("bfloat16", 16)]
+    assert size["max_concurrency"] == pytest.approx(at_once)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [(), ("--quantization", "int8")], ids=["as stored", "int8"])
 def test_the_prediction_is_near_what_a_fresh_process_measures(quantization, tmp_path):
