@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pagedcli.attention.base import AttentionSpec
 from pagedcli.attention.select import available_backends
 from pagedcli.config import EngineConfig
-from pagedcli.planning.graph_sizes import bucket_sizes
+from pagedcli.planning.decide import bucket_sizes
 from pagedcli.runner.cuda_graphs import GRAPH_TOKENS
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams

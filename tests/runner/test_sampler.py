@@ -10,8 +10,8 @@ from pagedcli.core.step_input import LogitChange, SamplingInput, uniform
 from pagedcli.errors import ParameterError
 from pagedcli.layers import sampling
 from pagedcli.native import load_library
+from pagedcli.runner.device_state import Upload
 from pagedcli.runner.sampler import change_logits, sample_tokens
-from pagedcli.runner.transfer import Upload
 from pagedcli.sampling_params import SamplingParams
 
 VOCAB = 40

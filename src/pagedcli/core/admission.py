@@ -41,8 +41,7 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
 
 def _check_beams(limits: Limits, width: int, params: SamplingParams) -> None:
     """All beams of a request are computed in the same step."""
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        limit = getattr(limits, name)
+    for name, limit in limits.of_step.items():
         if 1 < width > limit:
             flag = f"--{name.replace('_', '-')}"
             raise RequestError(

@@ -68,10 +68,10 @@ class StepShape:
     num_seqs: int
 
     @classmethod
-    def largest(cls, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> "StepShape":
+    def largest(cls, num_tokens: int, num_seqs: int, max_model_len: int) -> "StepShape":
         """The maximum of tokens and of sequences: each sequence adds a row of logits."""
-        num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        return cls(min(max_num_batched_tokens, num_seqs * max_model_len), num_seqs)
+        num_seqs = min(num_seqs, num_tokens)
+        return cls(min(num_tokens, num_seqs * max_model_len), num_seqs)
 
     @property
     def lengths(self) -> list[int]:

@@ -64,7 +64,7 @@ class EngineCore:
             eviction=limits.eviction,
             emit=self._emit,
         )
-        self.stats = RunFacts(limits.block_size, plan.num_blocks, limits.max_num_seqs, limits.enable_prefix_caching)
+        self.stats = RunFacts.of(limits)
         self.num_steps_ahead = 0  # steps launched before the tokens of the one before were read
         self.num_discarded_tokens = 0  # sampled for sequences that had already ended
         self._seen = SeenPrefixes() if limits.enable_prefix_caching and knows_tokens else None

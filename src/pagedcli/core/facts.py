@@ -6,6 +6,7 @@ Used by EngineCore and views.whole_run, which call the same methods, and by all 
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
+from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 
 _LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
@@ -52,6 +53,11 @@ class RunFacts:
     waiting_ns: Counter[str] = field(default_factory=Counter)  # by reason
     _num_running: int = 0  # sequences, in the last step
     _num_waiting: int = 0
+
+    @classmethod
+    def of(cls, limits: Limits) -> "RunFacts":
+        """Of an engine with these limits, which has done nothing so far."""
+        return cls(limits.block_size, limits.num_blocks or 0, limits.max_num_seqs, limits.enable_prefix_caching)
 
     def __post_init__(self) -> None:
         smaller = (size for size in BLOCK_SIZES if SMALLEST_RECOMMENDED <= size < self.block_size)

@@ -2,7 +2,7 @@
 runner, simulations and the laws of traces. Made by planning.decide; needs no torch.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pagedcli.config import EngineConfig, PreemptionPolicy
@@ -35,11 +35,9 @@ class Limits:
     preemption_policy: PreemptionPolicy = "last"
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
-            raise ConfigError(
-                f"max_num_seqs is {self.max_num_seqs} and max_num_batched_tokens {self.max_num_batched_tokens}: "
-                "both must be at least 1"
-            )
+        for name, limit in self.of_step.items():
+            if limit < 1:
+                raise ConfigError(f"{name} is {limit}, must be at least 1")
 
     @classmethod
     def of(cls, source: EngineConfig | EngineStarted, **changes: Any) -> "Limits":
@@ -47,6 +45,11 @@ class Limits:
         max_num_batched_tokens have to be among the changes if they are left to the engine."""
         known = {item.name: getattr(source, item.name) for item in fields(cls) if hasattr(source, item.name)}
         return cls(**{**known, **changes})
+
+    @property
+    def of_step(self) -> dict[str, int]:
+        """What the sequences of a step must fit into, each with one token, by configuration key."""
+        return {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
 
     @property
     def chunk_size(self) -> int:
@@ -59,6 +62,11 @@ class Limits:
         return TableShape(self.block_size, self.windows)
 
     @property
+    def table_dimensions(self) -> tuple[int, int]:
+        """Rows and columns of the block tables of all running sequences."""
+        return self.max_num_seqs, self.tables.num_entries(self.max_model_len)
+
+    @property
     def max_in_work(self) -> int:
         """Requests to have ready: a step may finish all that run, and as many more can start at once."""
         return 2 * self.max_num_seqs
@@ -67,6 +75,10 @@ class Limits:
     def largest_step(self) -> StepShape:
         """The step that sets the activation peak."""
         return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
+
+    def with_pool(self, num_blocks: int, num_seqs: int | None = None) -> "Limits":
+        """These limits with a pool, and for so many sequences."""
+        return replace(self, num_blocks=num_blocks, max_num_seqs=num_seqs or self.max_num_seqs)
 
     def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
         """Most blocks that `width` sequences with a common prompt hold while each grows to num_tokens."""

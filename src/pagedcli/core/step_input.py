@@ -232,7 +232,7 @@ class StepBuilder:
     def __init__(self, limits: Limits) -> None:
         self.block_size = limits.block_size
         self._groups = np.arange(len(limits.windows))[:, None]
-        self._tables = np.zeros(table_dimensions(limits), dtype=np.int32)
+        self._tables = np.zeros(limits.table_dimensions, dtype=np.int32)
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
 
     def build(self, work: ScheduledStep, source_rows: dict[int, int] | None = None) -> tuple[StepInput, list[Sequence]]:
@@ -336,11 +336,6 @@ def known_ids(entries: list[int | None]) -> list[int]:
     for block_id in reversed(entries):
         ids.append(ids[-1] if block_id is None else block_id)
     return ids[::-1]
-
-
-def table_dimensions(limits: Limits) -> tuple[int, int]:
-    """Rows and columns of the block tables of all running sequences."""
-    return limits.max_num_seqs, limits.tables.num_entries(limits.max_model_len)
 
 
 def _input_ids(work: ScheduledStep) -> Ints:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pagedcli.attention.base import AttentionSpec, dtype_name
+from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import Terms, block_bytes
@@ -19,19 +19,19 @@ from pagedcli.errors import ConfigError
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
-from pagedcli.models.decoder import linear_kernels
+from pagedcli.models.decoder import groups_experts, linear_kernels
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
-from pagedcli.planning.graph_sizes import bucket_sizes, why_no_graphs
 from pagedcli.planning.machine import Gpu, Machine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
+LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 
 
@@ -261,6 +261,33 @@ def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: 
             f" only {available / 2**30:,.2f} GiB are available",
             hint="lower --max-model-len or --max-num-seqs",
         )
+
+
+# ---------------------------------------------------------------------- CUDA graphs
+
+
+def bucket_sizes(num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
+    """Batch sizes to capture, ascending: 1, 2, 4, 8, 16, then steps of at most half, and always the maximum."""
+    end = min(num_seqs, largest)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if size < end]
+    return [*sizes, *range(320, end, 64), end]
+
+
+def why_no_graphs(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, backend: type[AttentionBackend]
+) -> str | None:
+    """Why steps run without graphs; None if graphs are used."""
+    if device.type != "cuda":
+        return f"{device} has none"
+    if config.enforce_eager:
+        return "enforce_eager"
+    if spec.is_fallback:
+        return f"{spec.architecture} runs through transformers"
+    if spec.experts is not None and not groups_experts(spec, backend):
+        return "the host counts the tokens of each expert"
+    if not backend.capabilities.graph_safe:
+        return f"backend {backend.name} needs lengths on the host"
+    return None
 
 
 # ---------------------------------------------------------------------- the pool

@@ -226,15 +226,15 @@ class PromptSurvey:
         """Tokens of the longest sequence that are in the cache at its end."""
         return max((shape.num_cached for shape in self._shapes), default=0)
 
-    def pool_rows(self, block_size: int, max_num_seqs: int) -> list[Row]:
+    def pool_rows(self, block_size: int, num_running: int) -> list[Row]:
         """Pool sizes, in blocks, and what each is enough for. The last row exists only for block sizes in BLOCK_SIZES,
         whose hits are counted."""
-        num_seqs = min(max_num_seqs, sum(shape.num_seqs * count for shape, count in self._shapes.items()))
+        num_seqs = min(num_running, sum(shape.num_seqs * count for shape, count in self._shapes.items()))
         rows = [
             {"enough_for": "every row alone: none is refused", "num_blocks": self._blocks_alone(block_size)},
             {
                 "enough_for": f"the {num_seqs:,} longest sequences at once: no preemption",
-                "num_blocks": self._blocks_at_once(max_num_seqs, block_size),
+                "num_blocks": self._blocks_at_once(num_running, block_size),
             },
         ]
         if block_size in self._tallies:
@@ -245,9 +245,9 @@ class PromptSurvey:
             rows.append(kept)
         return rows
 
-    def recommended_num_blocks(self, block_size: int, max_num_seqs: int) -> int:
+    def recommended_num_blocks(self, block_size: int, num_running: int) -> int:
         """The smallest pool that guarantees no preemption, at a block size of BLOCK_SIZES."""
-        return min(self._blocks_at_once(max_num_seqs, block_size), self._all_blocks(block_size))
+        return min(self._blocks_at_once(num_running, block_size), self._all_blocks(block_size))
 
     def _tables(self, block_size: int) -> TableShape:
         return TableShape(block_size, self.windows)

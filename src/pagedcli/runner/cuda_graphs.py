@@ -17,9 +17,8 @@ from pagedcli.core.step_input import SamplingInput, StepInput
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
-from pagedcli.planning.graph_sizes import bucket_sizes
-from pagedcli.runner.device_state import DeviceState
-from pagedcli.runner.transfer import packed_size, unpack
+from pagedcli.planning.decide import bucket_sizes
+from pagedcli.runner.device_state import DeviceState, packed_size, unpack
 
 GRAPH_TOKENS = 2**21  # cached tokens of a whole bucket: bounds attention's memory for partial results
 _WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate workspaces

@@ -1,11 +1,13 @@
-"""State that stays on a device between steps: the KV cache, the block tables and the tokens of the last step.
+"""What stays on a device between steps (KV cache, block tables, tokens of the last step), and copies to and from it.
 
 Owned by one ModelRunner; its eager steps and its CUDA graphs work on the same memory.
 """
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +15,13 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.core.limits import Limits
-from pagedcli.core.step_input import StepInput, table_dimensions
+from pagedcli.core.step_input import StepInput
 from pagedcli.models.base import CausalLM
 from pagedcli.native.system import ask_for_huge_pages
-from pagedcli.runner.transfer import Upload
+
+Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
+_ALIGNMENT = 16  # bytes, of every array in a packed buffer
+_NUM_BUFFERS = 16  # a step takes a few, and two steps may be in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class DeviceState:
     kv_cache: Tensor  # [2, layers of a group, N, ...]
     tables: Tensor  # [rows, W * groups] int32, block table of each running sequence
     last_tokens: Tensor  # [rows] int64, of the last launched step
-    upload: Upload
+    upload: "Upload"
 
     @classmethod
     def allocate(
@@ -48,7 +53,7 @@ class DeviceState:
         layer_shape = backend.kv_shape(*shape)
         kv_cache = torch.empty((2, group_size(groups), *layer_shape), dtype=kv_dtype, device=device)
         ask_for_huge_pages(kv_cache)
-        rows, columns = table_dimensions(limits)
+        rows, columns = limits.table_dimensions
         return cls(
             device=device,
             block_size=limits.block_size,
@@ -91,3 +96,105 @@ class DeviceState:
         # INVALID is computed as if it were 0; the result is dropped when the host reads it
         taken = self.last_tokens[source_rows.clamp(min=0)].clamp(min=0)
         return torch.where(source_rows >= 0, taken, input_ids)
+
+
+# ---------------------------------------------------------------------- copies: one per step each way
+
+
+class Upload:
+    """Sends a step's arrays in one pinned buffer, by one copy that the host does not wait for.
+
+    Pinned memory must not change while a copy reads it, so buffers rotate, and each is refilled only after its last
+    copy has finished.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+        self._turn = 0
+
+    def __call__(self, arrays: Items[Array], *, into: Tensor | None = None) -> list[Tensor]:
+        """The arrays on the device, each with its dtype and shape.
+
+        `into` is a uint8 tensor on the device to copy into, at offsets that depend on the sizes alone; by default
+        new memory is allocated.
+        """
+        if self.device.type == "cpu" and into is None:
+            return [torch.from_numpy(array) for array in arrays]
+        if self.device.type == "cpu":
+            assert into is not None
+            _pack(arrays, into.numpy())
+            return unpack(into, arrays)
+        size = packed_size(arrays)
+        buffer, event = self._take(size)
+        event.synchronize()
+        _pack(arrays, buffer.numpy())
+        if into is None:
+            into = torch.empty(size, dtype=torch.uint8, device=self.device)
+        into[:size].copy_(buffer[:size], non_blocking=True)
+        event.record()
+        return unpack(into, arrays)
+
+    def _take(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
+        if not self._buffers:
+            self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
+            self._events = [_event() for _ in range(_NUM_BUFFERS)]
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        if self._buffers[self._turn].shape[0] < size:
+            self._events[self._turn].synchronize()
+            self._buffers[self._turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        return self._buffers[self._turn], self._events[self._turn]
+
+
+class Download:
+    """Tensors being copied to the host."""
+
+    def __init__(self, tensors: Items[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if tensors and tensors[0].is_cuda:
+            # torch's caching host allocator reuses pinned memory only after the copy has finished
+            self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+            self._event = _event()
+            self._event.record()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the copies; returns the tensors on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def packed_size(arrays: Items[Array]) -> int:
+    """Bytes of the arrays in one buffer."""
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
+def unpack(buffer: Tensor, arrays: Items[Array]) -> list[Tensor]:
+    """Views of a packed buffer with the dtypes and shapes of `arrays`."""
+    views, start = [], 0
+    for array in arrays:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        views.append(buffer[start : start + array.nbytes].view(dtype).view(array.shape))
+        start += _aligned(array.nbytes)
+    return views
+
+
+def _pack(arrays: Items[Array], buffer: Array) -> None:
+    start = 0
+    for array in arrays:
+        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        start += _aligned(array.nbytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from pagedcli.attention.base import named_dtype
 from pagedcli.attention.select import load_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.plan import Plan
+from pagedcli.core.scheduler import ScheduledStep
+from pagedcli.core.sequence import Sequence
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.models.loading import load_model
@@ -22,9 +25,13 @@ from pagedcli.native.system import limit_threads
 from pagedcli.planning.decide import attention_spec, choose_num_blocks, decide, model_folder
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal
-from pagedcli.runner.kv_scales import kv_scales
 from pagedcli.runner.memory import graph_bytes, measure_device
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
+from pagedcli.sampling_params import SamplingParams
+
+LARGEST = 448.0  # of e4m3
+MARGIN = 2.0  # values larger than the probe's saturate
+NUM_TOKENS = 256  # of the probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def load_engine(
     if memory is not None and plan.no_graphs is None:
         memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
     num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), terms=memory)
-    limits = replace(plan.limits, num_blocks=agree(num_blocks))
+    limits = plan.limits.with_pool(agree(num_blocks))
     runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
@@ -104,3 +111,28 @@ def load_engine(
         notes=model.notes,
     )
     return LoadedEngine(path, spec, model, plan, runner)
+
+
+def kv_scales(spec: RunnerSpec, dtype: torch.dtype) -> tuple[float, float]:
+    """Scales of K and V in an fp8 cache, from a run over fixed random tokens in a cache of this dtype: the same on all
+    ranks, and independent of any request.
+
+    e4m3 covers 2^-9 ... 448, with 4 significant bits from 2^-6 up. It is a floating-point format, so one scale for all
+    of K and one for all of V are nearly as accurate as one per head, and free in the kernels.
+
+    Changes: spec.model.attention_layers.
+    """
+    model, limits = spec.model, spec.limits
+    num_tokens = min(NUM_TOKENS, limits.max_model_len)  # the model has no more positions
+    num_blocks = limits.tables.num_entries(num_tokens)
+    limits = replace(limits.with_pool(num_blocks, 1), max_model_len=num_tokens)
+    runner = ModelRunner(replace(spec, kv_dtype=dtype, limits=limits))
+    runner.kv_cache.zero_()
+    tokens = np.random.default_rng(0).integers(0, model.spec.vocab_size, num_tokens).tolist()
+    seq = Sequence(0, "probe", tokens, SamplingParams(), max_new_tokens=1)
+    seq.row, seq.block_table = 0, list(range(num_blocks))
+    runner.execute(ScheduledStep([seq], [num_tokens]))
+    largest = spec.parallel.largest(runner.kv_cache.abs().flatten(1).amax(1).float())
+    k_scale, v_scale = (max(value, 1e-6) * MARGIN / LARGEST for value in largest.tolist())
+    model.attention_layers = tuple(replace(layer, k_scale=k_scale, v_scale=v_scale) for layer in model.attention_layers)
+    return k_scale, v_scale

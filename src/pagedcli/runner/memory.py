@@ -35,13 +35,13 @@ def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
     device, limits = spec.device, spec.limits
     if device.type != "cuda":
         return None
-    spec.backend.reserve(limits.max_num_seqs, limits.max_model_len)
+    spec.backend.reserve(limits.table_dimensions[0], limits.max_model_len)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current = torch.cuda.memory_allocated(device)
     step = limits.largest_step
-    limits = replace(limits, num_blocks=step_blocks(step, limits.tables), max_num_seqs=step.num_seqs)
+    limits = limits.with_pool(step_blocks(step, limits.tables), step.num_seqs)
     runner = ModelRunner(replace(spec, limits=limits))
     taken = measure_step(runner, step)
     assert taken is not None, "a CUDA device reports its memory"

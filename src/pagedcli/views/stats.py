@@ -6,9 +6,11 @@ Used by the views and the report; draws nothing.
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import pagedcli.events as ev
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.limits import Limits
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState
 
@@ -77,7 +79,7 @@ class RunStats(View[PoolState]):
         )  # per step: busy ns, tokens
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
-        part = RunFacts(event.block_size, event.num_blocks, event.max_num_seqs, event.enable_prefix_caching)
+        part = RunFacts.of(Limits.of(event))
         if self.facts.num_blocks:
             self.facts.add(part, same_pool=True)
         else:
@@ -223,7 +225,7 @@ def pool_counts(state: PoolState) -> dict[str, int]:
     }
 
 
-WAITING_REASONS = (None, "max_num_seqs", "token_budget", "free_blocks", "preemption")
+WAITING_REASONS = (None, *get_args(ev.WaitingReason))
 
 
 class StepSeries(View[PoolState]):

@@ -18,6 +18,7 @@ from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState, SeqState, Status
 from pagedcli.views.explain import Explainer, Lookup
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
+from pagedcli.views.words import WAITING_FLAGS, WAITING_WORDS
 
 
 @dataclass(slots=True)
@@ -118,12 +119,6 @@ def _now(state: PoolState) -> int:
 
 
 WORTH_SAYING = 0.01  # share of all computed tokens from which a change is worth recommending
-WAITING_WORDS = {
-    "max_num_seqs": "sequence limit",
-    "token_budget": "token budget",
-    "free_blocks": "free blocks",
-    "preemption": "room for a preempting sequence",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +314,13 @@ def _limits(findings: Findings) -> Advice | None:
     if total <= facts.running_ns * 1e-9 or facts.peak_used_blocks > 0.8 * facts.num_blocks:
         return None
     reason, longest = max(facts.waiting_s.items(), key=lambda item: item[1])
-    flags = {"max_num_seqs": "--max-num-seqs", "token_budget": "--max-num-batched-tokens"}
-    if reason not in flags or longest < 0.5 * total:
+    if reason not in WAITING_FLAGS or longest < 0.5 * total:
         return None
     text = (
-        f"a higher {flags[reason]}: sequences waited {seconds_text(longest)} for the {WAITING_WORDS[reason]}, "
+        f"a higher {WAITING_FLAGS[reason]}: sequences waited {seconds_text(longest)} for the {WAITING_WORDS[reason]}, "
         f"and at most {percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool was in use"
     )
-    return Advice(flags[reason], text)
+    return Advice(WAITING_FLAGS[reason], text)
 
 
 def _nothing_text(findings: Findings) -> str:

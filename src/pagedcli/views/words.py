@@ -6,17 +6,20 @@ import pagedcli.events as ev
 from pagedcli.printable import one_line, plural
 from pagedcli.trace.state import PoolState
 
-_WAITING = {
-    "max_num_seqs": "sequence limit ({limit} run)",
-    "token_budget": "token budget of the step is used up ({budget})",
-    "free_blocks": "needs {needed}, {free} free",
-    "preemption": "room was made for a running sequence",
+# reason -> what is waited for, the same with numbers, and the flag that changes it
+_WAITING: dict[ev.WaitingReason, tuple[str, str, str | None]] = {
+    "max_num_seqs": ("sequence limit", "sequence limit ({limit} run)", "--max-num-seqs"),
+    "token_budget": ("token budget", "token budget of the step is used up ({budget})", "--max-num-batched-tokens"),
+    "free_blocks": ("free blocks", "needs {needed}, {free} free", None),
+    "preemption": ("room for a preempting sequence", "room was made for a running sequence", None),
 }
+WAITING_WORDS: dict[str, str] = {reason: words for reason, (words, _, _) in _WAITING.items()}
+WAITING_FLAGS: dict[str, str] = {reason: flag for reason, (_, _, flag) in _WAITING.items() if flag is not None}
 
 
 def waiting_reason(event: ev.RequestWaiting, engine: ev.EngineStarted) -> str:
     """Why a sequence waits, with the numbers."""
-    return _WAITING[event.reason].format(
+    return _WAITING[event.reason][1].format(
         limit=engine.max_num_seqs,
         budget=engine.max_num_batched_tokens,
         needed=plural(event.num_blocks_needed, "block"),
