@@ -15,11 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from pagedcli.batch.journal import open_rows
 from pagedcli.batch.lines import Line
 from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.row_format import NOT_A_ROW, Row, Sample
 from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
@@ -41,7 +40,7 @@ Listed = tuple[list[float], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ComparedSample:
     """What can be compared of one sample; None: unknown."""
 
     text: str | None
@@ -60,7 +59,7 @@ class ComparedRow:
     label: str  # for people
     error: str | None  # code
     num_prompt_tokens: int | None
-    samples: list[Sample]
+    samples: list[ComparedSample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,9 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> Differ
     return None
 
 
-def _compare_samples(label: str, index: int | None, a: Sample, b: Sample, tolerance: float) -> Difference | None:
+def _compare_samples(
+    label: str, index: int | None, a: ComparedSample, b: ComparedSample, tolerance: float
+) -> Difference | None:
     character = None if a.text is None or b.text is None else _parting(a.text, b.text)
     around = (_around(a.text, character), _around(b.text, character))
     for first, second in ((a.token_ids, b.token_ids), (a.tokens, b.tokens)):
@@ -160,7 +161,7 @@ def _tokens_around(tokens: Any, place: int) -> str:
     return f"tokens {' '.join(shown[0])} | {' '.join(shown[1]) or 'end'}"
 
 
-def _ending(sample: Sample) -> str:
+def _ending(sample: ComparedSample) -> str:
     finish_reason, stop_reason = sample.ending
     return str(finish_reason) if stop_reason is None else f"{finish_reason} ({stop_reason!r})"
 
@@ -177,8 +178,8 @@ def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> It
     try:
         with open_rows(path) as file:
             for number, line in enumerate(file, 1):
-                yield _read_row(msgspec.json.decode(line), number, answer, by_order)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+                yield _read_row(Row.of(line, answer), number, answer, by_order)
+    except NOT_A_ROW as error:
         raise UsageError(
             f"line {number} of {path} is not a row of an output: {error}",
             hint="verify reads JSONL rows of pagedcli generate or merge",
@@ -187,23 +188,24 @@ def read_rows(path: Path, *, answer: str = "text", by_order: bool = False) -> It
         raise UsageError(f"cannot read {path} after line {number}: {error}") from error
 
 
-def _read_row(row: dict[str, Any], number: int, answer: str, by_order: bool) -> ComparedRow:
-    row_id = row["custom_id"] if "custom_id" in row and "response" in row else row["id"]
-    key: Hashable = ("id", row_id)
-    label = f"id {row_id!r}"
-    if by_order or row_id is None:
-        place = number - 1 if by_order else row.get("index", number - 1)
+def _read_row(row: Row, number: int, answer: str, by_order: bool) -> ComparedRow:
+    key: Hashable = ("id", row.id)
+    label = f"id {row.id!r}"
+    if by_order or row.id is None:
+        place = number - 1 if by_order or row.index is None else row.index
         key = ("row", place)
-        label = f"row {place}" if row_id is None else label
-    if row["error"] is not None:
-        return ComparedRow(key, label, str(row["error"]["code"]), None, [])
-    body = (row.get("response") or {}).get("body") or row
-    samples = [_read_sample(sample, answer) for sample in body.get("choices") or body.get("outputs") or [body]]
-    return ComparedRow(key, label, None, body["usage"]["prompt_tokens"], samples)
+        label = f"row {place}" if row.id is None else label
+    if row.error is not None:
+        return ComparedRow(key, label, str(row.error["code"]), None, [])
+    if row.usage is None:
+        raise KeyError("usage")
+    return ComparedRow(
+        key, label, None, row.usage["prompt_tokens"], [_read_sample(sample, answer) for sample in row.samples]
+    )
 
 
-def _read_sample(sample: dict[str, Any], answer: str) -> Sample:
-    logprobs = sample.get("logprobs")
+def _read_sample(sample: Sample, answer: str) -> ComparedSample:
+    logprobs = sample.logprobs
     tokens = values = None
     if isinstance(logprobs, dict) and "token_logprobs" in logprobs:  # of the completions endpoint
         tokens = logprobs["tokens"]
@@ -215,12 +217,11 @@ def _read_sample(sample: dict[str, Any], answer: str) -> Sample:
         positions = logprobs["content"] if isinstance(logprobs, dict) else logprobs
         tokens = [position["token"] for position in positions]
         values = _values(positions)
-    _, *prompt = sample.get("prompt_logprobs") or [None]
-    text = sample["message"]["content"] if "message" in sample else sample.get(answer)
-    if text is None and "token_ids" not in sample:
+    _, *prompt = sample.prompt_logprobs or [None]
+    if sample.text is None and sample.token_ids is None:
         raise KeyError(f"no field {answer!r} (see --output-field)")
-    ending = (sample["finish_reason"], sample.get("stop_reason"))
-    return Sample(text, sample.get("token_ids"), tokens, values, _values(prompt), ending)
+    ending = (sample.finish_reason, sample.stop_reason)
+    return ComparedSample(sample.text, sample.token_ids, tokens, values, _values(prompt), ending)
 
 
 def _values(positions: list[dict[str, Any]]) -> list[Listed]:
@@ -242,7 +243,7 @@ def row_of(label: str, answers: list[Answer]) -> ComparedRow:
         prompt_values = _own_values(answer.output.prompt_logprobs)
         for sample, text in zip(answer.output.samples, answer.texts, strict=True):
             values, ending = _own_values(sample.logprobs), (sample.finish_reason, sample.stop_reason)
-            samples.append(Sample(text, sample.token_ids, None, values, prompt_values, ending))
+            samples.append(ComparedSample(text, sample.token_ids, None, values, prompt_values, ending))
     return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
 
 

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from pagedcli.batch.columns import Columns, OutputKind
+from pagedcli.batch.columns import Columns
 from pagedcli.batch.compare import Difference, RowSample, run_again
 from pagedcli.batch.fingerprint import input_fingerprint, kernel_fingerprint, run_fingerprint, run_key
 from pagedcli.batch.journal import (
     RunRecord,
     check_finished,
     check_output,
-    is_csv,
     is_to_be_replaced,
     open_journal,
     output_files,
 )
 from pagedcli.batch.lines import InputScan, LineSource
-from pagedcli.batch.parquet import ParquetRows, ParquetSource, is_parquet, require_pyarrow
+from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, open_source, open_tokenizer
+from pagedcli.batch.row_format import CsvLines, JsonLines, RowFormat, kind_of
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, Sink, StreamSink
@@ -63,10 +63,7 @@ class Job:
     @property
     def columns(self) -> Columns:
         """The columns of input and output. Raises: UsageError if names collide."""
-        kind: OutputKind = "jsonl"
-        if self.output is not None and (is_parquet(self.output) or is_csv(self.output)):
-            kind = "parquet" if is_parquet(self.output) else "csv"
-        return Columns.of(self.loaded.config.run, kind=kind)
+        return Columns.of(self.loaded.config.run, kind=kind_of(self.output))
 
     @property
     def shard_name(self) -> str:
@@ -85,7 +82,7 @@ class Job:
         writes = others if self.output_file is None else {**output_files(self.output_file), **others}
         check_distinct(reads, writes)
         if self.output_file is not None:
-            if self.shard[1] > 1 and is_csv(self.output_file):
+            if self.shard[1] > 1 and kind_of(self.output_file) == "csv":
                 raise UsageError("a shard is written as JSONL, which merge reads", hint="-o shard.jsonl")
             check_output(self.output_file, resume=self.resume, overwrite=self.overwrite)
         if not self.overwrite:
@@ -115,8 +112,8 @@ class OpenJob:
         self.job = job
         columns = job.columns
         self.lines = open_source(job.input_name, columns)
-        self._table = _parquet_rows(job, self.lines, columns)
-        self._columns = columns if self._table is None else self._table.row_columns
+        self._format = _row_format(job, self.lines, columns)
+        self._columns = self._format.row_columns if isinstance(self._format, ParquetRows) else columns
         self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
         self.sample = RowSample(job.num_verified)
         self._num_rows: int | None = None  # of the output, if known
@@ -158,7 +155,7 @@ class OpenJob:
             return StreamSink(stream, order=order, first_index=job.shard[0], step=job.shard[1])
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
-        return FileSink(job.output_file, journal, order=order, table=self._table, columns=self._columns)
+        return FileSink(job.output_file, journal, order=order, rows_format=self._format)
 
     def start(
         self,
@@ -200,10 +197,10 @@ class OpenJob:
         return self._tokenizer, RowWriter(self._tokenizer, model, run_key(self._fingerprint), created_s, self._columns)
 
 
-def _parquet_rows(job: Job, lines: LineSource, columns: Columns) -> ParquetRows | None:
-    """The Parquet writer, if the output is a table. Raises: UsageError for settings that a table does not support."""
-    if job.output is None or not is_parquet(job.output):
-        return None
+def _row_format(job: Job, lines: LineSource, columns: Columns) -> RowFormat:
+    """The writer of the output. Raises: UsageError for settings that a table does not support."""
+    if columns.kind != "parquet":
+        return CsvLines(columns) if columns.kind == "csv" else JsonLines()
     require_pyarrow()
     run = job.loaded.config.run
     if job.shard[1] > 1:

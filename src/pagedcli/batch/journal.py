@@ -365,11 +365,6 @@ def read_record(path: Path) -> RunRecord:
     return record
 
 
-def is_csv(path: Path) -> bool:
-    """Whether rows become lines of a table: out.csv, out.csv.gz."""
-    return path.name.removesuffix(".gz").endswith(".csv")
-
-
 def open_rows(path: Path) -> BinaryIO:
     """The lines of an output. Raises: OSError."""
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]

@@ -6,25 +6,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
 
 from pagedcli.batch.fingerprint import differences
 from pagedcli.batch.journal import RunRecord, check_unchanged, open_rows, read_record
+from pagedcli.batch.row_format import RowStatus
 from pagedcli.batch.sinks import whole_rows
 from pagedcli.batch.stats import SeenIds
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.printable import plural
 
 _MAX_NAMED = 5  # in a message
-
-
-class _Row(msgspec.Struct, frozen=True, gc=False):
-    id: str | int | None = None
-    custom_id: str | int | None = None
-    error: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -136,11 +130,11 @@ def _rows(readers: list[_ShardReader], *, in_input_order: bool) -> Iterator[byte
 def _count(merged: Merged, row: bytes, seen: SeenIds) -> None:
     merged.num_rows += 1
     try:
-        decoded = msgspec.json.decode(row, type=_Row)
+        decoded = msgspec.json.decode(row, type=RowStatus)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return  # the shard's digest will show it
     merged.num_failed += decoded.error is not None
-    row_id = decoded.custom_id if decoded.custom_id is not None else decoded.id
+    row_id = decoded.row_id
     known_duplicate = decoded.error is not None and decoded.error.get("code") == "duplicate_id"
     if row_id is None or known_duplicate or seen.add(row_id):
         return

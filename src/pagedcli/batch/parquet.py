@@ -5,7 +5,7 @@ row group.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -15,8 +15,10 @@ import msgspec
 import xxhash
 
 from pagedcli.batch.columns import METRICS, Columns
+from pagedcli.batch.journal import LineDigest
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import LINE_FIELDS
+from pagedcli.batch.row_format import Row, Rows, Sample
 from pagedcli.errors import PagedcliError, UsageError
 
 _READ_ROWS = 1024  # converted to Python at a time
@@ -195,8 +197,8 @@ class ParquetRows:
                     hint="rename it, choose the columns to keep with --keep, or write JSONL",
                 )
 
-    def write(self, file: BinaryIO, rows: Callable[[], Iterable[bytes]]) -> None:
-        """Write `rows()`, in batch.rows' format, for the first rows of `carried` and in its order."""
+    def write(self, file: BinaryIO, rows: Rows, digest: LineDigest) -> None:
+        """Write `rows()` for the first rows of `carried` and in its order; see row_format.RowFormat."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -209,8 +211,10 @@ class ParquetRows:
             writer.write_table(table, row_group_size=_ROW_GROUP_ROWS)
         assert writer is not None, "there is at least an empty group"
         writer.close()
+        file.seek(0)
+        digest.read(file)
 
-    def _own_groups(self, rows: Callable[[], Iterable[bytes]]) -> Iterator[_Group]:
+    def _own_groups(self, rows: Rows) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         import pyarrow as pa
 
@@ -218,8 +222,11 @@ class ParquetRows:
         schema = pa.schema([*schema, *_kept_schema(rows(), self.columns), *answer_schema(self.columns)])
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
-            yield columns_of([answer_of(msgspec.json.decode(row), self.columns) for row in some], schema), schema.names
+            yield columns_of(self._cells(some), schema), schema.names
             num_groups += 1
+
+    def _cells(self, rows: Iterable[bytes]) -> list[dict[str, Any]]:
+        return [cells_of(Row.of(row, self.columns.answer), self.columns.answer) for row in rows]
 
     def _carried_groups(self, carried: ParquetSource, rows: Iterator[bytes]) -> Iterator[_Group]:
         import pyarrow as pa
@@ -237,7 +244,7 @@ class ParquetRows:
 
     def _joined(self, carried: Any, rows: Iterator[bytes]) -> _Group:
         schema = answer_schema(self.columns)
-        answers = [answer_of(msgspec.json.decode(row), self.columns) for row in islice(rows, carried.num_rows)]
+        answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
         return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
 
@@ -300,29 +307,23 @@ def _as_text(value: Any, type_: Any) -> Any:
     return msgspec.json.encode(value).decode()
 
 
-def answer_of(row: dict[str, Any], columns: Columns | None = None) -> dict[str, Any]:
-    """The cells of a row in batch.rows' format, plain or OpenAI."""
-    name = (columns or Columns()).answer
-    if "response" not in row:
-        answer = row
-        samples = [_sample(sample, name) for sample in row.get("outputs", [row])]
-    else:
-        body = (row["response"] or {}).get("body", {"choices": []})
-        answer = row | {"id": row["custom_id"], "usage": body.get("usage"), "metrics": body.get("metrics")}
-        samples = [_sample(choice, name) for choice in body["choices"]]
-    return answer | (samples[0] if len(samples) == 1 else {"outputs": samples or None}) | {"index": row.get("index")}
+def cells_of(row: Row, answer: str = "text") -> dict[str, Any]:
+    """The cells of a row by column."""
+    samples = [_sample_cells(sample, answer) for sample in row.samples]
+    own = {"id": row.id, "usage": row.usage, "metrics": row.metrics}
+    return row.fields | own | (samples[0] if len(samples) == 1 else {"outputs": samples or None}) | {"index": row.index}
 
 
-def _sample(sample: dict[str, Any], name: str) -> dict[str, Any]:
-    """A sample of a plain row, or a choice. The completions endpoint's logprobs differ in form and are left out."""
-    logprobs, stop_reason = sample.get("logprobs"), sample.get("stop_reason")
+def _sample_cells(sample: Sample, answer: str) -> dict[str, Any]:
+    """The completions endpoint's logprobs differ in form and are left out."""
+    logprobs = sample.logprobs
     return {
-        "index": sample["index"],
-        name: sample["message"]["content"] if "message" in sample else sample.get(name, sample.get("text")),
-        "finish_reason": sample["finish_reason"],
-        "stop_reason": None if stop_reason is None else str(stop_reason),
-        "beam_score": sample.get("beam_score"),
-        "token_ids": sample.get("token_ids"),
-        "prompt_token_logprobs": sample.get("prompt_logprobs"),
+        "index": sample.index,
+        answer: sample.text,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
+        "beam_score": sample.beam_score,
+        "token_ids": sample.token_ids,
+        "prompt_token_logprobs": sample.prompt_logprobs,
         "token_logprobs": logprobs.get("content") if isinstance(logprobs, dict) else logprobs,
     }

@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, cast
 
-from pagedcli.batch.columns import Columns
-from pagedcli.batch.csv_rows import csv_lines
 from pagedcli.batch.fingerprint import HINT_OTHER_RUN
-from pagedcli.batch.journal import RECORD_VERSION, Journal, LineDigest, RunRecord, is_csv, write_record
+from pagedcli.batch.journal import RECORD_VERSION, Journal, LineDigest, RunRecord, write_record
 from pagedcli.batch.lines import InputScan
-from pagedcli.batch.parquet import ParquetRows
+from pagedcli.batch.row_format import JsonLines, RowFormat
 from pagedcli.errors import PagedcliError, UsageError
 from pagedcli.files import whole_file
 from pagedcli.printable import plural
@@ -103,8 +101,7 @@ class FileSink:
         journal: Journal,
         *,
         order: Order,
-        table: ParquetRows | None = None,
-        columns: Columns | None = None,
+        rows_format: RowFormat | None = None,
     ) -> None:
         self.path = path
         self.journal = journal
@@ -112,8 +109,7 @@ class FileSink:
         self.resumed_failed_rows = journal.num_failed_rows
         self.rows_are_kept = True  # where a later run can find the rows; known after `abandon`
         self._order = order
-        self._table = table
-        self._columns = columns or Columns()
+        self._format = rows_format or JsonLines()
 
     def holds(self, index: int, line_digest: int) -> bool:
         return self.journal.holds(index, line_digest)
@@ -151,14 +147,8 @@ class FileSink:
 
     def _write_output(self, read: InputScan) -> None:
         digest, rows = LineDigest(), partial(self.journal.rows, self._order)
-        lines = csv_lines(rows, self._columns) if is_csv(self.path) else (row + b"\n" for row in rows())
         with whole_rows(self.path, overwrite=self.journal.header.overwrite) as file:
-            if self._table is not None:
-                self._table.write(file, rows)
-                file.seek(0)
-                digest.read(file)
-            else:
-                file.writelines(digest.passing(lines))
+            self._format.write(file, rows, digest)
             write_record(self.path, self._record(read, digest))
 
     def _record(self, read: InputScan, digest: LineDigest) -> RunRecord:

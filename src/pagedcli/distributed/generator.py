@@ -11,9 +11,10 @@ import xxhash
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.lines import Line
-from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_of, answer_schema, columns_of, lines_of, require_pyarrow
+from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, columns_of, lines_of, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
+from pagedcli.batch.row_format import Row
 from pagedcli.batch.rows import RowWriter
 from pagedcli.config import Config, EngineConfig
 from pagedcli.distributed.worker import RowStream
@@ -78,7 +79,7 @@ class PagedBatchGenerator:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._submit, lines, pending)  # blocks while the engine has enough to do
         rows = await asyncio.wrap_future(pending.rows)
-        answers = [answer_of(msgspec.json.decode(row)) for row in rows]
+        answers = [cells_of(Row.of(row)) for row in rows]
         for answer in answers:
             if answer["error"] is not None:
                 del answer["error"]["line"]  # a row of a dataset has no number

@@ -220,10 +220,10 @@ class Worker:
         return True
 
     def _open_sink(self, number: int) -> FileSink:
-        table = None
+        rows_format = None
         if self._manifest.suffix == ".parquet":
-            table = ParquetRows(self._folder.carried(number, self._columns), self._columns)
-        return FileSink(self._folder.part(number), self._journal(number), order="input", table=table)
+            rows_format = ParquetRows(self._folder.carried(number, self._columns), self._columns)
+        return FileSink(self._folder.part(number), self._journal(number), order="input", rows_format=rows_format)
 
     def _journal(self, number: int) -> Journal:
         """The part's journal, which a dying worker may still have locked."""

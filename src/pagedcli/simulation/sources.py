@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pagedcli.batch.prompts import PreparedPrompt, Prompts, Refused
+from pagedcli.batch.row_format import NOT_A_ROW, Row
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import (
     BlocksFilled,
@@ -270,21 +271,6 @@ class RowOutput:
         return [RowOutput(self.num_tokens // num_prompts, self.token_ids[span], self.stopped[span]) for span in spans]
 
 
-class _Usage(msgspec.Struct):
-    completion_tokens: int
-
-
-class _Sample(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Row(_Sample):
-    index: int | None = None
-    usage: _Usage | None = None
-    outputs: list[_Sample] | None = None
-
-
 def read_outputs(name: str) -> dict[int, RowOutput]:
     """The outputs of an earlier `generate` run, by row: their lengths, and their tokens with --output-token-ids.
 
@@ -296,14 +282,14 @@ def read_outputs(name: str) -> dict[int, RowOutput]:
         if not line.strip():
             continue
         try:
-            row = msgspec.json.decode(line, type=_Row)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            row = Row.of(line)
+            num_tokens = 0 if row.usage is None else int(row.usage["completion_tokens"])
+        except NOT_A_ROW as error:
             raise TraceError(f"{lines.path}:{lines.line_number}: not an output row of generate: {error}") from error
         if row.usage is not None and row.index is not None:
-            samples = [row] if row.outputs is None else row.outputs
-            ids = [sample.token_ids for sample in samples if sample.token_ids]
-            stopped = [sample.finish_reason == "stop" for sample in samples]
-            found[row.index] = RowOutput(row.usage.completion_tokens, ids, stopped)
+            ids = [sample.token_ids for sample in row.samples if sample.token_ids]
+            stopped = [sample.finish_reason == "stop" for sample in row.samples]
+            found[row.index] = RowOutput(num_tokens, ids, stopped)
     if not found:
         raise UsageError(f"{name} has no row with an index and usage", hint="use the output of an earlier generate run")
     return found
