@@ -13,7 +13,6 @@ from pagedcli.errors import BackendError
 from pagedcli.layers.quantized import QuantizedWeight, chunk_columns
 from pagedcli.native import NativeLibrary
 from pagedcli.native.structs import (
-    ADD,
     CODES4,
     CODES8,
     DTYPE_CODES,
@@ -66,13 +65,19 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out], or [T, out / 2] when gated."""
+        x = x.contiguous()
+        if x.dtype != self.dtype or x.shape[1] != self.struct.columns:
+            raise BackendError(f"x is {x.dtype} {tuple(x.shape)}, not {self.dtype} [T, {self.struct.columns}]")
         out = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
-        self._run(x, out, GATE_SILU if self.struct.gated else STORE)
-        return out
-
-    def add_to(self, out: Tensor, x: Tensor) -> Tensor:
-        """out + y, in out. Shapes: out [T, out], x [T, in]."""
-        self._run(x, out, ADD)
+        self._functions.linear_run(
+            ctypes.byref(self.struct),
+            DTYPE_CODES[self.dtype],
+            x.data_ptr(),
+            x.shape[0],
+            out.data_ptr(),
+            GATE_SILU if self.struct.gated else STORE,
+            torch.get_num_threads(),
+        )
         return out
 
     @property
@@ -95,22 +100,6 @@ class NativeLinear:
         ):
             raise IndexError(f"a row is not one of the {self.struct.rows} of this weight")
         return out
-
-    def _run(self, x: Tensor, out: Tensor, epilogue: int) -> None:
-        x = x.contiguous()
-        if x.dtype != self.dtype or out.dtype != self.dtype or x.shape[1] != self.struct.columns:
-            raise BackendError(f"x is {x.dtype} {tuple(x.shape)}, not {self.dtype} [T, {self.struct.columns}]")
-        if out.shape != (x.shape[0], self.out_features) or not out.is_contiguous():
-            raise BackendError(f"out is {tuple(out.shape)}, not [{x.shape[0]}, {self.out_features}]")
-        self._functions.linear_run(
-            ctypes.byref(self.struct),
-            DTYPE_CODES[self.dtype],
-            x.data_ptr(),
-            x.shape[0],
-            out.data_ptr(),
-            epilogue,
-            torch.get_num_threads(),
-        )
 
     def _pack(self, weight: Tensor, quantization: str | None) -> tuple[Tensor, ...]:
         """The packed weight, and what the struct needs with it."""

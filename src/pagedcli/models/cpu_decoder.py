@@ -14,11 +14,10 @@ from pagedcli.core.groups import cache_groups
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
-from pagedcli.models.blocks import rope_table
-from pagedcli.models.decoder import has_cpu_kernels, scaled_embedding, scaled_logits
+from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
-from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
-from pagedcli.models.rope import RopeSpec, rope_notes
+from pagedcli.models.parameters import decoder_parameters, linear_formats
+from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import ExpertsSpec
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
@@ -104,20 +103,18 @@ class CpuDecoder:
         return scaled_logits(self._lm_head(hidden), self.spec)
 
 
-class _Builder:
-    """Builds the structs from tensors, removing each tensor from the dict."""
+class _Builder(Parts):
+    """Builds the structs."""
 
     def __init__(self, request: DecoderRequest, tensors: dict[str, Tensor], formats: Mapping[str, LayerFormat]) -> None:
-        self._request, self._spec, self._tensors, self._formats = request, request.spec, tensors, formats
-        self._tables: dict[RopeSpec, Tensor] = {}
+        super().__init__(request, request.spec, tensors, formats)
         self.kept: list[object] = []  # what the structs point into
         self.weight_bytes = 0
 
     def tables(self) -> tuple[Tensor | None, NativeLinear]:
         """The embedding, None if it is read from the output layer, and the output layer."""
         tied, layer_format = self._spec.tie_word_embeddings, self._request.weight_format.lm_head
-        embedding = self._tensors.pop("embedding")
-        output = [{"weight": embedding if tied else self._tensors.pop("lm_head")}]
+        embedding, output = self.output()
         lm_head = self._keep(layer_format.native_linear(output, None, self._request.dtype))
         if tied and layer_format.keeps_rows:
             return None, lm_head
@@ -153,20 +150,19 @@ class _Builder:
         )
 
     def _layer(self, index: int, key: str) -> LayerStruct:
-        spec = self._spec
         layer = LayerStruct(qkv=self._linear(f"{key}.qkv").struct, attention_out=self._linear(f"{key}.out").struct)
         for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"):
             setattr(layer, name, self._norm(f"{key}.{name}"))
-        if (both := self._tensors.pop(f"{key}.qk_norm", None)) is not None:
-            layer.q_norm, layer.k_norm = (self._address(self._offset(weight)) for weight in both.chunk(2))
-        rope = spec.layer_ropes[index] if spec.layer_ropes else spec.rope
-        if rope is not None:
-            table = self._table(rope)
+        if (both := self.norm(f"{key}.qk_norm")) is not None:
+            layer.q_norm, layer.k_norm = (self._address(weight) for weight in both.chunk(2))
+        if (rope := self.rope(index)) is not None:
+            table = self.table(rope)
+            self.kept.append(table)
             layer.rope_table, layer.rotated = table.data_ptr(), table.shape[1]
-        if spec.experts is None or index in spec.experts.dense_layers:
+        if (experts := self.experts(index)) is None:
             layer.gate_up, layer.down = self._mlp(key)
         else:
-            layer.experts = ctypes.addressof(self._experts(spec.experts, key))
+            layer.experts = ctypes.addressof(self._experts(experts, key))
         return layer
 
     def _experts(self, experts: ExpertsSpec, key: str) -> ExpertsStruct:
@@ -196,15 +192,12 @@ class _Builder:
         return self._linear(f"{key}.gate_up", gated=True).struct, self._linear(f"{key}.down").struct
 
     def _linear(self, key: str, *, gated: bool = False) -> NativeLinear:
-        layer_format = self._formats[key]
-        modules = take_linear(self._tensors, key, layer_format)
-        bias = self._tensors.pop(f"{key}.bias", None)
+        layer_format, modules, bias = self.stored(key)
         self.weight_bytes += bias.nbytes if bias is not None else 0
         return self._keep(layer_format.native_linear(modules, bias, self._request.dtype, gated=gated))
 
     def _unquantized(self, key: str) -> LinearStruct:
-        weight = {"weight": self._tensors.pop(key)}
-        return self._keep(AS_STORED.native_linear([weight], None, self._request.dtype)).struct
+        return self._keep(AS_STORED.native_linear(self.unquantized(key), None, self._request.dtype)).struct
 
     def _keep(self, linear: NativeLinear) -> NativeLinear:
         self.kept.append(linear)
@@ -213,24 +206,14 @@ class _Builder:
 
     def _norm(self, key: str) -> int | None:
         """The address of a norm's weight; None if the model does not have it."""
-        weight = self._tensors.pop(key, None)
-        return None if weight is None else self._address(self._offset(weight))
-
-    def _offset(self, weight: Tensor) -> Tensor:
-        return weight + 1 if self._spec.norm_offset else weight.contiguous()
+        weight = self.norm(key)
+        return None if weight is None else self._address(weight)
 
     def _address(self, weight: Tensor) -> int:
+        weight = weight.contiguous()
         self.kept.append(weight)
         self.weight_bytes += weight.nbytes
         return weight.data_ptr()
-
-    def _table(self, rope: RopeSpec) -> Tensor:
-        if rope not in self._tables:
-            request = self._request
-            table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype).contiguous()
-            self._tables[rope] = table
-            self.kept.append(table)
-        return self._tables[rope]
 
 
 def _side_by_side(linears: list[NativeLinear]) -> list[LinearStruct]:

@@ -33,7 +33,7 @@ from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ExpertsSpec, ModelSpec
 from pagedcli.models.weights import open_weights
 
 
@@ -109,8 +109,9 @@ def scaled_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
     return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
-class _Builder:
-    """Builds the layers from a spec and tensors, removing each tensor from the dict."""
+class Parts:
+    """The named parts of a model's layers, from a spec and tensors. Each tensor is removed from the dict when it is
+    taken, so that memory holds only one copy."""
 
     def __init__(
         self,
@@ -121,6 +122,55 @@ class _Builder:
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
         self._tables: dict[RopeSpec, Tensor] = {}
+
+    def norm(self, key: str) -> Tensor | None:
+        """The weight of a norm; None if the model does not have it."""
+        weight = self._tensors.pop(key, None)
+        return weight + 1 if weight is not None and self._spec.norm_offset else weight
+
+    def stored(self, key: str) -> tuple[LayerFormat, Modules, Tensor | None]:
+        """A linear layer as the checkpoint has it: its format, its modules and its bias."""
+        layer_format = self._formats[key]
+        return layer_format, take_linear(self._tensors, key, layer_format), self._tensors.pop(f"{key}.bias", None)
+
+    def unquantized(self, key: str) -> Modules:
+        """The modules of a linear layer that is never quantized, AS_STORED."""
+        return [{"weight": self._tensors.pop(key)}]
+
+    def output(self) -> tuple[Tensor, Modules]:
+        """The embedding [V, E] and the modules of the output layer, which are the same tensor if tied."""
+        embedding = self._tensors.pop("embedding")
+        return embedding, [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")
+
+    def experts(self, index: int) -> ExpertsSpec | None:
+        """The experts of a layer; None: it has an ordinary MLP."""
+        experts = self._spec.experts
+        return None if experts is None or index in experts.dense_layers else experts
+
+    def rope(self, index: int) -> RopeSpec | None:
+        """The rotary embedding of a layer; None: it has none."""
+        return self._spec.layer_ropes[index] if self._spec.layer_ropes else self._spec.rope
+
+    def table(self, rope: RopeSpec) -> Tensor:
+        """The table of a rotary embedding, one for all layers that have it."""
+        if rope not in self._tables:
+            request = self._request
+            table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype)
+            self._tables[rope] = table.to(request.device)
+        return self._tables[rope]
+
+
+class _Builder(Parts):
+    """Builds the layers in torch."""
+
+    def __init__(
+        self,
+        request: DecoderRequest,
+        spec: ModelSpec,
+        tensors: dict[str, Tensor],
+        formats: Mapping[str, LayerFormat],
+    ) -> None:
+        super().__init__(request, spec, tensors, formats)
         self.linear_bytes = 0  # of the layers' linear layers as they are kept, without biases
         self._activation = ACTIVATIONS[spec.hidden_act]
         self._fused_store = stores_in_one_pass(request.backend)
@@ -131,8 +181,7 @@ class _Builder:
         """The embedding, the output layer, and their bytes. A tied embedding is read from a packed output layer, where
         its format allows it, so that there is no second copy."""
         tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
-        table = self._tensors.pop("embedding")  # [V, E]
-        stored = [{"weight": table if tied else self._tensors.pop("lm_head")}]
+        table, stored = self.output()
         embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
         if not self.uses_cpu_kernels:
             linear = self._request.weight_format.lm_head.torch_linear(stored, None, self._request.dtype)
@@ -151,11 +200,6 @@ class _Builder:
             mlp=self._branch(f"{key}.mlp_norm", self._mlp(index, key)),
         )
 
-    def norm(self, key: str) -> Tensor | None:
-        """The weight of a norm; None if the model does not have it."""
-        weight = self._tensors.pop(key, None)
-        return weight + 1 if weight is not None and self._spec.norm_offset else weight
-
     def _branch(self, norm: str, body: Callable[[Tensor, Step], Tensor]) -> Branch:
         spec = self._spec
         return Branch(self.norm(norm), body, self.norm(f"{norm}_after"), spec.residual_multiplier, spec.rms_norm_eps)
@@ -169,7 +213,7 @@ class _Builder:
         q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
         if q_norm is not None and k_norm is not None:
             wide_norm = (q_norm, k_norm, spec.rms_norm_eps)
-        rope = spec.layer_ropes[index] if spec.layer_ropes else spec.rope
+        rope = self.rope(index)
         is_plain = rope is not None and rope.partial == 1 and wide_norm is None and not spec.float_norms
         return Attention(
             index=index,
@@ -180,14 +224,14 @@ class _Builder:
             qkv=self._linear(f"{key}.qkv"),
             norm=norm,
             wide_norm=wide_norm,
-            table=self._table(rope),
+            table=None if rope is None else self.table(rope),
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store and is_plain,
         )
 
     def _mlp(self, index: int, key: str) -> Mlp | Experts:
-        experts = self._spec.experts
-        if experts is None or index in experts.dense_layers:
+        experts = self.experts(index)
+        if experts is None:
             return Mlp(GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._summed_linear(f"{key}.down")))
         shared = experts.shared_intermediate_size is not None
         return Experts(
@@ -212,9 +256,8 @@ class _Builder:
         return grouped
 
     def _expert_weight(self, key: str) -> Weight:
-        layer_format = self._formats[key]
-        modules = take_linear(self._tensors, key, layer_format)
-        if any("bias" in module and bool(module["bias"].any()) for module in modules):
+        layer_format, modules, bias = self.stored(key)
+        if bias is not None or any("bias" in module and bool(module["bias"].any()) for module in modules):
             raise ModelError(f"{key} has a bias, which is not supported for experts", hint="use --device cpu")
         return layer_format.weight(modules, self._request.dtype, self.kernels)
 
@@ -225,21 +268,10 @@ class _Builder:
         return GatedMlp(gate_up, None if in_gate else self._activation, self._linear(f"{key}.down"))
 
     def _unquantized(self, key: str) -> LinearLayer:
-        return self._made(AS_STORED, [{"weight": self._tensors.pop(key)}], None)
-
-    def _table(self, rope: RopeSpec | None) -> Tensor | None:
-        if rope is None:
-            return None
-        if rope not in self._tables:
-            request = self._request
-            table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype)
-            self._tables[rope] = table.to(request.device)
-        return self._tables[rope]
+        return self._made(AS_STORED, self.unquantized(key), None)
 
     def _linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
-        layer_format = self._formats[key]
-        modules = take_linear(self._tensors, key, layer_format)
-        bias = self._tensors.pop(f"{key}.bias", None)
+        layer_format, modules, bias = self.stored(key)
         if not with_bias:
             bias = None
             modules = [{suffix: module[suffix] for suffix in module.keys() - {"bias"}} for module in modules]
