@@ -3,6 +3,7 @@
 Used by everything that prints. The only place that knows which characters are dangerous.
 """
 
+import math
 import re
 
 # C0 except tab and line feed, DEL and C1; bidirectional and invisible marks; line separators; lone surrogates
@@ -44,10 +45,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def byte_text(num_bytes: float, digits: int = 1) -> str:
-    """Bytes in the largest binary unit that keeps a digit before the point: `28.0 MiB`."""
+    """Bytes in the largest binary unit that keeps a digit before the point: `28.0 MiB`. Half a last digit rounds up, as
+    in the page of `report`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(0, int(abs(num_bytes)).bit_length() - 1) // 10, len(units) - 1)
-    return f"{num_bytes / 1024**power:,.{digits if power else 0}f} {units[power]}"
+    scale = 10 ** (digits if power else 0)
+    return f"{math.floor(num_bytes / 1024**power * scale + 0.5) / scale:,.{digits if power else 0}f} {units[power]}"
 
 
 def percent_text(share: float) -> str:

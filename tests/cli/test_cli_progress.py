@@ -92,3 +92,4 @@ def test_shards_are_counted_from_one():
 
 def test_bytes_in_words():
     assert [byte_text(n) for n in (5, 2048, 3 * 2**20, 5 * 2**30)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+    assert byte_text(5 * 2**18) == "1.3 MiB"  # half a digit rounds up, as in the browser: not 1.2 here and 1.3 there
