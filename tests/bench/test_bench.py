@@ -8,13 +8,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from pagedcli.bench.busy import Busy, BusyWatch
-from pagedcli.bench.floor import workload_floor
 from pagedcli.bench.rates import MachineRates
-from pagedcli.bench.spread import Spread, compared_rows
+from pagedcli.bench.spread import Busy, BusyWatch, Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
-from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload
-from pagedcli.cli import bench_report
+from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload, workload_floor
+from pagedcli.cli.bench import BenchProgress, _warnings
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
 from pagedcli.models.footprint import footprint
@@ -205,16 +203,16 @@ def test_other_work_is_what_all_cores_did_without_this_process(tmp_path, monkeyp
 
 def test_a_busy_machine_and_an_impossible_share_are_said():
     row = {"busy": {"others": 0.5, "steal": 0.01}, "machine": {}, "share_of_floor": None}
-    busy, share = bench_report._warnings([row])
+    busy, share = _warnings([row])
     assert "other processes used 50% of its processor time, the hypervisor withheld 1%" in busy
     assert "'of the floor' is left out" in share
-    assert bench_report._warnings([row | {"busy": None, "share_of_floor": 0.9}]) == []
+    assert _warnings([row | {"busy": None, "share_of_floor": 0.9}]) == []
 
 
 def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, capsys):
     clock = iter([0.0, 5.0, 20.0, 21.0])
     monkeypatch.setattr("pagedcli.show.terminal.time.monotonic", lambda: next(clock))
-    progress = bench_report.BenchProgress("W1")
+    progress = BenchProgress("W1")
     for share in (0.1, 0.25, 0.3):
         progress(share)
     assert capsys.readouterr().err == "W1: 25%, about 60 s left\n"

@@ -1,4 +1,5 @@
-"""Runs a workload through the engine and times it: all requests at once, generation only."""
+"""Runs a workload through the engine and times it, generation only: all requests at once, or one with and without a KV
+cache."""
 
 import copy
 import statistics
@@ -11,11 +12,9 @@ from typing import Any
 
 import msgspec
 
-from pagedcli.bench.busy import Busy, BusyWatch, worst
-from pagedcli.bench.floor import workload_floor
 from pagedcli.bench.rates import MachineRates, measure_rates
-from pagedcli.bench.spread import Spread
-from pagedcli.bench.workloads import Workload
+from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
+from pagedcli.bench.workloads import Workload, workload_floor
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.budget import head_bytes
 from pagedcli.core.plan import Kernels
@@ -197,3 +196,49 @@ def _floor_s(result: Throughput, workload: Workload, machine: MachineRates) -> f
 def _formats(engine: LLMEngine) -> tuple[WeightFormat, Kernels]:
     """The formats of the engine's linear layers, and the kernels that run them."""
     return weight_format(engine.config.quantization, engine.spec), engine.plan.kernels
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """Generation of one request, with or without the cache. Seconds."""
+
+    way: str
+    ttft_s: float
+    tpot_s: float  # mean of the later tokens
+    last_tpot_s: float  # of the last token alone
+    total_s: float
+    tokens_computed: int  # that went through the model
+
+
+def compare_cache(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[CacheRow], bool]:
+    """Two rows, with and without the cache, and whether both gave the same tokens. Prefix caching must be off.
+
+    Units: num_tokens to generate, at least 2.
+    """
+    assert not engine.config.enable_prefix_caching, "prefix caching would defeat the comparison"
+    first_s = _seconds(engine, prompt, 1)[1]
+    tokens, with_s = _seconds(engine, prompt, num_tokens)
+    times = []
+    text = list(prompt)
+    for _ in range(num_tokens):
+        [token], seconds = _seconds(engine, text, 1)
+        times.append(seconds)
+        text.append(token)
+    later = num_tokens - 1
+    rows = [
+        CacheRow("with", first_s, (with_s - first_s) / later, (with_s - first_s) / later, with_s, len(prompt) + later),
+        CacheRow(
+            "without", times[0], sum(times[1:]) / later, times[-1], sum(times), _sum_of_lengths(prompt, num_tokens)
+        ),
+    ]
+    return rows, text[len(prompt) :] == tokens
+
+
+def _seconds(engine: LLMEngine, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
+    started = time.perf_counter()
+    [output] = generate(engine, [prompt], [num_tokens])
+    return output.samples[0].token_ids, time.perf_counter() - started
+
+
+def _sum_of_lengths(prompt: list[int], num_tokens: int) -> int:
+    return sum(len(prompt) + i for i in range(num_tokens))

@@ -109,7 +109,7 @@ def _lengths_of(loaded: LoadedConfig, prompts: str, lengths: dict[str, int]) -> 
 
 def _labels(profile: "Profile") -> dict[str, tuple[str, str]]:
     terms, notes, step = profile.terms, profile.notes, profile.plan.limits.largest_step
-    shape = f"largest step: {step.num_tokens:,} tokens in {step.num_seqs:,} sequences"
+    shape = f"largest step: {plural(step.num_tokens, 'token')} in {plural(step.num_seqs, 'sequence')}"
     labels = {
         "total": ("total", profile.device),
         "reserve": ("- kept free", f"1 - gpu_memory_utilization {profile.config.gpu_memory_utilization}"),

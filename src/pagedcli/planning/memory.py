@@ -23,6 +23,7 @@ from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.decide import choose_num_blocks, decide
 from pagedcli.planning.machine import Machine
+from pagedcli.printable import plural
 
 CUDA_CONTEXT = 512 * 2**20  # bytes of an idle CUDA process on recent cards, within a factor of two
 HOST_PROCESS = 250 * 2**20  # bytes; Python with torch and the native library, measured with torch 2.13 on Linux
@@ -275,8 +276,8 @@ def fitting_hint(found: Sequence[Fit]) -> str:
     for fit in found:
         if fit.flags and fit.terms.kv_cache >= fit.token_bytes:
             return (
-                f"{fit.flags} fits: {fit.terms.weights / _GIB:,.2f} GiB of weights leave room for {fit.num_tokens:,}"
-                " tokens; pagedcli profile-memory shows more"
+                f"{fit.flags} fits: {fit.terms.weights / _GIB:,.2f} GiB of weights leave room for"
+                f" {plural(fit.num_tokens, 'token')}; pagedcli profile-memory shows more"
             )
     smallest = min(found, key=lambda fit: fit.terms.weights)
     return f"nothing fits: even {smallest.weight_format} weights take {smallest.terms.weights / _GIB:,.2f} GiB"
