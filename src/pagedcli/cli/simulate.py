@@ -22,8 +22,8 @@ KEYS = (
 def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     """Simulate the KV cache on a trace: hit rates, waiting and preemptions at many pool sizes.
 
-    Runs the real scheduler and block manager without a model, on traces of Mooncake, Bailian, Dynamo, LMCache or
-    kvcache-simulator, prompt files, recorded runs of pagedcli, and KV events of other engines. See docs/simulate.md.
+    Runs the real scheduler and block manager without a model, on traces of other engines (--trace-format lists them),
+    prompt files, recorded runs of pagedcli, and KV events of other engines. See docs/simulate.md.
 
     \b
     Examples:

@@ -10,14 +10,12 @@ import typer
 from pagedcli.cli.options import ConfigFile, FormatOption, option
 from pagedcli.core.eviction import POLICIES
 from pagedcli.show.tables import Format
+from pagedcli.simulation.formats import format_names
 
 _trace, _pools, _time, _output = (
     partial(option, panel=panel) for panel in ("Trace", "Pools", "Arrival and time", "Output")
 )
-_FORMATS_HELP = (
-    "dynamo, lmcache, bailian, mooncake, kvcache-simulator, prompts, pagedcli or kv-events."
-    " Default: found by the keys of the first line."
-)
+_FORMATS_HELP = f"{', '.join(format_names())}. Default: found by the keys of the first line."
 _POOL_HELP = (
     "Pool sizes: blocks, % of the unique blocks, or bytes with -m, e.g. 5%,4096,8GiB. Default: 5%,10%,25%,50%,100%."
 )

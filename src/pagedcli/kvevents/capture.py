@@ -18,7 +18,7 @@ import msgspec
 
 from pagedcli import __version__
 from pagedcli.errors import TraceError
-from pagedcli.kvevents.formats import decode_batch
+from pagedcli.kvevents.formats import FORMATS, decode_batch
 from pagedcli.kvevents.redact import Redactor
 from pagedcli.kvevents.wire import BlockHash, Stored, WireError, split_frames
 from pagedcli.line_files import LineReader, LineWriter
@@ -184,7 +184,9 @@ def is_capture_line(line: bytes) -> bool:
         return False
     if isinstance(first, list):
         first = first[0] if first else None
-    return isinstance(first, dict) and ("kv_events" in first or "frames" in first or "data" in first)
+    if not isinstance(first, dict):
+        return False
+    return "kv_events" in first or "frames" in first or any(each.is_line(first) for each in FORMATS.values())
 
 
 def is_capture(path: Path) -> bool:

@@ -6,9 +6,12 @@ hashes 256 characters: an event's memory is bounded by its message's.
 
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from pagedcli.kvevents import wire
+
+if TYPE_CHECKING:
+    from pagedcli.kvevents.redact import Redactor
 
 _MAX_HASH_BYTES = 256
 _MAX_BLOCK_TOKENS = 1 << 24
@@ -27,6 +30,38 @@ _TRT_LEVELS = ("GPU", "CPU")  # by cache_level; further levels are storage
 
 Fields = Mapping[str, Any]
 
+# what a recording without tokens keeps of a field; of any other field only a digest
+Redaction = Literal["kept", "hash", "tokens", "media"]
+FIELDS: dict[str, Redaction] = {
+    **dict.fromkeys(("block_hashes", "parent_block_hash", "block_hash", "parent_hash", "mooncake_key"), "hash"),
+    "token_ids": "tokens",
+    "replicas": "media",  # the medium, without the address
+    **dict.fromkeys(("type", "block_size", "lora_id", "lora_name", "medium", "group_idx", "kv_cache_spec_kind",
+                     "kv_cache_spec_sliding_window", "locality", "ownership", "model_name", "event_id", "window_size",
+                     "attention_dp_rank", "layer_group_id", "hash_algo", "cache_level", "priority",
+                     "num_blocks_per_cache_level"), "kept"),
+}  # fmt: skip
+
+
+class EventFormat(Protocol):
+    """A format of messages: how it is recognised, read and redacted. A new one is a class and its entry in FORMATS."""
+
+    def owns(self, plain: Any) -> bool:
+        """Whether a decoded message is of this format; the first one in FORMATS that says so reads it."""
+        ...
+
+    def is_line(self, record: Fields) -> bool:
+        """Whether a file may have such objects as its lines, without a header."""
+        ...
+
+    def read(self, plain: Any) -> wire.Batch:
+        """Decode a message. Raises: WireError if it is none; single events that cannot be read are counted."""
+        ...
+
+    def redacted(self, plain: Any, redactor: "Redactor") -> Any:
+        """The message with the same shape, from which no prompt can be recovered."""
+        ...
+
 
 def decode_batch(payload: bytes) -> wire.Batch:
     """Decode a payload of any known format. Raises: WireError if it is not a batch; single events that cannot be read
@@ -36,16 +71,20 @@ def decode_batch(payload: bytes) -> wire.Batch:
 
 def read_batch(plain: Any) -> wire.Batch:
     """The batch of decoded plain objects. Raises: WireError."""
+    return format_of(plain).read(plain)
+
+
+def format_of(plain: Any) -> "EventFormat":
+    """The format of a decoded message. Raises: WireError."""
+    found = next((each for each in FORMATS.values() if each.owns(plain)), None)
+    if found is None:
+        raise wire.WireError("a map without events" if isinstance(plain, dict) else "not a batch of events")
+    return found
+
+
+def _tagged_batch(plain: Any) -> wire.Batch:
     if isinstance(plain, dict):
-        if "data" in plain:  # one event of TensorRT-LLM
-            return _trt_batch([plain])
-        if "events" not in plain:
-            raise wire.WireError("a map without events")
         plain = [plain.get("ts"), plain["events"], plain.get("data_parallel_rank", plain.get("attn_dp_rank"))]
-    if not isinstance(plain, list):
-        raise wire.WireError("not a batch of events")
-    if all(isinstance(event, dict) for event in plain):
-        return _trt_batch(plain)
     if len(plain) < 2 or not isinstance(plain[1], list):
         raise wire.WireError("not a batch of events")
     batch = wire.Batch([], wire.checked_time(plain[0]), wire.checked_rank(plain[2] if len(plain) > 2 else None))
@@ -327,3 +366,81 @@ _TRT_READERS: dict[str, Callable[[Fields, str | None], list[wire.KVEvent]]] = {
     "removed": _trt_removed,
     "updated": _trt_updated,
 }
+
+
+class TaggedEvents:
+    """vLLM, SGLang and Mooncake Store: [time, events, rank], or the same as a map; each event names its type."""
+
+    def owns(self, plain: Any) -> bool:
+        return isinstance(plain, list) or (isinstance(plain, dict) and "events" in plain)
+
+    def is_line(self, record: Fields) -> bool:
+        return False
+
+    def read(self, plain: Any) -> wire.Batch:
+        return _tagged_batch(plain)
+
+    def redacted(self, plain: Any, redactor: "Redactor") -> Any:
+        if isinstance(plain, dict):
+            return {
+                name: self._events(value, redactor) if name == "events" else redactor.number(value)
+                for name, value in plain.items()
+            }
+        if len(plain) < 2:
+            return []
+        rest = [redactor.number(value) for value in plain[2:]]
+        return [redactor.number(plain[0]), self._events(plain[1], redactor), *rest]
+
+    def _events(self, events: Any, redactor: "Redactor") -> list[Any]:
+        return [self._event(event, redactor) for event in events] if isinstance(events, list) else []
+
+    def _event(self, event: Any, redactor: "Redactor") -> Any:
+        if isinstance(event, dict):
+            return redactor.fields(event)
+        if not isinstance(event, list) or not event or not isinstance(event[0], str):
+            return None
+        names = ("type", *FIELD_NAMES.get(event[0], ()))
+        named = dict(zip(names, event, strict=False))
+        return [*redactor.fields(named).values(), *(redactor.other(value) for value in event[len(names) :])]
+
+
+class TensorRTEvents:
+    """TensorRT-LLM: one map per event, or a list of them."""
+
+    def owns(self, plain: Any) -> bool:
+        if isinstance(plain, dict):
+            return "data" in plain
+        return isinstance(plain, list) and all(isinstance(event, dict) for event in plain)
+
+    def is_line(self, record: Fields) -> bool:
+        return "data" in record
+
+    def read(self, plain: Any) -> wire.Batch:
+        return _trt_batch([plain] if isinstance(plain, dict) else plain)
+
+    def redacted(self, plain: Any, redactor: "Redactor") -> Any:
+        if isinstance(plain, list):
+            return [self.redacted(event, redactor) for event in plain]
+        data = plain.get("data")
+        redacted = self._data(data, redactor) if isinstance(data, dict) else None
+        return {**redactor.fields(plain), "data": redacted}
+
+    @staticmethod
+    def _data(data: dict[Any, Any], redactor: "Redactor") -> dict[Any, Any]:
+        redacted = redactor.fields({name: value for name, value in data.items() if name != "blocks"})
+        parent, blocks = data.get("parent_hash"), data.get("blocks")
+        if isinstance(blocks, list):
+            redacted["blocks"] = []
+            for block in blocks:
+                if not isinstance(block, dict):
+                    continue
+                kept = redactor.fields({name: value for name, value in block.items() if name != "tokens"})
+                if isinstance(tokens := block.get("tokens"), list):
+                    ids = [token.get("token_id") if isinstance(token, dict) else None for token in tokens]
+                    kept["tokens"] = [{"token_id": digest} for digest in redactor.tokens_after(parent, ids)]
+                redacted["blocks"].append(kept)
+                parent = block.get("block_hash")
+        return redacted
+
+
+FORMATS: dict[str, EventFormat] = {"tensorrt-llm": TensorRTEvents(), "vllm": TaggedEvents()}

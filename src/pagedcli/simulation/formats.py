@@ -79,7 +79,20 @@ MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16  # tokens per hash, which the lines do
 
 
 class Row(Protocol):
-    """A decoded line."""
+    """A decoded line of one format. A new format is a struct with these members and its entry in FORMATS."""
+
+    keys: ClassVar[frozenset[str]]  # a line with these is of this format
+    default_hash_size: ClassVar[int | None]  # tokens per hash; None: the lines say
+
+    @classmethod
+    def record(cls, document: dict[str, Any]) -> dict[str, Any]:
+        """The record in a line, which may be wrapped."""
+        ...
+
+    @classmethod
+    def is_request(cls, record: dict[str, Any]) -> bool:
+        """Whether a record is a request; others are skipped."""
+        ...
 
     def lengths(self) -> tuple[int, int | None]:
         """Tokens of prompt and output; None: not known."""
@@ -94,7 +107,19 @@ class Row(Protocol):
     def time_s(self) -> float | None: ...
 
 
-class _Lengths(msgspec.Struct):
+class Plain(msgspec.Struct):
+    """Base of formats whose lines are all requests."""
+
+    @classmethod
+    def record(cls, document: dict[str, Any]) -> dict[str, Any]:
+        return document
+
+    @classmethod
+    def is_request(cls, record: dict[str, Any]) -> bool:
+        return True
+
+
+class _Lengths(Plain):
     """What Mooncake's format and those derived from it share."""
 
     input_length: PromptLength
@@ -159,6 +184,15 @@ class Dynamo(msgspec.Struct):
     default_hash_size: ClassVar[int | None] = None
     request: _DynamoRequest
 
+    @classmethod
+    def record(cls, document: dict[str, Any]) -> dict[str, Any]:
+        inner = document.get("event")
+        return inner if isinstance(inner, dict) and "schema" in inner else document
+
+    @classmethod
+    def is_request(cls, record: dict[str, Any]) -> bool:
+        return record.get("event_type") == "request_end"
+
     def lengths(self) -> tuple[int, int | None]:
         return self.request.replay.input_length, self.request.output_tokens
 
@@ -172,7 +206,7 @@ class Dynamo(msgspec.Struct):
         return None if self.request.request_received_ms is None else self.request.request_received_ms / 1000
 
 
-class LMCache(msgspec.Struct):
+class LMCache(Plain):
     """A lookup of LMCache's lookup_hashes_*.jsonl: {"chunk_hashes", "chunk_size", "seq_len", "timestamp"}; only full
     chunks have a hash."""
 
@@ -197,7 +231,7 @@ class LMCache(msgspec.Struct):
 
 
 # the first whose keys a line has
-FORMATS: dict[str, Any] = {
+FORMATS: dict[str, type[Row]] = {
     "dynamo": Dynamo,
     "lmcache": LMCache,
     "bailian": Bailian,
@@ -210,7 +244,12 @@ def find_format(document: object) -> str | None:
     """The format of a line, by its keys; None: unknown."""
     if not isinstance(document, dict):
         return None
-    return next((name for name, row in FORMATS.items() if row.keys <= _record(document).keys()), None)
+    return next((name for name, row in FORMATS.items() if row.keys <= row.record(document).keys()), None)
+
+
+def format_names() -> tuple[str, ...]:
+    """All values of --trace-format."""
+    return (*FORMATS, "prompts", "pagedcli", "kv-events")
 
 
 def read_traces(names: Iterable[str], format_name: str | None = None, hash_size: int | None = None) -> Workload:
@@ -259,12 +298,9 @@ class _Reader:
             raise _BadRow("none of the known formats has these keys")
         if not isinstance(document, dict):
             raise _BadRow(f"expected an object, got {type(document).__name__}")
-        if self.format_name == "dynamo":
-            document = _record(document)
-            if document.get("event_type") != "request_end":
-                return None
         kind = FORMATS[self.format_name]
-        return self._made(msgspec.convert(document, kind), kind.default_hash_size)
+        record = kind.record(document)
+        return self._made(msgspec.convert(record, kind), kind.default_hash_size) if kind.is_request(record) else None
 
     def _made(self, row: Row, default_hash_size: int | None) -> TraceRequest:
         num_prompt, num_output = row.lengths()
@@ -299,9 +335,3 @@ class _Reader:
 
 class _BadRow(Exception):
     """A line that decodes, but is not a request."""
-
-
-def _record(document: dict[str, Any]) -> dict[str, Any]:
-    """The record itself: Dynamo's sinks may wrap it."""
-    inner = document.get("event")
-    return inner if isinstance(inner, dict) and "schema" in inner else document

@@ -29,7 +29,7 @@ from pagedcli.events import (
 )
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
-from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, read_traces
+from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
 from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
@@ -308,7 +308,6 @@ def set_output_lengths(workload: Workload, text: str) -> None:
 
 
 _LINES_TRIED = 20  # the first ones may be broken
-FORMAT_NAMES = (*FORMATS, "prompts", "pagedcli", "kv-events")
 
 
 def read_workload(
@@ -322,8 +321,8 @@ def read_workload(
 
     Raises: UsageError or TraceError.
     """
-    if format_name is not None and format_name not in FORMAT_NAMES:
-        raise UsageError(f"unknown trace format {format_name!r}", hint=f"known: {', '.join(FORMAT_NAMES)}")
+    if format_name is not None and format_name not in format_names():
+        raise UsageError(f"unknown trace format {format_name!r}", hint=f"known: {', '.join(format_names())}")
     found = format_name or _format_of(names[0])
     if found in FORMATS:
         return read_traces(names, found, hash_size), None
