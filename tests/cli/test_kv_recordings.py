@@ -56,7 +56,7 @@ def test_explain_says_why_blocks_were_stored_again_and_what_a_larger_cache_would
 
 
 def test_explain_shows_where_near_twins_part_in_text(tmp_path):
-    from pagedcli.cli.kv_recording import kv_decoder
+    from pagedcli.cli.recording import kv_decoder
 
     path, size, decode = tmp_path / "e.jsonl", 8, kv_decoder("builtin")
     text = {decode((token,)): token for token in range(300, 0, -1)}

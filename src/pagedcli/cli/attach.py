@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedcli.cli.kv_recording import fold_capture, kv_decoder, open_capture
 from pagedcli.cli.options import FormatOption, option
+from pagedcli.cli.recording import fold_capture, kv_decoder, open_capture
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 from pagedcli.interrupt import as_exceptions

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pagedcli.cli.kv_recording import explain_capture
 from pagedcli.cli.options import option
+from pagedcli.cli.recording import explain_capture
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import ModelError, UsageError
 from pagedcli.events import EngineStarted, RequestAdded

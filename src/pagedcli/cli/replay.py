@@ -10,8 +10,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pagedcli.cli.kv_recording import replay_capture
 from pagedcli.cli.options import option
+from pagedcli.cli.recording import replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished
 from pagedcli.files import check_files, whole_file

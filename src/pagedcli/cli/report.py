@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from pagedcli.cli.explain import TokenizerOption, recorded_decoder
-from pagedcli.cli.kv_report import capture_page
 from pagedcli.cli.options import option
+from pagedcli.cli.recording import capture_page
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file

@@ -1,6 +1,6 @@
-"""Recordings of KV events for `attach`, `replay` and `explain`: the tree through time, churn, and what would help."""
+"""Recordings of KV events as subjects of the commands: `attach`, `replay`, `explain`, and the page of `report`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from pagedcli.kvevents.tables import curve_table, facts, print_summary, summary_
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
+from pagedcli.show import pages
 from pagedcli.show.tables import Format, print_tables
 from pagedcli.show.terminal import is_interactive, say
 
@@ -129,3 +130,42 @@ def _print_step(reader: CaptureReader, step: int, *, as_json: bool) -> None:
             print_tables(tables, Format.JSON if as_json else Format.TABLE, facts=facts(state))
             return
     raise UsageError(f"there is no message {step}: the last message of {reader.path} is {last}")
+
+
+_MOST_POINTS = 600
+
+
+def capture_page(path: Path, model: str | None) -> bytes:
+    """The HTML page of a recording; prefixes as text if a model is given and tokens were recorded."""
+    reader = open_capture(path, model)
+    decode = None if model is None else kv_decoder(model)
+    state, watchers = fold_with_curve(reader)
+    tables = [*summary_tables(state, decode, with_gone=True), curve_table(curve(watchers), state)]
+    history = residency(CaptureReader(path))
+    chart = _chart(history) if history else ""
+    body = "\n".join([chart, *(pages.as_html(table) for table in tables if table.rows)])
+    return pages.html_page(f"KV events of {one_line(path.name)}", body)
+
+
+def residency(reader: CaptureReader) -> list[tuple[float, int]]:
+    """(seconds, blocks resident) after each message that has a time; of many, evenly chosen ones and the peak."""
+    state, rows = KVState(reader.sources), []
+    for frames, time_s, source in reader:
+        state.take(frames, time_s, source)
+        if time_s is not None:
+            rows.append((time_s, state.num_resident))
+    if len(rows) <= _MOST_POINTS:
+        return rows
+    peak = max(range(len(rows)), key=lambda place: rows[place][1])
+    chosen = {round(i * (len(rows) - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} | {peak}
+    return [rows[place] for place in sorted(chosen)]
+
+
+def _chart(history: Sequence[tuple[float, int]]) -> str:
+    start, end = history[0][0], history[-1][0]
+    top = max(num_blocks for _, num_blocks in history) or 1
+    chart = pages.LineChart((start, end), top, height=200)
+    ticks = [(start, (f"{start:,.1f} s",)), (end, (f"{end:,.1f} s",))]
+    parts = [*chart.axes(ticks, [(0, "0"), (top, f"{top:,}")]), chart.line(history)]
+    text = f"<p>at most {top:,}, over {end - start:,.1f} seconds</p>"
+    return pages.section("Blocks resident", text, chart.svg(parts, "Blocks resident"))
