@@ -189,11 +189,11 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, 
     _, rows, _ = uninterrupted
     (tmp_path / "in.jsonl").write_text("".join(line + "\n" for line in lines()))
     monkeypatch.setattr("sys.argv", ["pagedcli", "generate", "in.jsonl", "-o", "my out.jsonl", "--overwrite"])
-    from pagedcli.batch import intake
+    from pagedcli.batch import prompts
 
     interrupted = []
 
-    class Interrupting(intake.SeenIds):
+    class Interrupting(prompts.SeenIds):
         """Ctrl-C while the 30th id is looked at."""
 
         def add(self, row_id):
@@ -202,7 +202,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(uninterrupted, tmp_path, 
                 signal.raise_signal(signal.SIGINT)
             return super().add(row_id)
 
-    monkeypatch.setattr(intake, "SeenIds", Interrupting)
+    monkeypatch.setattr(prompts, "SeenIds", Interrupting)
     assert run_job(job(tmp_path, resume=False)) == 130
     said = capsys.readouterr().err
     assert "stopping after this step; finished rows are kept" in said
