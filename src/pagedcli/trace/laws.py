@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import pagedcli.events as ev
 from pagedcli.core.eviction import POLICIES
 from pagedcli.core.groups import TableShape
-from pagedcli.errors import TraceError
+from pagedcli.core.limits import Limits
+from pagedcli.errors import ConfigError, TraceError
 from pagedcli.trace.dispatch import Handler, handlers_of
 from pagedcli.trace.state import PoolState, SeqState, StepRecord
 
@@ -105,6 +106,10 @@ class PoolLaws(LawBook):
             refuse(event, f"groups of layers with windows {event.windows}")
         if not 0 <= event.block_bytes <= MOST_TOKENS or not 0 <= event.max_model_len <= MOST_TOKENS:
             refuse(event, f"{event.block_bytes:,} bytes per block, {event.max_model_len:,} tokens per sequence")
+        try:
+            Limits.of(event)
+        except ConfigError as error:
+            refuse(event, error.message)
 
     def before_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
         if state.seq(event.seq_id) is not None:
