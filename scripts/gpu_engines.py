@@ -129,7 +129,7 @@ def requests(scale: Scale) -> Result:
             found = results_of(engine, prompts, params)
             expected = expected or found
             equal = {kind: a == b for kind, a, b in zip(kinds, found, expected, strict=True)}
-            rows.append({"loop": loop, **equal, "ahead": engine.stats.num_steps_ahead})
+            rows.append({"loop": loop, **equal, "ahead": engine.num_steps_ahead})
     assert expected is not None, "the CPU comes first"
     ok = all(row[kind] for row in rows for kind in kinds) and expected[-1] == ["invalid_logits"]
     wrong = sorted({kind for row in rows for kind in kinds if not row[kind]})
@@ -253,7 +253,7 @@ def graphs(scale: Scale) -> Result:
             tokens[name] = generate(engine, prompts, params)
             equal = sum(a == b for a, b in zip(tokens[name], tokens["plain"], strict=True))
             sizes = len(engine.runner.graphs.sizes) if engine.runner.graphs is not None else 0
-            ahead = engine.stats.num_steps_ahead
+            ahead = engine.num_steps_ahead
             rows.append({"loop": name, "graphs": sizes, "equal": equal, "of": count, "ahead": ahead})
             del engine
     # one step ahead an ended sequence is noticed later, so batches differ there, too

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gpu_engines
 import gpu_kernels
@@ -153,7 +154,7 @@ def memory(scale: Scale) -> Result:
     exact = all(row["measured"] == row["predicted"] for row in rows if row["term"] in ("weights", "KV cache"))
     return (
         fits and exact,
-        f"{plan.num_blocks:,} blocks of {plan.block_size}; weights and pool as predicted: {exact}",
+        f"{plan.num_blocks:,} blocks of {plan.limits.block_size}; weights and pool as predicted: {exact}",
         rows,
     )
 
@@ -174,7 +175,7 @@ def workload(scale: Scale) -> Result:
             for number, (kernels, ahead) in enumerate(loops if block_size == scale.block_sizes[-1] else loops[:2]):
                 engine.runner.graphs = captured if kernels == "graphs" else None
                 engine.runs_ahead = ahead
-                engine.stats = type(engine.stats)()
+                before = _counts(engine)
                 # other tokens in each pass, so that the prefix cache of the last one does not help
                 shifted = [[(token + 17 * number) % (top_id + 1) for token in prompt] for prompt in prompts]
                 synchronize(scale)
@@ -182,11 +183,11 @@ def workload(scale: Scale) -> Result:
                 tokens = generate(engine, shifted, params)
                 seconds = time.perf_counter() - start
                 assert sum(map(len, tokens)) == num_output, "every request gives as many tokens as it asks for"
-                stats = engine.stats
+                steps, launched, preemptions = (new - old for new, old in zip(_counts(engine), before, strict=True))
                 rows.append({
                     "kernels": kernels, "one step ahead": ahead, "block": block_size, "pass": number + 1,
-                    "seconds": round(seconds, 2), "output tok/s": round(num_output / seconds), "steps": stats.num_steps,
-                    "launched ahead": stats.num_steps_ahead, "preemptions": stats.num_preemptions,
+                    "seconds": round(seconds, 2), "output tok/s": round(num_output / seconds), "steps": steps,
+                    "launched ahead": launched, "preemptions": preemptions,
                 })  # fmt: skip
             del engine, captured
             if scale.on_gpu:
@@ -195,6 +196,11 @@ def workload(scale: Scale) -> Result:
     order = "one step ahead" if best["one step ahead"] else "in order"
     how = f"{best['kernels']}, {order}, block {best['block']}"
     return True, f"best {best['output tok/s']:,} output tok/s ({how})", rows
+
+
+def _counts(engine: Any) -> tuple[int, int, int]:
+    """Steps so far, those launched ahead, and preemptions."""
+    return engine.stats.num_steps, engine.num_steps_ahead, engine.stats.num_preemptions
 
 
 RUN: dict[str, Callable[[Scale], Result]] = {

@@ -49,6 +49,19 @@ _WINDOWS = {
     "if used": "every layer, if switched on",
     "alternating": "alternating layers",
 }
+# Where published checkpoints differ from their class's defaults in what decides whether they run
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "bitnet": {"quantization_config": {"quant_method": "bitnet"}},  # microsoft/bitnet-b1.58-2B-4T
+    "laguna": {  # poolside/Laguna-XS-2.1
+        "layer_types": 10 * ["full_attention", *3 * ["sliding_attention"]],
+        "num_attention_heads_per_layer": 10 * [48, 64, 64, 64],
+    },
+    "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},  # LiquidAI/LFM2-1.2B
+    "minimax_m3_vl_text": {  # MiniMaxAI/MiniMax-M3, whose sparse layers have an index of their own
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *3 * ["minimax_m3_sparse"]],
+    },
+}
 _FAILURES = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError)
 
 
@@ -107,8 +120,8 @@ def version() -> str:
 
 @cache
 def _families_of_transformers() -> dict[str | None, list[str]]:
-    """Reason to refuse (None: it may run) -> model types without a native decoder. A model of the default sizes is
-    built on the meta device; families whose default config builds none are left out."""
+    """Reason to refuse (None: it may run) -> model types without a native decoder. A model of the default sizes, or of
+    those in _PUBLISHED, is built on the meta device; families whose config builds none are left out."""
     transformers.utils.logging.set_verbosity_error()
     found: dict[str | None, list[str]] = defaultdict(list)
     for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
@@ -121,7 +134,9 @@ def _families_of_transformers() -> dict[str | None, list[str]]:
 
 
 def _refusal(model_type: str, architecture: str) -> str | None:
-    config: Any = CONFIG_MAPPING[model_type]()
+    config: Any = CONFIG_MAPPING[model_type](**_PUBLISHED.get(model_type, {}))
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        return f"has quantized weights ({REFUSED[quantized['quant_method']]})"
     try:
         spec = spec_of(Path("."), config, architecture)
         with torch.device("meta"):

@@ -51,7 +51,7 @@ def small():
 def test_rows_of_a_schema_parse_and_validate_also_when_preempted(small):
     lines = [hot(f"Story {i}:", response_format=schema_format(PERSON), n=2) for i in range(12)]
     result, rows = small.run(lines)
-    assert result.stats.num_preemptions > 0
+    assert result.stats.facts.num_preemptions > 0
     written = [text for row in rows for text in texts(row)]
     for text in written:
         jsonschema.validate(json.loads(text), PERSON)

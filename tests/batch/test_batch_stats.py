@@ -39,4 +39,4 @@ def test_ten_thousand_ids_take_at_most_32_bytes_each():
 
 
 def test_the_hit_rate_of_nothing_is_zero():
-    assert BatchStats().hit_rate == 0.0
+    assert BatchStats().facts.hit_rate == 0.0

@@ -143,10 +143,10 @@ def test_waste_blocks_and_pools_by_hand():
         found.add(line, [line] * 20, 11)  # 30 tokens in the cache: two blocks of 16, two slots unfilled
     row = next(row for row in found.block_size_rows() if row["block_size"] == 16)
     assert (row["waste"], row["num_blocks"], row["longest_table"]) == (2 / 32, 8, 2)
-    assert [row["num_blocks"] for row in found.pool_rows(16, max_num_seqs=3)] == [2, 6, 8]
-    assert [row["num_blocks"] for row in found.pool_rows(7, max_num_seqs=3)] == [5, 15]  # hits at 7 are not counted
-    assert found.recommended_num_blocks(16, max_num_seqs=3) == 6
-    assert found.recommended_num_blocks(16, max_num_seqs=300) == 8
+    assert [row["num_blocks"] for row in found.pool_rows(16, 3)] == [2, 6, 8]
+    assert [row["num_blocks"] for row in found.pool_rows(7, 3)] == [5, 15]  # hits at 7 are not counted
+    assert found.recommended_num_blocks(16, 3) == 6
+    assert found.recommended_num_blocks(16, 300) == 8
     assert found.recommended_block_size() == 32  # one block of 32 wastes the same two slots and needs half the table
 
 

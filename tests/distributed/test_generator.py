@@ -86,12 +86,12 @@ def test_draws_depend_on_the_row_and_not_on_its_batch(generator):
 def test_rows_of_several_batches_are_in_the_engine_at_once(generator):
     """Batches of one long and some short rows: they do not wait for each other's long row."""
     stats = generator._stream.stats
-    steps = stats.num_steps
+    steps = stats.facts.num_steps
     answers(generator, table(4, max_tokens=[256, 2, 2, 2], ignore_eos=[True] * 4))
-    num_alone = stats.num_steps - steps
-    steps = stats.num_steps
+    num_alone = stats.facts.num_steps - steps
+    steps = stats.facts.num_steps
     answers(generator, *(table(4, max_tokens=[256, 2, 2, 2], ignore_eos=[True] * 4) for _ in range(2)))
-    assert stats.num_steps - steps < 1.8 * num_alone
+    assert stats.facts.num_steps - steps < 1.8 * num_alone
 
 
 def test_a_batch_larger_than_what_the_engine_holds_waits_and_is_done(generator):
