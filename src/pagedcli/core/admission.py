@@ -4,6 +4,7 @@ from collections.abc import Sequence as Ids
 
 from pagedcli.core.limits import Limits
 from pagedcli.errors import RequestError
+from pagedcli.printable import plural
 from pagedcli.sampling_params import SamplingParams
 
 
@@ -24,15 +25,16 @@ def admit(limits: Limits, prompt_token_ids: Ids[int], params: SamplingParams) ->
     if num_prompt + max_new_tokens > limits.max_model_len:
         raise RequestError(
             "context_length_exceeded",
-            f"{num_prompt} prompt tokens and {max_new_tokens} to generate are over the model length of "
-            f"{limits.max_model_len}",
+            f"{plural(num_prompt, 'prompt token')} and {max_new_tokens:,} to generate are over the model length of "
+            f"{limits.max_model_len:,}",
             hint="shorten the prompt, lower max_tokens or raise --max-model-len",
         )
     needed = limits.num_blocks_for(num_prompt, num_prompt + max_new_tokens - 1, width)
     if limits.num_blocks is not None and needed > limits.num_blocks:
         raise RequestError(
             "kv_cache_exceeded",
-            f"needs {needed:,} blocks of {limits.block_size} tokens, the pool has {limits.num_blocks:,}",
+            f"needs {plural(needed, 'block')} of {plural(limits.block_size, 'token')}, "
+            f"the pool has {limits.num_blocks:,}",
             hint=f"lower {'beam_width or ' if width > 1 else ''}max_tokens, or enlarge the pool with --kv-cache-memory "
             "or --num-gpu-blocks-override",
         )
@@ -50,7 +52,7 @@ def _check_beams(limits: Limits, width: int, params: SamplingParams) -> None:
     num_ends = 1 + len(params.stop_token_ids or ())
     if params.beam_width is not None and limits.vocab_size is not None and (1 + num_ends) * width > limits.vocab_size:
         raise RequestError(
-            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size} tokens"
+            "invalid_parameter", f"beam_width is {width}, for a vocabulary of {limits.vocab_size:,} tokens"
         )
 
 
