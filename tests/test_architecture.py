@@ -40,10 +40,13 @@ ALLOWED = {
     "kvevents": {*LOW, "core", "trace", "views", "show"},
     "simulation": {*LOW, "core", "planning", "models", "batch", "trace", "views", "show", "kvevents"},
     "app": {*LOW, "trace", "views", "show", "kvevents"},
+    "audit": {"errors", "files", "interrupt", "printable", "show"},
     "llm": {*LOW, "core", "models", "planning", "runner", "batch", "llm_keywords"},
     "distributed": {*BATCH, "batch", "llm_keywords"},
 }
-TORCH_FREE = (*sorted(LOW | {"llm_keywords"}), "core", "trace", "views", "show", "kvevents", "simulation", "app", "cli")
+TORCH_FREE = (
+    *sorted(LOW | {"llm_keywords"}), "core", "trace", "views", "show", "kvevents", "simulation", "app", "audit", "cli",
+)  # fmt: skip
 ONLY_IN = {
     "typer": {"cli"},
     "rich": {"cli", "show", "app"},
@@ -51,6 +54,7 @@ ONLY_IN = {
     "flash_attn": {"attention"},
     "pyarrow": {"batch", "distributed"},
     "ray": {"distributed"},
+    "httpx": {"audit"},
 }
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": "Compare two outputs row by row.",
     "trace": "Generate and watch the KV cache.",
     "attach": "Watch the KV cache of a vLLM, SGLang or TensorRT-LLM server.",
+    "audit": "Check whether a server's prefix cache tells the truth.",
     "replay": "Step through a recorded run.",
     "explain": "Explain why each prefix lookup of a run hit or missed.",
     "report": "Write an HTML report of a recorded run.",

@@ -1,0 +1,200 @@
+"""An audit from the survey to the verdicts, and what of it is kept when it is stopped early."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pagedcli.audit.client import AuditError, Client, LimitReached, RefusedError
+from pagedcli.audit.compare import Noise
+from pagedcli.audit.plan import BUILDERS, CHECKS, Probe, Prompts, Target, plan
+from pagedcli.audit.run import Outcome, Runner
+from pagedcli.audit.shrink import Case, failing_outcomes, fails, make_case, rebuild, save_case, shrink
+from pagedcli.audit.survey import survey
+from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
+from pagedcli.interrupt import as_exceptions
+
+_MOST_FAILURES = 3  # probes in a row without an answer end the audit
+_MOST_CONFIRMED = 6  # further probes of a length at which few pairs differ
+_MOST_TIMED = 10  # further times to the first token, where the first are too uneven
+_MOST_SHRUNK = 4  # checks
+_REPLAYS = 4
+EXIT_FAULT, EXIT_UNKNOWN = 1, 3
+_STOPPED = "the audit was stopped before"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for."""
+
+    model: str | None = None
+    checks: Sequence[str] = CHECKS
+    seed: int | None = None  # of the prompts; None: random, as a cache remembers those of an earlier run
+    concurrency: int = 8
+    folder: Path | None = None  # for failing pairs; None: none is written
+
+
+@dataclass(slots=True)
+class Audit:
+    """One run. After an exception or an interrupt, `evidence` has what is known so far."""
+
+    client: Client
+    options: Options
+    progress: Callable[[str], None] = lambda text: None
+    evidence: Evidence | None = None
+    cases: dict[str, str] = field(default_factory=dict)  # check -> words on its shortest failing pair
+    files: list[Path] = field(default_factory=list)
+    seconds: float = 0.0
+    _num_failures: int = 0
+
+    async def run(self) -> None:
+        """Ask, then shrink what fails. Raises: AuditError, UsageError, LimitReached if not even the survey succeeds."""
+        options, seed = self.options, secrets.randbits(60) if self.options.seed is None else self.options.seed
+        self.progress("what the server offers")
+        runner, found = await survey(self.client, model=options.model, seed=seed, concurrency=options.concurrency)
+        self.evidence = evidence = Evidence(found, options.checks, seen=runner.seen)
+        budget = self.client.budget
+        probes = plan(
+            Prompts(found.target, seed + 3), checks=options.checks,
+            max_requests=budget.max_requests, max_tokens=budget.max_tokens - budget.num_tokens,
+        )  # fmt: skip
+        evidence.not_run = dict.fromkeys((probe.check for probe in probes), _STOPPED)
+        try:
+            await self._send(runner, probes)
+            await self._confirm(runner, Prompts(found.target, seed + 4))
+            await self._shrink(runner, found.target, seed + 5)
+        except LimitReached as limit:
+            for check, why in evidence.not_run.items():
+                if why == _STOPPED:
+                    evidence.not_run[check] = str(limit)
+        evidence.num_other_lengths = runner.num_other_lengths
+
+    async def _send(self, runner: Runner, probes: Sequence[Probe]) -> None:
+        assert self.evidence is not None, "the survey is made"
+        not_run = self.evidence.not_run
+        last = {probe.check: i for i, probe in enumerate(probes)}
+        for i, probe in enumerate(probes):
+            if not_run.get(probe.check, _STOPPED) == _STOPPED:
+                self.progress(f"{probe.check}, {i + 1} of {len(probes)} probes")
+                if await self._send_one(runner, probe) and last[probe.check] == i:
+                    del not_run[probe.check]
+
+    async def _send_one(self, runner: Runner, probe: Probe) -> bool:
+        assert self.evidence is not None, "the survey is made"
+        try:
+            self.evidence.outcomes.append(await runner.run(probe))
+        except RefusedError as error:
+            self.evidence.not_run[probe.check] = error.message
+            return False
+        except AuditError as error:
+            self._num_failures += 1
+            self.evidence.not_run[probe.check] = error.message
+            if self._num_failures >= _MOST_FAILURES:
+                raise LimitReached(f"the server stopped answering: {error.message}") from error
+            return False
+        self._num_failures = 0
+        return True
+
+    async def _confirm(self, runner: Runner, prompts: Prompts) -> None:
+        """Where a few pairs differ by little, more of the same length tell a fault from noise."""
+        assert self.evidence is not None, "the survey is made"
+        for check in dict.fromkeys(outcome.probe.check for outcome in self.evidence.outcomes):
+            noise = self.evidence.noise()
+            counted = count_pairs(self.evidence.of(check), noise)
+            if check == "speed" and any(
+                v.check == check and v.status is Status.UNKNOWN for v in judge(self.evidence, {})
+            ):
+                length = self.evidence.of(check)[0].probe.length
+                for _ in range(_MOST_TIMED):
+                    await self._send_one(runner, BUILDERS[check](prompts, length))
+            if check not in BUILDERS or check == "noise" or not counted.different or counted.is_fault(noise):
+                continue
+            length = counted.different[0][0].probe.length
+            for i in range(_MOST_CONFIRMED):
+                self.progress(f"{check} again, {i + 1} of {_MOST_CONFIRMED}")
+                await self._send_one(runner, BUILDERS[check](prompts, length))
+
+    async def _shrink(self, runner: Runner, target: Target, seed: int) -> None:
+        assert self.evidence is not None, "the survey is made"
+        noise = self.evidence.noise()
+        verdicts = {verdict.check for verdict in judge(self.evidence, {}) if verdict.status is Status.FAULT}
+        failing = failing_outcomes(self.evidence.outcomes, noise, target.unit)
+        chosen = {check: outcome for check, outcome in failing.items() if check in verdicts or "law" in verdicts}
+        limit: LimitReached | None = None
+        for check, outcome in list(chosen.items())[:_MOST_SHRUNK]:
+            found = outcome
+            if limit is None:
+                self.progress(f"{check}: a shorter prompt that fails")
+                try:
+                    found = await shrink(runner, target, outcome, noise, seed)
+                except (LimitReached, AuditError) as error:
+                    limit = error if isinstance(error, LimitReached) else LimitReached(error.message)
+            self._keep(runner, target, noise, outcome, found, by_claims=check not in verdicts)
+        if limit is not None:
+            raise limit
+
+    def _keep(
+        self, runner: Runner, target: Target, noise: Noise, first: Outcome, found: Outcome, *, by_claims: bool
+    ) -> None:
+        """Write the shortest failing pair to a file."""
+        words = f"; shortest failing prompt: {found.probe.length:,} tokens"
+        if self.options.folder is not None:
+            path = save_case(make_case(found, first, target, noise, runner), self.options.folder, first.number)
+            self.files.append(path)
+            words += f", in {path.name}"
+        self.cases["law" if by_claims else found.probe.check] = words
+
+    def verdicts(self) -> list[Verdict]:
+        return [] if self.evidence is None else judge(self.evidence, self.cases)
+
+
+def exit_code(verdicts: Sequence[Verdict]) -> int:
+    """1 if anything is wrong, 3 if something could not be determined, else 0."""
+    if any(verdict.status is Status.FAULT for verdict in verdicts):
+        return EXIT_FAULT
+    return EXIT_UNKNOWN if not verdicts or any(each.status is Status.UNKNOWN for each in verdicts) else 0
+
+
+async def replay(client: Client, case: Case, *, model: str | None, concurrency: int) -> tuple[int, int, float]:
+    """Send a failing pair again, with fresh prompts: how many of how many probes fail, and the largest distance.
+
+    Raises: AuditError, UsageError, LimitReached.
+    """
+    runner, found = await survey(
+        client, model=model, seed=secrets.randbits(60), concurrency=concurrency, only_words=True
+    )  # fmt: skip
+    target = Target(
+        len(runner.endpoint.words), runner.endpoint.num_extra, found.target.max_length, case.unit, case.smallest,
+        case.bypass, case.isolates, runner.endpoint.has_logprobs, True, concurrency,
+    )  # fmt: skip
+    runner.endpoint = type(runner.endpoint)(
+        runner.endpoint.model, runner.endpoint.words, runner.endpoint.num_extra, runner.endpoint.has_logprobs,
+        runner.endpoint.ignores_eos, case.bypass,
+    )  # fmt: skip
+    noise = Noise(0, 0, case.distance, case.tolerance)
+    prompts, num_failing, distances = Prompts(target, secrets.randbits(60)), 0, [0.0]
+    for _ in range(_REPLAYS):
+        outcome = await runner.run(rebuild(case, prompts))
+        num_failing += fails(outcome, noise, case.unit)
+        distances += [each.distance for each in outcome.differences if each is not None and each.distance is not None]
+    return num_failing, _REPLAYS, max(distances)
+
+
+def run_to_end(audit: Audit) -> bool:
+    """Run an audit with its own event loop. Returns whether it was interrupted."""
+
+    async def run() -> None:
+        async with audit.client:
+            await audit.run()
+
+    start_s = time.monotonic()
+    try:
+        with as_exceptions():
+            asyncio.run(run())
+    except KeyboardInterrupt:
+        return True
+    finally:
+        audit.seconds = time.monotonic() - start_s
+    return False

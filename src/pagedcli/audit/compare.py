@@ -1,0 +1,106 @@
+"""How far two answers to one prompt are apart, and whether that is more than noise.
+
+The distance is the largest difference of a log-probability at positions that follow equal tokens. Two likely tokens
+that noise can swap have nearly equal log-probabilities in both answers, so a swap adds nothing to the distance.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pagedcli.audit.answers import Choice
+
+_LEAST_LOGPROB = -12.0  # less likely tokens are all the same
+SMALLEST_TOLERANCE = 0.02  # llama.cpp with K and V in float16 differs by 0.003 between batch shapes
+USUAL_TOLERANCE = 0.2  # bfloat16 differs by less between batch shapes; above, noise has to be measured, not assumed
+LARGEST_TOLERANCE = 1.0  # no arithmetic explains more; a server that is noisier cannot be audited
+_FACTOR_ALONE, _FACTOR_MEDIAN = 2.5, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two answers compared."""
+
+    distance: float | None  # of log-probabilities; None without them
+    is_same: bool  # tokens, or the text where there are no tokens
+    position: int | None = None  # of the first different token; of the character where there are no tokens
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether noise up to `tolerance` does not explain it."""
+        return not self.is_same if self.distance is None else self.distance > tolerance
+
+
+def compare(cold: Choice, warm: Choice, *, skip: int = 0) -> Difference:
+    """The difference of two answers; the first `skip` tokens of the cold one were part of the warm prompt."""
+    if not (cold.top and warm.top):
+        place = _first_difference(cold.text, warm.text) if skip == 0 else None
+        return Difference(None, place is None, place)
+    distance, place = 0.0, None
+    for i, (old, new) in enumerate(zip(cold.top[skip:], warm.top, strict=False)):
+        distance = max(distance, _distance(old, new))
+        if cold.tokens[skip + i] != warm.tokens[i]:
+            place = i
+            break
+    return Difference(distance, place is None, place)
+
+
+def _distance(old: Mapping[str, float], new: Mapping[str, float]) -> float:
+    least_old, least_new = (max(_LEAST_LOGPROB, min(row.values())) for row in (old, new))
+    largest = 0.0
+    for token in old.keys() | new.keys():
+        a, b = old.get(token), new.get(token)
+        if a is None or b is None:  # not among the alternatives of one: it is at most as likely as the last of them
+            known, bound = (b, least_old) if a is None else (a, least_new)
+            assert known is not None, "the token is in one of the rows"
+            largest = max(largest, known - bound)
+        elif max(a, b) > _LEAST_LOGPROB:
+            largest = max(largest, abs(max(a, _LEAST_LOGPROB) - max(b, _LEAST_LOGPROB)))
+    return largest
+
+
+def _first_difference(a: str, b: str) -> int | None:
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What equal requests differ by with nothing to blame but arithmetic."""
+
+    num_pairs: int
+    num_different: int  # with different tokens
+    largest: float | None  # distance; None without log-probabilities
+    tolerance: float
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether answers differ so much that nothing can be said about a cache."""
+        if self.largest is None:
+            return self.num_different > self.num_pairs / 4
+        return self.largest > LARGEST_TOLERANCE / 2
+
+    def chance(self, num_different: int, num_pairs: int) -> float:
+        """The probability that noise alone makes at least so many of the pairs differ."""
+        rate = (self.num_different if self.largest is None else 0) + 0.5
+        rate /= self.num_pairs + 1
+        return sum(
+            math.comb(num_pairs, k) * rate**k * (1 - rate) ** (num_pairs - k)
+            for k in range(num_different, num_pairs + 1)
+        )
+
+
+def measure_noise(same: Sequence[Difference], cold_warm: Sequence[Difference]) -> Noise:
+    """The noise of equal requests, and a tolerance that covers other batch shapes.
+
+    `same` are requests repeated with nothing different. The median of all cold and warm pairs shows what a different
+    shape of the computation does; a cache that is wrong most of the time must not raise it, so it counts up to
+    USUAL_TOLERANCE.
+    """
+    distances = [each.distance for each in same if each.distance is not None]
+    shapes = sorted(each.distance for each in cold_warm if each.distance is not None)
+    largest = max(distances, default=None)
+    median = shapes[len(shapes) // 2] if shapes else 0.0
+    tolerance = max(SMALLEST_TOLERANCE, min(USUAL_TOLERANCE, _FACTOR_MEDIAN * median), _FACTOR_ALONE * (largest or 0.0))
+    num_different = sum(not each.is_same for each in same)
+    return Noise(len(same), num_different, largest, min(tolerance, LARGEST_TOLERANCE))

@@ -1,0 +1,157 @@
+"""The shortest prompt at which a probe still fails, as a file that `pagedcli audit --replay` sends again.
+
+A cache remembers prompts, so a probe is never sent twice: it is built again with fresh words and the same lengths.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pagedcli.audit.compare import Noise
+from pagedcli.audit.plan import BUILDERS, Pair, Probe, Prompts, Target, evict
+from pagedcli.audit.run import Outcome, Runner
+from pagedcli.errors import UsageError
+from pagedcli.files import whole_file
+
+FORMAT = "pagedcli-audit-1"
+_TRIES = 2  # probes per length; a fault that needs luck shrinks less
+_MAX_FILE_BYTES = 4 << 20
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A failing probe: what is needed to build it again, and what was seen."""
+
+    format: str
+    check: str
+    length: int  # tokens of the prompt, as short as fails
+    first_length: int  # where it was found
+    pressure_tokens: int = 0  # of the check `evict`
+    unit: int | None
+    smallest: int
+    bypass: Literal["salt", "cache_prompt"] | None
+    isolates: bool | None
+    tolerance: float  # of log-probabilities
+    distance: float | None
+    model: str
+    requests: list[dict[str, Any]]  # what was sent and received
+
+
+def fails(outcome: Outcome, noise: Noise, unit: int | None) -> bool:
+    """Whether a probe shows a wrong answer, a wrong count of cached tokens, or a hit of another salt."""
+    pairs = zip(outcome.probe.pairs, outcome.differences, strict=True)
+    if any(found.exceeds(noise.tolerance) for pair, found in pairs if found is not None and not _differs(pair)):
+        return True
+    if outcome.probe.check == "salts" and (outcome.seen[-1].answer.num_cached or 0) > 6:
+        return True
+    return any(each.claims_too_much(unit) for each in outcome.seen)
+
+
+def _differs(pair: Pair) -> bool:
+    return pair.must_differ or pair.is_control
+
+
+async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise, seed: int) -> Outcome:
+    """A failing probe with a shorter prompt, by bisection over the number of blocks with the same rest.
+
+    Raises: LimitReached, AuditError.
+    """
+    check, length = failing.probe.check, failing.probe.length
+    if check not in BUILDERS:
+        return failing
+    prompts, shortest = Prompts(target, seed), failing
+    rest = length % target.step
+    lengths = [n for n in range(rest, length, target.step) if n >= target.num_extra + 4]
+    low, high = 0, len(lengths)  # lengths[high] fails; of high = len(lengths) that is `failing` itself
+    while low < high:
+        middle = (low + high) // 2
+        found = await _fails_again(runner, prompts, check, lengths[middle], noise)
+        if found is None:
+            low = middle + 1
+        else:
+            shortest, high = found, middle
+    return shortest
+
+
+async def _fails_again(runner: Runner, prompts: Prompts, check: str, length: int, noise: Noise) -> Outcome | None:
+    for _ in range(_TRIES):
+        outcome = await runner.run(BUILDERS[check](prompts, length))
+        if fails(outcome, noise, prompts.target.unit):
+            return outcome
+    return None
+
+
+def make_case(found: Outcome, first: Outcome, target: Target, noise: Noise, runner: Runner) -> Case:
+    worst = found.worst()
+    evict_tokens = found.probe.num_tokens() if found.probe.check == "evict" else 0
+    return Case(
+        format=FORMAT, check=found.probe.check, length=found.probe.length, first_length=first.probe.length,
+        pressure_tokens=evict_tokens, unit=target.unit, smallest=target.smallest, bypass=target.bypass,
+        isolates=target.isolates, tolerance=noise.tolerance, distance=worst.distance if worst else None,
+        model=runner.endpoint.model, requests=_requests(found, runner),
+    )  # fmt: skip
+
+
+def _requests(outcome: Outcome, runner: Runner) -> list[dict[str, Any]]:
+    """What was sent and received; of pressure only the sizes."""
+    rows = []
+    for each in outcome.seen:
+        answer, choice = each.answer, each.answer.choices[0]
+        row: dict[str, Any] = {
+            "num_prompt_tokens": answer.num_prompt, "num_cached_tokens": answer.num_cached,
+            "num_shared_tokens": each.num_shared, "alone": each.is_alone,
+        }  # fmt: skip
+        if each.ask.max_new > 1:
+            row |= {
+                "prompt": runner.endpoint.text(each.ask.words), "stream": each.ask.stream, "n": each.ask.n,
+                "text": choice.text, "tokens": choice.tokens, "logprobs": choice.logprobs,
+                "top_logprobs": [dict(top) for top in choice.top],
+            }  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def save_case(case: Case, folder: Path, number: int) -> Path:
+    """Write audit-<number>.json, or the next number that is free. Raises: OSError."""
+    while True:
+        path = folder / f"audit-{number}.json"
+        try:
+            with path.open("x"):  # taken, so that no other run writes it
+                pass
+        except FileExistsError:
+            number += 1
+            continue
+        with whole_file(path, overwrite=True) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(case), indent=2) + b"\n")
+        return path
+
+
+def load_case(path: Path) -> Case:
+    """Raises: UsageError if the file is not one that the audit wrote."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        case = msgspec.json.decode(content, type=Case)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: {error}", hint="name a file that pagedcli audit has written") from error
+    known = case.check in BUILDERS or case.check == "evict"
+    if case.format != FORMAT or not known or not 1 <= case.length < 1 << 20 or len(content) > _MAX_FILE_BYTES:
+        raise UsageError(f"{path} is not a failing pair of pagedcli audit ({FORMAT})")
+    return case
+
+
+def rebuild(case: Case, prompts: Prompts) -> Probe:
+    """The probe of a case with fresh prompts."""
+    if case.check == "evict":
+        return evict(prompts, case.length, case.pressure_tokens)
+    return BUILDERS[case.check](prompts, case.length)
+
+
+def failing_outcomes(outcomes: Sequence[Outcome], noise: Noise, unit: int | None) -> dict[str, Outcome]:
+    """Per check, the failing probe with the shortest prompt."""
+    found: dict[str, Outcome] = {}
+    for outcome in sorted(outcomes, key=lambda each: each.probe.length):
+        if fails(outcome, noise, unit):
+            found.setdefault(outcome.probe.check, outcome)
+    return found

@@ -1,0 +1,270 @@
+"""`pagedcli audit`: whether the prefix cache of a running server tells the truth."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagedcli.cli.options import Flags, FormatOption, config_flags, option
+from pagedcli.errors import UsageError
+from pagedcli.files import check_files, whole_file
+from pagedcli.interrupt import EXIT_INTERRUPTED
+from pagedcli.printable import one_line
+from pagedcli.show.tables import Column, Format, Table, print_tables
+from pagedcli.show.terminal import ProgressLine, say
+
+if TYPE_CHECKING:
+    from pagedcli.audit.audit import Audit
+    from pagedcli.audit.client import Client
+
+_SURVEY_REQUESTS = 20
+_ASSUMED_UNIT = 16
+
+
+_limits, _connection, _output = (partial(option, panel=panel) for panel in ("Limits", "Connection", "Output"))
+_URL_HELP = "Address before /completions: http://localhost:8000/v1."
+_PROXY_HELP = "HTTP proxy. Those of the environment are not used."
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """The flags of `audit`."""
+
+    url: Annotated[str | None, typer.Argument(metavar="URL", help=_URL_HELP)] = None
+    model: Annotated[
+        str | None, option("-m", "--model", metavar="NAME", help="Model to ask. Default: the server's only one.")
+    ] = None
+    checks: Annotated[
+        str | None, option("--checks", metavar="A,B", help="Only these checks; --dry-run lists them.")
+    ] = None
+    skip: Annotated[str | None, option("--skip", metavar="A,B", help="All checks but these.")] = None
+    replay: Annotated[
+        Path | None, option("--replay", metavar="FILE", help="Send a failing pair again, with fresh prompts.")
+    ] = None
+    dry_run: Annotated[bool, option("--dry-run", help="Print the plan and send nothing.")] = False
+    self_test: Annotated[
+        bool, option("--self-test", help="Audit planted servers on this machine, one per kind of fault.")
+    ] = False
+    max_requests: Annotated[
+        int, _limits(metavar="N", min=30, max=100_000, help="Requests. Default: 300.")
+    ] = 300  # fmt: skip
+    max_tokens: Annotated[
+        int, _limits(metavar="N", min=5000, help="Tokens of all prompts and answers. Default: 200000.")
+    ] = 200_000  # fmt: skip
+    max_seconds: Annotated[float, _limits(metavar="S", min=1, help="Seconds of the audit. Default: 290.")] = 290.0
+    timeout: Annotated[float, _limits(metavar="S", min=0.1, help="Seconds of one answer. Default: 30.")] = 30.0
+    concurrency: Annotated[int, _limits(metavar="N", min=2, max=64, help="Requests at a time. Default: 8.")] = 8
+    key_env: Annotated[
+        str | None, _connection(metavar="NAME", help="Environment variable with the API key.")
+    ] = None  # fmt: skip
+    proxy: Annotated[str | None, _connection(metavar="URL", help=_PROXY_HELP)] = None
+    ca_file: Annotated[
+        Path | None, _connection(metavar="PEM", help="Certificates to trust instead of the system's.")
+    ] = None  # fmt: skip
+    output_file: Annotated[
+        Path | None, _output("-o", "--output-file", metavar="PAGE.html", help="Also write an HTML page.")
+    ] = None
+    output_dir: Annotated[
+        Path, _output(metavar="DIR", help="Folder for failing pairs, audit-<N>.json. Default: this one.")
+    ] = Path()  # fmt: skip
+    overwrite: Annotated[bool, _output("--overwrite", help="Replace an existing page.")] = False
+    format_: FormatOption = Format.TABLE
+
+    def client(self) -> "Client":
+        from pagedcli.audit.client import Budget, Client
+
+        assert self.url is not None, "the command has checked it"
+        budget = Budget(self.max_requests, self.max_tokens, self.max_seconds)
+        return Client(
+            self.url, budget, key=_key(self.key_env), timeout_s=self.timeout, concurrency=self.concurrency,
+            proxy=self.proxy, ca_file=self.ca_file,
+        )  # fmt: skip
+
+
+@config_flags()
+def audit(options: AuditOptions, *, flags: Flags) -> None:
+    """Check whether a server's prefix cache tells the truth.
+
+    Sends random prompts to a server with the OpenAI completions API and compares cold answers with warm ones: at block
+    boundaries, as a next turn, in a crowd, as streams, with two samples, with other salts, after eviction. Differences
+    count only beyond the noise of the server, which is measured first. Nothing is sent to any other address.
+
+    \b
+    Examples:
+      pagedcli audit http://localhost:8000/v1 --dry-run
+      pagedcli audit http://localhost:8000/v1 -o audit.html
+      pagedcli audit --replay audit-17.json http://localhost:8000/v1
+      pagedcli audit --self-test
+
+    Exit codes: 0 all checks passed, 1 a check failed, 2 wrong usage, 3 a check could not be made, 130 interrupted.
+    """
+    if options.self_test:
+        _run_self_test(options.format_)
+        return
+    if options.url is None:
+        raise UsageError("there is no URL to audit", hint="pagedcli audit http://localhost:8000/v1")
+    chosen = _chosen(options.checks, options.skip)
+    client = options.client()
+    if options.dry_run:
+        _print_plan(options, chosen)
+        return
+    _say_if_key_is_readable(options)
+    if options.replay is not None:
+        _run_replay(options.replay, client, options)
+        return
+    check_files({}, {"-o": options.output_file}, overwrite=options.overwrite)
+    if not options.output_dir.is_dir():
+        raise UsageError(f"there is no folder {options.output_dir}", hint=f"mkdir -p {options.output_dir}")
+    from pagedcli.audit.audit import Audit, Options
+
+    asked = Options(options.model, chosen, None, options.concurrency, options.output_dir)
+    _run(Audit(client, asked), options)
+
+
+def _run(run: "Audit", options: AuditOptions) -> None:
+    from pagedcli.audit.audit import exit_code, run_to_end
+    from pagedcli.audit.client import AuditError, LimitReached
+    from pagedcli.audit.report import facts, lookup_table, page, pair_table, summary, verdict_table
+
+    line = ProgressLine(line_every_s=10)
+    run.progress = _progress(line, run)
+    try:
+        was_interrupted = run_to_end(run)
+    except LimitReached as limit:
+        raise AuditError(f"{limit} before the server was understood", hint="allow more") from limit
+    finally:
+        line.close()
+    tables = [verdict_table(run)]
+    if options.format_ in (Format.JSON, Format.CSV) and run.evidence is not None:
+        tables += [pair_table(run.evidence.outcomes, run.evidence.noise().tolerance), lookup_table(run.evidence.seen)]
+    print_tables(tables, options.format_, facts=facts(run, was_interrupted=was_interrupted))
+    if options.output_file is not None:
+        with whole_file(options.output_file, overwrite=options.overwrite) as file:
+            file.write(page(run))
+    verdicts = run.verdicts()
+    say("interrupted: the verdicts are of what was seen until then" if was_interrupted else summary(verdicts))
+    raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else exit_code(verdicts))
+
+
+def _run_replay(path: Path, client: "Client", options: AuditOptions) -> None:
+    from pagedcli.audit.audit import EXIT_FAULT, replay
+    from pagedcli.audit.client import AuditError, LimitReached
+    from pagedcli.audit.shrink import load_case
+
+    case = load_case(path)
+
+    async def run() -> tuple[int, int, float]:
+        async with client:
+            return await replay(client, case, model=options.model, concurrency=options.concurrency)
+
+    try:
+        num_failing, num, largest = asyncio.run(run())
+    except LimitReached as limit:
+        raise AuditError(str(limit), hint="allow more") from limit
+    columns = [Column("check", "check"), Column("length", "prompt tokens"), Column("text", "result")]
+    text = f"{num_failing} of {num} fail, by up to {largest:.2g} (more than {case.tolerance:.2g} counts as different)"
+    row = {"check": case.check, "length": case.length, "text": text, "num_failing": num_failing, "num_probes": num}
+    print_tables([Table("replay", f"Replay of {one_line(path.name)}", columns, [row])], options.format_)
+    raise typer.Exit(EXIT_FAULT if num_failing else 0)
+
+
+def _run_self_test(format_: Format) -> None:
+    from pagedcli.audit.self_test import trials
+
+    line = ProgressLine(line_every_s=10)
+    results = []
+    for result in trials(lambda text: line.show(lambda _: text[: shutil.get_terminal_size().columns - 1])):
+        results.append(result)
+    line.close()
+    columns = [
+        Column("fault", "server"),
+        Column("result", "result"),
+        Column("by", "found by"),
+        Column("meaning", "fault"),
+    ]
+    rows = [
+        {
+            "fault": result.fault or "correct", "meaning": result.meaning,
+            "result": "right" if result.is_right else "WRONG",
+            "by": ", ".join(dict.fromkeys(each.check for each in result.faults)) or None,
+        }
+        for result in results
+    ]  # fmt: skip
+    print_tables([Table("trials", "Self-test of the audit", columns, rows)], format_)
+    if any(result.was_interrupted for result in results):
+        raise typer.Exit(EXIT_INTERRUPTED)
+    num_wrong = sum(not result.is_right for result in results)
+    say(
+        f"{num_wrong} of {len(results)} servers were judged wrongly"
+        if num_wrong
+        else "All servers were judged rightly."
+    )
+    raise typer.Exit(1 if num_wrong else 0)
+
+
+def _print_plan(options: AuditOptions, checks: tuple[str, ...]) -> None:
+    from pagedcli.audit.plan import Prompts, Target, plan
+    from pagedcli.audit.report import plan_table
+    from pagedcli.audit.survey import WORDS
+
+    target = Target(len(WORDS), unit=_ASSUMED_UNIT, isolates=True, bypass="salt", concurrency=options.concurrency)
+    probes = plan(
+        Prompts(target, 0), max_requests=options.max_requests, max_tokens=options.max_tokens, checks=checks
+    )  # fmt: skip
+    table = plan_table(probes, _SURVEY_REQUESTS)
+    limits = (
+        f"to {one_line(options.url or '')} only; at most {options.max_requests:,} requests, {options.max_tokens:,} "
+        f"tokens, {options.max_seconds:,.0f} s, {options.concurrency} requests at a time"
+    )
+    assumed = (
+        f"for blocks of {_ASSUMED_UNIT} tokens and salts; what the server has is found out first. Nothing was sent."
+    )
+    print_tables([Table(table.key, table.title, table.columns, table.rows, [limits, assumed])], options.format_)
+
+
+def _chosen(checks: str | None, skip: str | None) -> tuple[str, ...]:
+    from pagedcli.audit.plan import CHECKS
+
+    named = {name.strip() for text in (checks, skip) if text is not None for name in text.split(",")}
+    unknown = sorted(named - set(CHECKS))
+    if unknown:
+        raise UsageError(f"there is no check {one_line(unknown[0])!r}", hint="the checks are " + ", ".join(CHECKS))
+    only = set(CHECKS) if checks is None else {name.strip() for name in checks.split(",")} | {"noise"}
+    without = set() if skip is None else {name.strip() for name in skip.split(",")}
+    chosen = tuple(check for check in CHECKS if check in only - without)
+    if not chosen:
+        raise UsageError("no check is left", hint="the checks are " + ", ".join(CHECKS))
+    return chosen
+
+
+def _key(name: str | None) -> str | None:
+    """The API key. Never printed, also not in an error."""
+    if name is None:
+        return None
+    key = os.environ.get(name, "")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(f"the environment variable {one_line(name)} is not set, or is not a key")
+    return key
+
+
+def _say_if_key_is_readable(options: AuditOptions) -> None:
+    is_local = (options.url or "").startswith(("https:", "http://localhost", "http://127.", "http://[::1]"))
+    if options.key_env is not None and not is_local:
+        say("note: the key is sent without encryption, as the URL begins with http:")
+
+
+def _progress(line: ProgressLine, run: "Audit") -> Callable[[str], None]:
+    def show(text: str) -> None:
+        def words(elapsed_s: float) -> str:
+            shown = f"{elapsed_s:,.0f} s, {run.client.budget.num_requests:,} requests: {text}"
+            return shown[: shutil.get_terminal_size().columns - 1]
+
+        line.show(words)
+
+    return show

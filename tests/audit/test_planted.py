@@ -1,0 +1,134 @@
+"""Every planted fault is found by the check made for it, and a correct server passes."""
+
+import pytest
+
+from pagedcli.audit.audit import Audit, Options, exit_code, run_to_end
+from pagedcli.audit.client import Budget, Client
+from pagedcli.audit.faulty import FAULTS, Settings, serving
+from pagedcli.audit.self_test import FOUND_BY, trial
+from pagedcli.audit.verdicts import Status
+
+# the checks that a fault needs, for the fast tests
+NEEDED = {
+    "stale-block": ("noise", "evict"),
+    "off-by-one": ("noise", "twins"),
+    "full-hit": ("noise", "repeat"),
+    "across-salts": ("noise", "salts"),
+    "wrong-positions": ("noise", "repeat"),
+    "moved-block": ("noise", "moved"),
+    "wrong-row": ("noise", "crowd"),
+    "only-claimed": ("noise", "speed"),
+}
+
+
+def audit(settings, *, max_requests=300, max_tokens=200_000, **options):
+    """A finished audit of a planted server."""
+    with serving(settings) as server:
+        run = Audit(Client(server.url, Budget(max_requests, max_tokens, 280.0)), Options(**options))
+        assert not run_to_end(run)
+    return run
+
+
+def texts(run, status):
+    return [(each.check, each.text) for each in run.verdicts() if each.status is status]
+
+
+def test_every_fault_has_a_check_that_must_find_it():
+    assert set(FOUND_BY) == set(FAULTS) == set(NEEDED)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, seed):
+    result = trial(Settings(fault=fault, seed=seed), Options(seed=seed, checks=NEEDED[fault]))
+    assert result.is_right, f"found: {result.faults}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_in_every_full_audit(fault, seed):
+    result = trial(Settings(fault=fault, seed=100 + seed), Options())
+    assert result.is_right, f"found: {result.faults}"
+
+
+KINDS = {
+    "as vLLM": {},
+    "with a first token, no salts": {"has_bos": True, "has_salts": False},
+    "blocks of 32": {"block_size": 32, "num_blocks": 128},
+    "as llama-server": {"block_size": 1, "num_blocks": 8192, "has_salts": False, "has_bos": True, "is_llama": True},
+    "reports nothing": {"reports": False, "has_salts": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_correct_server_with_noise_passes(kind):
+    run = audit(Settings(seed=7, **KINDS[kind]), seed=7)
+    assert texts(run, Status.FAULT) == []
+    if KINDS[kind].get("reports", True):
+        assert run.evidence.survey.target.unit == KINDS[kind].get("block_size", 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_correct_server_is_accused(kind, seed):
+    run = audit(Settings(seed=seed, **KINDS[kind]))
+    assert texts(run, Status.FAULT) == []
+
+
+def test_a_correct_server_without_noise_follows_the_law_everywhere():
+    run = audit(Settings(noise=0.0), seed=1, checks=("noise", "repeat", "resume", "crowd", "twins", "moved", "salts"))
+    verdicts = {(each.check, each.status) for each in run.verdicts()}
+    assert {status for _, status in verdicts} == {Status.OK}
+    assert exit_code(run.verdicts()) == 0
+    (law,) = [each for each in run.verdicts() if each.check == "law"]
+    assert law.num_different == 0
+    assert law.num_pairs > 60
+
+
+def test_the_fields_of_llama_server_are_known():
+    settings = Settings(fault="moved-block", block_size=8, has_salts=False, is_llama=True)
+    run = audit(settings, seed=1, checks=("noise", "twins", "moved"))
+    target = run.evidence.survey.target
+    assert (run.evidence.survey.cached_field, target.unit, target.bypass) == ("timings.cache_n", 8, "cache_prompt")
+    assert {check for check, _ in texts(run, Status.FAULT)} == {"law", "moved"}
+
+
+def test_a_changed_token_that_changes_nothing_shows_without_reports_or_salts():
+    hidden = {"reports": False, "has_salts": False}
+    run = audit(Settings(fault="off-by-one", **hidden), seed=1, checks=("noise", "twins"))
+    assert [check for check, _ in texts(run, Status.FAULT)] == ["change"]
+    run = audit(Settings(**hidden), seed=1, checks=("noise", "twins"))
+    assert texts(run, Status.FAULT) == []
+    assert "change" in {check for check, _ in texts(run, Status.OK)}
+
+
+def test_a_fault_without_logprobs_shows_in_the_texts():
+    hidden = {"has_logprobs": False, "noise": 0.0}
+    run = audit(Settings(fault="wrong-positions", **hidden), seed=1, checks=("noise", "repeat"))
+    assert [check for check, _ in texts(run, Status.FAULT)] == ["repeat"]
+
+
+def test_a_fault_of_whole_blocks_is_said_to_be_one(tmp_path):
+    run = audit(Settings(fault="full-hit"), seed=1, checks=("noise", "repeat"), folder=tmp_path)
+    (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]
+    assert "in 8 of 24 pairs" in verdict.text
+    assert "all of whole blocks exactly (16, 32, 64, 128 tokens)" in verdict.text
+    assert f"shortest failing prompt: 16 tokens, in {run.files[0].name}" in verdict.text
+
+
+@pytest.mark.parametrize("limits", [{"max_requests": 40}, {"max_tokens": 6000}])
+def test_a_limit_ends_the_audit_with_what_is_known(limits):
+    run = audit(Settings(seconds_per_token=1e-6), seed=1, **limits)
+    budget = run.client.budget
+    assert budget.num_requests <= limits.get("max_requests", 300)
+    assert budget.num_tokens <= limits.get("max_tokens", 200_000)
+    assert exit_code(run.verdicts()) == 3
+    assert any("limit of" in text for _, text in texts(run, Status.UNKNOWN))
+    assert "unit" in {check for check, _ in texts(run, Status.OK)}
+
+
+def test_a_server_whose_cache_is_off_is_not_passed():
+    run = audit(Settings(num_blocks=1, block_size=2048), seed=1, checks=("noise", "repeat"))
+    assert exit_code(run.verdicts()) == 3

@@ -1,0 +1,90 @@
+"""Real servers with tiny models: skipped, with the reason, where this machine has none (see real_servers)."""
+
+import sys
+
+import pytest
+from real_servers import command_in, free_port, running, write_gguf, write_qwen
+
+from pagedcli.audit.audit import Audit, Options, run_to_end
+from pagedcli.audit.client import Budget, Client
+from pagedcli.audit.verdicts import Status
+
+pytestmark = pytest.mark.slow
+COMPARED = ("repeat", "stream", "crowd")  # and `resume`, where answers begin with whole words
+
+
+def audit(url, **options):
+    """Verdicts by check; the whole table is printed for -s and for failures."""
+    run = Audit(Client(url, Budget(300, 200_000, 280.0)), Options(**options))
+    assert not run_to_end(run)
+    for each in run.verdicts():
+        print(f"{each.status:8}{each.check:9}{each.text}", file=sys.stderr)
+    assert [each.text for each in run.verdicts() if each.status is Status.FAULT] == []
+    return run, {each.check: each for each in run.verdicts()}
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "stories.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen")
+    write_qwen(folder)
+    return folder
+
+
+@pytest.mark.parametrize("cache", ["true", "false"])
+def test_llama_cpp_python(stories, cache, tmp_path):
+    port = free_port()
+    command = [
+        command_in("PAGEDCLI_LLAMA_PYTHON"), "-m", "llama_cpp.server", "--model", str(stories), "--n_ctx", "512",
+        "--logits_all", "true", "--n_threads", "1", "--host", "127.0.0.1", "--port", str(port), "--cache", cache,
+    ]  # fmt: skip
+    with running(command, port, log=tmp_path / "log", wait_s=120) as url:
+        run, verdicts = audit(url)
+    assert not run.evidence.survey.target.reports
+    assert {verdicts[check].status for check in COMPARED} == {Status.OK}
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_llama_server(stories, cache, tmp_path):
+    port = free_port()
+    command = [
+        command_in("PAGEDCLI_LLAMA_SERVER"), "-m", str(stories), "-c", "2048", "-np", "4", "-t", "1",
+        "--host", "127.0.0.1", "--port", str(port), *([] if cache else ["--no-cache-prompt"]),
+    ]  # fmt: skip
+    with running(command, port, log=tmp_path / "log", wait_s=120) as url:
+        run, verdicts = audit(url)
+    assert {verdicts[check].num_different for check in COMPARED} == {0}
+    if cache:
+        assert run.evidence.survey.target.unit == 1
+        assert run.evidence.survey.target.bypass == "cache_prompt"
+    else:
+        assert not run.evidence.survey.target.reports
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_vllm_on_a_cpu(qwen, cache, tmp_path):
+    port = free_port()
+    command = [
+        command_in("PAGEDCLI_VLLM_PYTHON"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(qwen),
+        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
+        "--max-model-len", "1100", "--block-size", "32", "--num-gpu-blocks-override", "256", "--max-num-seqs", "8",
+        "--enable-prompt-tokens-details", "--enforce-eager",
+        "--enable-prefix-caching" if cache else "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with running(command, port, log=tmp_path / "log", wait_s=400, env=env) as url:
+        run, verdicts = audit(url)
+    assert {verdicts[check].num_different for check in (*COMPARED, "samples")} == {0}
+    if cache:
+        assert run.evidence.survey.target.unit == 32
+        assert run.evidence.survey.target.bypass == "salt"
+        assert {verdicts[check].status for check in ("law", "twins", "moved", "salts", "evict")} == {Status.OK}
+    else:
+        assert not run.evidence.survey.target.reports
