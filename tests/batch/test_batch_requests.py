@@ -206,6 +206,8 @@ def test_fields_without_effect_are_counted_and_with_strict_refused():
     ("line", "code"),
     [
         (b"{", "invalid_json"),
+        (b'{"prompt": "x", "prompt": "y"}', "invalid_request"),
+        (b'{"prompt": "x", "\\u0070rompt": "y"}', "invalid_request"),
         (b"null", "invalid_request"),
         (b"[1]", "invalid_request"),
         (b"5", "invalid_request"),

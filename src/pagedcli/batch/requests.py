@@ -4,6 +4,7 @@ Used by batch.prompts. Any error in a line is a RequestError with a stable code;
 are in OpenAI's format, reduced to what a text model's chat template accepts.
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -231,7 +232,20 @@ def decode_line(content: bytes | None) -> dict[str, Any]:
         raise RequestError("invalid_json", f"not JSON: {error}") from error
     if not isinstance(document, dict):
         raise RequestError("invalid_request", f"a line must be a JSON object, this one is {_json_type(document)}")
+    if (key := _repeated_key(document, content)) is not None:
+        raise RequestError("invalid_request", f"the line has {key!r} twice")
     return document
+
+
+def _repeated_key(document: dict[str, Any], content: bytes) -> str | None:
+    """A key that the line's object has twice, of which `document` holds the last value; None if there is none."""
+    if b"\\u" not in content and all(content.count(b'"%b"' % key.encode()) == 1 for key in document):
+        return None  # nearly every line, without decoding it again
+    try:
+        pairs = json.loads(content, object_pairs_hook=list, parse_int=str, parse_float=str)
+    except RecursionError as error:
+        raise RequestError("invalid_json", "not JSON: nested too deeply") from error
+    return next((key for key, count in Counter(key for key, _ in pairs).items() if count > 1), None)
 
 
 def read_head(document: dict[str, Any], index: int, line_number: int, columns: Columns | None = None) -> RowHead:
