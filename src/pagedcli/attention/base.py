@@ -48,6 +48,9 @@ class PagedBatch:
     num_tokens_host: list[int] = field(default_factory=list)  # num_tokens on the host
     work: Any = None  # what the backend's prepare() computed for this step, shared by all layers
     logits_rows: Tensor | None = None  # [R] int64, ascending: the new tokens whose logits are wanted; None: all
+    # of models with recurrent state, see StepInput
+    state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero
+    state_writes: Tensor | None = None  # [B] int32, slot of its state after the step
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class Limits:
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # of the pool; None: not measured yet
     windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
+    num_state_slots: int | None = None  # of layers with recurrent state, see core.state_slots; None: there are none
+    state_bytes: int = 0  # of a slot, over all these layers
     vocab_size: int | None = None
     enable_prefix_caching: bool = True
     eviction: Eviction = "lru"
@@ -50,6 +52,11 @@ class Limits:
     def of_step(self) -> dict[str, int]:
         """What the sequences of a step must fit into, each with one token, by configuration key."""
         return {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has layers with recurrent state."""
+        return bool(self.num_state_slots)
 
     @property
     def chunk_size(self) -> int:

@@ -36,6 +36,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """Tokens of one sample of one request. A request with n > 1 is n sequences."""
 
+    state_read: int | None  # slot of recurrent state that its last scheduled step starts from; None: from zero
+    state_write: int | None  # slot of its state after that step
+
     __slots__ = (
         "admitted_s",
         "arrived_s",
@@ -75,6 +78,8 @@ class Sequence:
         "sample_index",
         "seed",
         "seq_id",
+        "state_read",
+        "state_write",
         "status",
         "stop_checker",
         "stop_reason",
@@ -114,8 +119,7 @@ class Sequence:
         self.stop_checker, self.guide = stop_checker, guide
         self.eos_token_ids = eos_token_ids  # tokens that end this sequence; empty with ignore_eos
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        # needed at each step, so computed once
-        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # needed at each step, so computed once
         self.max_num_tokens = len(prompt_token_ids) + max_new_tokens
         self.penalized = params.penalized
         self.is_beam = params.beam_width is not None
@@ -142,6 +146,7 @@ class Sequence:
         self.num_cached_tokens = 0  # leading tokens found in the cache at the last admission
         self.num_cached_prompt_tokens = 0  # of the prompt, cached at the first admission
         self.num_writable_tokens = 0  # see core.block_manager.CacheUser
+        self.state_read = self.state_write = None
         self.row: int | None = None  # in the runner's persistent block tables, while running
         self.synced_blocks = 0  # leading entries of block_table that are in that row
 

@@ -64,6 +64,11 @@ class StepInput:
     max_new: int
     max_total: int
     prompt_rows: PromptRows | None = None  # which of the rows with logits score a prompt
+    # of models with recurrent state; None: it has none
+    state_reads: Ints | None = None  # [B] int32, slot of each sequence's state before the step; -1: it starts from zero
+    state_writes: Ints | None = (
+        None  # [B] int32, slot of its state after the step; no other sequence of the step uses it
+    )
 
     @property
     def num_seqs(self) -> int:
@@ -232,6 +237,7 @@ class StepBuilder:
     def __init__(self, limits: Limits) -> None:
         self.block_size = limits.block_size
         self._groups = np.arange(len(limits.windows))[:, None]
+        self._has_states = limits.has_states
         self._tables = np.zeros(limits.table_dimensions, dtype=np.int32)
         self._one_each = np.arange(len(self._tables) + 1, dtype=np.int32)  # cu_q of sequences with one new token each
 
@@ -256,6 +262,7 @@ class StepBuilder:
         scored = None
         if logits_rows is not None:
             scored = prompt_rows(seqs, computed, new, cu_q[:-1], logits_rows)
+        state_reads, state_writes = self._state_slots(seqs)
         step = StepInput(
             input_ids=_input_ids(work),
             source_rows=_source_rows(seqs, cu_q, num_tokens, source_rows),
@@ -271,6 +278,8 @@ class StepBuilder:
             max_new=int(new.max()),
             max_total=int(total.max()),
             prompt_rows=None if scored is None else scored[1],
+            state_reads=state_reads,
+            state_writes=state_writes,
         )
         return step, [seqs[row] for row in sampled]
 
@@ -287,6 +296,7 @@ class StepBuilder:
         cu_q = self._one_each[: len(seqs) + 1]
         num_tokens = positions.astype(np.int32)
         num_tokens += 1
+        state_reads, state_writes = self._state_slots(seqs)
         return StepInput(
             input_ids=np.array([0 if seq.num_pending_tokens else seq.token_ids[-1] for seq in seqs], dtype=np.int64),
             source_rows=_source_rows(seqs, cu_q, len(seqs), source_rows),
@@ -301,6 +311,8 @@ class StepBuilder:
             copies=tuple(work.copies),
             max_new=1,
             max_total=int(num_tokens.max()),
+            state_reads=state_reads,
+            state_writes=state_writes,
         )
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
@@ -310,6 +322,13 @@ class StepBuilder:
         slots *= self.block_size
         slots += (positions - spans * self.block_size).astype(np.int32)
         return slots
+
+    def _state_slots(self, seqs: list[Sequence]) -> tuple[Ints | None, Ints | None]:
+        """The slots that each sequence reads and writes."""
+        if not self._has_states:
+            return None, None
+        reads = np.array([-1 if seq.state_read is None else seq.state_read for seq in seqs], dtype=np.int32)
+        return reads, np.array([seq.state_write for seq in seqs], dtype=np.int32)
 
     def _sync_tables(self, seqs: list[Sequence]) -> tuple[Ints, Ints]:
         """Update the persistent rows; returns the indices and values of changed entries."""

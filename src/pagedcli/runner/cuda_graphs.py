@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     num_tokens: Any  # int32
     temperature: Any  # float32
     uniform: Any  # float32
+    state_reads: Any  # int32; of models without recurrent state [0], as the next
+    state_writes: Any  # int32
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class DecodeGraphs:
         """
         bucket, num_seqs = self.bucket_for(step.num_seqs), step.num_seqs
         self._state.update_tables(step)
-        inputs = _pad(step, sampling, bucket.num_seqs)
+        inputs = _pad(step, sampling, self._padding(bucket.num_seqs))
         self._state.upload(inputs, into=bucket.buffer)
         if bucket.graph is None:
             num_drawn = int(np.count_nonzero(inputs.temperature))
@@ -106,13 +108,16 @@ class DecodeGraphs:
 
     def _bucket(self, num_seqs: int) -> Bucket:
         device = self._state.device
-        shapes = _padding(num_seqs, self._state.num_groups)
+        shapes = self._padding(num_seqs)
         buffer = torch.zeros(packed_size(shapes), dtype=torch.uint8, device=device)
         cu_q = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         max_total = min(self._max_model_len, max(1, GRAPH_TOKENS // num_seqs))
         bucket = Bucket(num_seqs, max_total, buffer, Inputs(*unpack(buffer, shapes)), cu_q)
         self._state.upload(shapes, into=buffer)
         return bucket
+
+    def _padding(self, num_seqs: int) -> Inputs:
+        return _padding(num_seqs, self._state.num_groups, self._state.num_state_slots)
 
     def _body(self, bucket: Bucket, num_tokens_host: list[int], num_drawn: int) -> Tensor:
         """The body of a graph. Returns hidden states [b, E]; the tokens go to last_tokens."""
@@ -127,6 +132,8 @@ class DecodeGraphs:
             max_new=1,
             cu_q_host=list(range(bucket.num_seqs + 1)),
             num_tokens_host=num_tokens_host,
+            state_reads=inputs.state_reads if state.num_state_slots else None,
+            state_writes=inputs.state_writes if state.num_state_slots else None,
         )
         ids = state.resolve_ids(inputs.input_ids, inputs.source_rows)
         hidden = self._model.forward(ids, inputs.positions, batch, state.kv_cache)
@@ -151,8 +158,10 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._state.device)
 
 
-def _padding(num_seqs: int, num_groups: int) -> Inputs:
-    """Padding rows: one token at position 0, not written to the cache, its result never read."""
+def _padding(num_seqs: int, num_groups: int, num_state_slots: int) -> Inputs:
+    """Padding rows: one token at position 0, not written to the cache, its result never read. Its state goes to the
+    slot after the last one."""
+    num_states = num_seqs if num_state_slots else 0
     return Inputs(
         input_ids=np.zeros(num_seqs, dtype=np.int64),
         source_rows=np.full(num_seqs, -1, dtype=np.int64),
@@ -162,10 +171,12 @@ def _padding(num_seqs: int, num_groups: int) -> Inputs:
         num_tokens=np.ones(num_seqs, dtype=np.int32),
         temperature=np.zeros(num_seqs, dtype=np.float32),  # greedy
         uniform=np.zeros(num_seqs, dtype=np.float32),
+        state_reads=np.full(num_states, -1, dtype=np.int32),
+        state_writes=np.full(num_states, num_state_slots, dtype=np.int32),
     )
 
 
-def _pad(step: StepInput, sampling: SamplingInput | None, num_seqs: int) -> Inputs:
+def _pad(step: StepInput, sampling: SamplingInput | None, padded: Inputs) -> Inputs:
     """The inputs of a step, padded to the bucket."""
     given = Inputs(
         input_ids=step.input_ids,
@@ -176,8 +187,9 @@ def _pad(step: StepInput, sampling: SamplingInput | None, num_seqs: int) -> Inpu
         num_tokens=step.num_tokens,
         temperature=None if sampling is None else sampling.temperature,
         uniform=None if sampling is None else sampling.uniform,
+        state_reads=step.state_reads,
+        state_writes=step.state_writes,
     )
-    padded = _padding(num_seqs, step.slots.shape[0])
     for array, values in zip(padded, given, strict=True):
         if values is not None:
             array[..., : step.num_seqs] = values

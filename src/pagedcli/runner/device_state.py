@@ -31,6 +31,7 @@ class DeviceState:
     device: torch.device
     block_size: int  # tokens
     num_groups: int  # of layers, see core.groups
+    num_state_slots: int  # of recurrent state; padding writes one more, the last; 0: the model has none
     kv_cache: Tensor  # [2, layers of a group, N, ...]
     tables: Tensor  # [rows, W * groups] int32, block table of each running sequence
     last_tokens: Tensor  # [rows] int64, of the last launched step
@@ -58,6 +59,7 @@ class DeviceState:
             device=device,
             block_size=limits.block_size,
             num_groups=len(groups),
+            num_state_slots=limits.num_state_slots or 0,
             kv_cache=kv_cache,
             tables=torch.zeros((rows, columns), dtype=torch.int32, device=device),
             last_tokens=torch.zeros(rows, dtype=torch.int64, device=device),

@@ -111,7 +111,8 @@ class ModelRunner:
     def _hidden(self, step: StepInput) -> Tensor:
         """Hidden states [R, E] of the rows that get logits."""
         arrays = [step.input_ids, step.positions, step.slots, step.cu_q, step.num_tokens, step.table_rows]
-        optional = [array for array in (step.source_rows, step.logits_rows) if array is not None]
+        wanted = (step.source_rows, step.logits_rows, step.state_reads, step.state_writes)
+        optional = [array for array in wanted if array is not None]
         self.state.update_tables(step)
         for source, copy in step.copies:
             self.kv_cache[:, :, copy].copy_(self.kv_cache[:, :, source])
@@ -128,6 +129,8 @@ class ModelRunner:
             cu_q_host=step.cu_q.tolist(),
             num_tokens_host=step.num_tokens.tolist(),
             logits_rows=rest.pop(0) if step.logits_rows is not None else None,
+            state_reads=rest.pop(0) if step.state_reads is not None else None,
+            state_writes=rest.pop(0) if step.state_writes is not None else None,
         )
         hidden = self.model.forward(input_ids, positions, batch, self.kv_cache)
         if batch.logits_rows is not None and hidden.shape[0] != batch.logits_rows.shape[0]:
