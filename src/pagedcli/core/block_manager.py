@@ -108,6 +108,7 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self.num_evictions = 0
+        self.has_forks = False  # whether sequences have ever shared partial blocks
         self._free_duplicates: dict[int, None] = {}  # cached blocks that no lookup finds, in order of release; lru only
         self._policy = make_policy(eviction)  # None: lru
         sees_queue = self._policy is not None and self._policy.sees_queue and enable_prefix_caching
@@ -281,6 +282,7 @@ class BlockManager:
     def fork(self, parent: CacheUser, child: CacheUser) -> None:
         """Share all the parent's blocks with a new sequence of equal tokens; a partial one is copied on first write."""
         assert not child.block_table, "a forked sequence has no blocks yet"
+        self.has_forks = True
         for block_id in parent.block_table:
             if block_id is not None:
                 self.blocks[block_id].ref_count += 1

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from pagedcli.core.admission import admit
@@ -28,6 +29,10 @@ from pagedcli.events import (
     StepStarted,
 )
 from pagedcli.sampling_params import SamplingParams, seed_for
+
+_block_table: Callable[[Sequence], list[int | None]] = attrgetter("block_table")
+_num_computed: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
+_finish_reason: Callable[[Sequence], str | None] = attrgetter("finish_reason")
 
 
 class EngineCore:
@@ -379,17 +384,29 @@ class EngineCore:
 
     def _count_scheduled(self, work: ScheduledStep) -> None:
         """Count what the step computes, once its tokens count as computed and what an earlier step ended is gone."""
-        manager, running, size = self.block_manager, self.scheduler.running, self.limits.block_size
-        pairs = zip(work.seqs, work.num_new_tokens, strict=True)
-        # of their last blocks, one in each group; several sequences may share one
-        last = {seq.block_table[-1]: seq.num_computed_tokens for seq in running if seq.block_table}
+        manager, running = self.block_manager, self.scheduler.running
+        num_new_tokens = work.num_tokens
+        if any(map(_finish_reason, work.seqs)):
+            pairs = zip(work.seqs, work.num_new_tokens, strict=True)
+            num_new_tokens = sum([num_new for seq, num_new in pairs if seq.finish_reason is None])
         self.stats.count_scheduled(
-            num_new_tokens=sum([num_new for seq, num_new in pairs if seq.finish_reason is None]),
+            num_new_tokens=num_new_tokens,
             num_used_blocks=manager.num_blocks - manager.num_free_blocks,
-            num_unfilled_slots=manager.num_groups * sum([-num_tokens % size for num_tokens in last.values()]),
+            num_unfilled_slots=self._num_unfilled_slots(),
             num_running=len(running),
             num_waiting=len(self.scheduler.waiting),
         )
+
+    def _num_unfilled_slots(self) -> int:
+        """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""
+        manager, running = self.block_manager, self.scheduler.running
+        num_groups, size = manager.num_groups, manager.block_size
+        if manager.has_forks:  # several sequences may share their last blocks
+            last = {seq.block_table[-1]: seq.num_computed_tokens for seq in running if seq.block_table}
+            return num_groups * sum([-num_tokens % size for num_tokens in last.values()])
+        # counted in every step, so without a loop in Python
+        num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
+        return num_entries * size - num_computed * num_groups
 
     def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
         manager, stats = self.block_manager, self.stats

@@ -135,9 +135,7 @@ class Scheduler:
             num_left = len(seq.token_ids) + num_pending - num_computed
             if num_pending and seq.ends_when_read:
                 pass
-            elif num_left == 1 and seq.beams is not None:
-                budget -= self._schedule_beams(seq.beams, index, budget, work)
-            elif num_left == 1 and num_computed < seq.num_writable_tokens:  # most decodes
+            elif num_left == 1 and num_computed < seq.num_writable_tokens and seq.beams is None:  # most decodes
                 if num_computed + 1 == seq.num_writable_tokens:
                     if manager.has_windows:
                         manager.release_unseen(seq)
@@ -145,6 +143,8 @@ class Scheduler:
                 work.seqs.append(seq)
                 work.num_new_tokens.append(1)
                 budget -= 1
+            elif num_left == 1 and seq.beams is not None:
+                budget -= self._schedule_beams(seq.beams, index, budget, work)
             elif num_new := self._make_room(seq, num_left, budget, index, work):
                 self._append(seq, num_new, work)
                 budget -= num_new
