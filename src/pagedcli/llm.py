@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -87,7 +87,8 @@ class LLM:
 
     `model` is a folder, a hub id or 'builtin', and `tokenizer` another folder or hub id; further keywords are the
     fields of EngineConfig (those of vLLM and nano-vllm). `emit` receives every change of the KV cache as an event, see
-    pagedcli.events. Calls from several threads are served one after the other.
+    pagedcli.events. Calls from several threads are served one after the other. `with LLM(...) as llm:` or close() ends
+    the processes of a tensor-parallel group before the program does.
     Raises: TypeError for an unknown keyword; ConfigError, ModelError.
     """
 
@@ -107,6 +108,16 @@ class LLM:
         self._grammars: Grammars | None = None
         self._num_requests = 0
         self._turn = threading.Lock()  # of the thread whose call is served
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of a tensor-parallel group; generate() and chat() fail afterwards."""
+        self.llm_engine.close()
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -52,7 +52,7 @@ class Throughput:
     busy: list[Busy]  # other work during each run; empty where the system does not say
     load_s: float  # until the engine is ready
     warm_up_s: float
-    engine: LLMEngine
+    engine: LLMEngine  # closed
 
     @property
     def median(self) -> Run:
@@ -89,8 +89,13 @@ def run_workload(
     `on_progress` is called after each step with the share of the work that is done.
     """
     started = time.perf_counter()
-    engine = LLMEngine(config)
-    load_s = time.perf_counter() - started
+    with LLMEngine(config) as engine:
+        return _run_all(engine, workloads, time.perf_counter() - started, on_progress)
+
+
+def _run_all(
+    engine: LLMEngine, workloads: list[Workload], load_s: float, on_progress: Callable[[float], None]
+) -> Throughput:
     started = time.perf_counter()
     first = workloads[0]
     other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]

@@ -356,9 +356,9 @@ def cache(
     engine_config = load_config(config, flags).config.engine
     workload = random_workload(RandomSpec(1, input_len, output_len, seed=engine_config.seed))
     changed = workload_config(engine_config, workload)
-    engine = LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False))
-    generate(engine, workload.prompts, [2])  # warm-up
-    rows, same = compare_cache(engine, workload.prompts[0], output_len)
+    with LLMEngine(msgspec.structs.replace(changed, enable_prefix_caching=False)) as engine:
+        generate(engine, workload.prompts, [2])  # warm-up
+        rows, same = compare_cache(engine, workload.prompts[0], output_len)
     columns = [
         Column("way", "KV cache"),
         Column("ttft_ms", "TTFT ms", decimal),

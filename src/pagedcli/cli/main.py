@@ -195,11 +195,22 @@ def _say_unwritable(error: Exception) -> int:
 
 
 def run() -> None:
+    """Run the command line and exit."""
+    try:
+        _run()
+    except SystemExit as end:
+        if _is_in_process_group():
+            os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+        raise
+
+
+def _run() -> None:
     try:
         try:
             app(prog_name="pagedcli")
         finally:
             sys.stdout.flush()  # at exit Python itself would print a traceback
+            sys.stderr.flush()
     except BrokenPipeError:
         discard(sys.stdout)
         sys.exit(_BROKEN_PIPE)
@@ -207,3 +218,10 @@ def run() -> None:
         if not _is_of_stream(error):
             raise
         sys.exit(_say_unwritable(error))
+
+
+def _is_in_process_group() -> bool:
+    """Whether a tensor-parallel group could not be left: the destructors of a normal exit could wait minutes for a
+    lost rank."""
+    distributed = sys.modules.get("torch.distributed")  # not imported here: most commands do without torch
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

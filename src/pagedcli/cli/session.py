@@ -60,23 +60,24 @@ def run_job(
     except BaseException:
         sink.abandon()
         raise
-    quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
-    result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
-    is_reordered = job.loaded.config.run.reorder == "prefix"
-    of_events = findings_of_events()
-    losses = None if of_events is None else of_events.losses
-    findings = Findings(engine.stats, losses, is_reordered)
-    say_summary(result, findings)
-    if work.lines.has_grown:
-        say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
-    if metrics is not None:
-        metrics.update(result.stats, now=True)
-    if job.summary_json is not None:
-        write_summary(job.summary_json, result, findings)
-    code = _exit_code(job, sink, result)
-    if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
-        return EXIT_FATAL
-    return code
+    with engine:
+        quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
+        result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
+        is_reordered = job.loaded.config.run.reorder == "prefix"
+        of_events = findings_of_events()
+        losses = None if of_events is None else of_events.losses
+        findings = Findings(engine.stats, losses, is_reordered)
+        say_summary(result, findings)
+        if work.lines.has_grown:
+            say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
+        if metrics is not None:
+            metrics.update(result.stats, now=True)
+        if job.summary_json is not None:
+            write_summary(job.summary_json, result, findings)
+        code = _exit_code(job, sink, result)
+        if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
+            return EXIT_FATAL
+        return code
 
 
 def _run(

@@ -115,6 +115,7 @@ class RowStream:
             error: BaseException = PagedcliError("the run was stopped")
         except BaseException as raised:
             error = raised
+        self.engine.close()
         with self._lock:
             self._error = error
             waiting = set(self._receivers.values())

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Self
 
 from pagedcli.config import EngineConfig
 from pagedcli.core.engine_core import EngineCore
@@ -33,6 +34,12 @@ class LLMEngine(EngineCore):
         super().__init__(loaded.plan, executor, emit=emit, trace_tokens=trace_tokens, clock_ns=clock_ns)
 
     def close(self) -> None:
-        """Stop the processes of a tensor-parallel group; the engine is unusable afterwards."""
+        """Stop the processes of a tensor-parallel group; the engine is unusable afterwards. May be called twice."""
         if self._group is not None:
             self._group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

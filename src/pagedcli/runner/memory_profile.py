@@ -170,16 +170,15 @@ def profile_here(config: EngineConfig, say: Callable[[str], None]) -> Profile:
     say(f"loading {config.model} and running the largest step")
     if on_cpu:
         reset_host_peak()
-    loaded = _load(config, plan)
-    measured_loading = host_peak() if on_cpu else None
-    terms = measure_terms(
-        loaded.runner,
-        loaded.plan,
-        plan.limits.largest_step,
-        mapped_weights=mapped_weights(config, spec, plan),
-        expected_activations=predicted.activations if predicted is not None else 0,
-    )
-    loaded.close()
+    with _load(config, plan) as loaded:
+        measured_loading = host_peak() if on_cpu else None
+        terms = measure_terms(
+            loaded.runner,
+            loaded.plan,
+            plan.limits.largest_step,
+            mapped_weights=mapped_weights(config, spec, plan),
+            expected_activations=predicted.activations if predicted is not None else 0,
+        )
     pool = pool_within(config, plan, loaded.plan.memory or terms, available=available_memory())
     return profile(
         device=loaded.plan.device,

@@ -1,11 +1,13 @@
 """Tensor parallelism: each process runs its part of the model, rank 0 schedules and samples.
 
 Used by LLMEngine. Rank 0 is the engine's process; it starts the others as workers, sends them each step over a pipe
-and takes part in the collective operations itself. If a worker dies, the run ends with its error.
+and takes part in the collective operations itself. If a worker dies, the run ends with its error. At the end all ranks
+leave the group at the same time: NCCL's communicators are destroyed together, or each rank waits for the others.
 """
 
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -37,9 +39,20 @@ from pagedcli.runner.sampler import SampledTokens
 
 MAX_RANKS = 8
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # upper bound for one collective operation of a step
-_REAP_S = 5.0  # how long to wait for a process that caused an error to exit
-_STUCK_S = 30.0  # after a worker's death: by then the main thread must be stuck in a collective
+_LEAVE_S = 5.0  # for all ranks together to leave the group
+_REAP_S = 3.0  # how long to wait for a process that caused an error to exit
+_STUCK_S = 6.0  # after a worker's death: by then the main thread must be stuck in a collective
 _POLL_S = 20e-6
+# Ctrl-C reaches all processes of a terminal, and SIGTERM often all of a job: rank 0 decides, its workers end with it.
+# They ignore these signals from before they import torch, which takes seconds.
+_WORKER = """
+import signal, sys
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    if hasattr(signal, name):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+from pagedcli.runner.tensor_parallel import run_worker
+run_worker(int(sys.argv[1]))
+"""
 
 
 class WorkerFailure(PagedcliError):
@@ -67,39 +80,31 @@ class WorkerGroup:
         rank_device(config, machine)  # raises if there are too few GPUs, before anything starts
         self._config = config
         self._parallel = ParallelContext(0, size)
-        self._folder = tempfile.TemporaryDirectory(prefix="pagedcli-")
-        self._store = str(Path(self._folder.name) / "store")
-        self._runner: ModelRunner | None = None
-        self._workers = [_start_worker(config, rank, size, self._store) for rank in range(1, size)]
-        self._reported = threading.Event()  # the main thread has seen the failure, or there is none
-        self._finalizer = weakref.finalize(self, _end_workers, self._workers, self._reported, self._folder)
-        threading.Thread(target=_watch, args=(self._workers, self._reported), daemon=True).start()
+        self._ranks = _Ranks(config, size)
+        self._failure: WorkerFailure | None = None
+        self._finalizer = weakref.finalize(self, self._ranks.part)  # at the latest when this process exits
 
     def load(self) -> LoadedEngine:
         """Load rank 0's part, while the workers load theirs."""
         try:
-            join_group(self._config, self._parallel, self._store)
+            join_group(self._config, self._parallel, self._ranks.store)
             loaded = load_engine(self._config, parallel=self._parallel, on_weights=self._all_loaded, agree=self._agree)
-        except RuntimeError as error:
-            self.close_after(error)
+        except BaseException as error:
+            self._end_after(error)
             raise
-        except PagedcliError:
-            self.close()
-            raise
-        self._runner = loaded.runner
+        self._ranks.runner = loaded.runner
         return loaded
 
     def launch(self, step: StepInput, sampling: SamplingInput) -> "_GroupStep":
         """Start a step on all ranks."""
-        assert self._runner is not None, "load comes first"
-        self._send(pickle.dumps((step, sampling.num_rows, sampling.is_plain), protocol=pickle.HIGHEST_PROTOCOL))
+        runner = self._ranks.runner
+        if runner is None:
+            raise self._failure or ConfigError("the engine is closed", hint="load it again")
         try:
-            return _GroupStep(self, self._runner.launch(step, sampling))
-        except RuntimeError as error:  # how gloo and NCCL report a lost peer, among other things
-            self.close_after(error)
-            raise
-        except BaseException:  # the workers are stuck in this step
-            self.close()
+            self._send(pickle.dumps((step, sampling.num_rows, sampling.is_plain), protocol=pickle.HIGHEST_PROTOCOL))
+            return _GroupStep(self, runner.launch(step, sampling))
+        except BaseException as error:  # the workers are stuck in this step
+            self._end_after(error)
             raise
 
     def wait(self, tokens: SampledTokens) -> None:
@@ -111,34 +116,32 @@ class WorkerGroup:
     def close(self) -> None:
         """End the workers and leave the group."""
         self._finalizer()
-        if not dist.is_initialized():
-            return
-        # destroying NCCL's communicators would wait for dead peers; they end with this process
-        if dist.get_backend() == "gloo" or all(worker.process.returncode == 0 for worker in self._workers):
-            _leave_group(self._runner)
 
-    def close_after(self, error: RuntimeError) -> None:
-        """End the workers; raises WorkerFailure if one of them is the cause of an error of rank 0."""
-        deadline = time.monotonic() + _REAP_S
-        while time.monotonic() < deadline and all(worker.process.poll() is None for worker in self._workers):
-            time.sleep(0.05)
+    def _end_after(self, error: BaseException) -> None:
+        """End the group after an error in rank 0. Raises: WorkerFailure if a worker's death is the cause of it."""
+        if isinstance(error, WorkerFailure):
+            return  # it has ended
         try:
-            self._raise_if_dead(error)
+            if isinstance(error, RuntimeError):  # how gloo and NCCL report a lost peer, among other things
+                deadline = time.monotonic() + _REAP_S
+                while time.monotonic() < deadline and self._ranks.dead_worker() is None:
+                    time.sleep(0.05)
+                self._raise_if_dead(error)
         finally:
-            self.close()
+            self._ranks.part(in_order=False)
 
     def _all_loaded(self) -> None:
-        for worker in self._workers:
+        for worker in self._ranks.workers:
             self._receive(worker)
 
     def _agree(self, num_blocks: int) -> int:
         """The smallest number of blocks of any rank."""
-        smallest = min([num_blocks, *(int(self._receive(worker)) for worker in self._workers)])
+        smallest = min([num_blocks, *(int(self._receive(worker)) for worker in self._ranks.workers)])
         self._send(pickle.dumps(smallest))
         return smallest
 
     def _send(self, message: bytes) -> None:
-        for worker in self._workers:
+        for worker in self._ranks.workers:
             try:
                 worker.pipe.send_bytes(message)
             except OSError as error:
@@ -155,14 +158,15 @@ class WorkerGroup:
         return value
 
     def _raise_if_dead(self, cause: BaseException | None = None) -> None:
-        for worker in self._workers:
-            if worker.process.poll() is not None:
-                self._fail(worker, cause)
+        worker = self._ranks.dead_worker()
+        if worker is not None:
+            self._fail(worker, cause)
 
-    def _fail(self, worker: "_Worker", cause: BaseException | None) -> None:
-        failure = WorkerFailure(worker.obituary(), hint="rows written before are kept: --resume continues after them")
-        self.close()
-        raise failure from cause
+    def _fail(self, worker: "_Worker", cause: BaseException | None) -> NoReturn:
+        hint = "rows written before are kept: --resume continues after them"
+        self._failure = WorkerFailure(worker.obituary(), hint=hint)
+        self._ranks.part(in_order=False)
+        raise self._failure from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +194,16 @@ class _Worker:
 
     def obituary(self) -> str:
         """How it ended, as far as known."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_REAP_S)
-        with suppress(EOFError, OSError, ValueError):
-            while self.last_words is None and self.pipe.poll():
-                kind, value = self.pipe.recv()
-                self.last_words = value if kind == "error" else None
+        deadline = time.monotonic() + _REAP_S
+        while self.last_words is None and time.monotonic() < deadline:
+            ended = self.process.poll() is not None  # first: what it said before is in the pipe by now
+            with suppress(EOFError, OSError, ValueError):
+                while self.last_words is None and self.pipe.poll():
+                    kind, value = self.pipe.recv()
+                    self.last_words = value if kind == "error" else None
+            if ended:
+                break
+            time.sleep(0.01)
         name = f"tensor-parallel worker {self.rank} of {self.size} (pid {self.process.pid})"
         if self.last_words is not None:
             return f"{name} failed: {self.last_words}"
@@ -205,42 +213,77 @@ class _Worker:
         return f"{name} was killed by {signal.Signals(-code).name}" if code < 0 else f"{name} ended with code {code}"
 
 
+class _Ranks:
+    """The processes of a group, from their start to the moment when all have left it.
+
+    A thread of its own watches the workers, and takes rank 0 out of the group: whatever waits there for a lost peer
+    must not be the main thread.
+    """
+
+    def __init__(self, config: EngineConfig, size: int) -> None:
+        self.runner: ModelRunner | None = None  # rank 0's, once it is loaded; its graphs reference the communicators
+        self._folder = tempfile.TemporaryDirectory(prefix="pagedcli-")
+        self.store = str(Path(self._folder.name) / "store")
+        self.workers = [_start_worker(config, rank, size, self.store) for rank in range(1, size)]
+        self._ended = False
+        self._in_order = True
+        self._must_leave, self._left = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch_and_leave, name="pagedcli-ranks", daemon=True).start()
+
+    def dead_worker(self) -> "_Worker | None":
+        return next((worker for worker in self.workers if worker.process.poll() is not None), None)
+
+    def part(self, *, in_order: bool = True) -> None:
+        """End the workers and leave the group, all at the same time and within _LEAVE_S. With `in_order` False,
+        something has failed: nobody waits for anybody."""
+        if self._ended:
+            return
+        self._ended, self._in_order = True, in_order
+        deadline = time.monotonic() + _LEAVE_S
+        for worker in self.workers:
+            worker.pipe.close()  # which tells it to leave
+            if not in_order:
+                worker.process.kill()
+        self._must_leave.set()
+        try:
+            self._left.wait(max(0.0, deadline - time.monotonic()))
+            for worker in self.workers:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # also after Ctrl-C
+            for worker in self.workers:
+                worker.process.kill()
+                worker.process.wait()
+            self._folder.cleanup()  # last: NCCL's threads retry for minutes to read a store that is gone
+
+    def _watch_and_leave(self) -> None:
+        died_s: float | None = None
+        while not self._must_leave.wait(0.25):
+            dead = self.dead_worker()
+            if dead is None:
+                continue
+            now = time.monotonic()
+            died_s = now if died_s is None else died_s
+            if now - died_s > _STUCK_S:  # the last resort against a hang
+                sys.stderr.write(f"error: {dead.obituary()}; the engine was waiting for it\n")
+                sys.stderr.flush()
+                os._exit(1)
+        runner, self.runner = self.runner, None
+        with suppress(Exception):  # the group may have fallen apart already
+            _leave_group(runner, in_order=self._in_order)
+        self._left.set()
+
+
 def _start_worker(config: EngineConfig, rank: int, size: int, store: str) -> _Worker:
     ours, theirs = socket.socketpair()
     # a subprocess, not multiprocessing, which would run the caller's main module a second time;
     # -P: a torch.py in the current folder must not be imported
-    command = [sys.executable, "-P", "-m", "pagedcli.runner.tensor_parallel", str(theirs.fileno())]
+    command = [sys.executable, "-P", "-c", _WORKER, str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     pipe: Connection[Any, Any] = Connection(ours.detach())
     pipe.send((config, rank, size, store, os.getpid()))
     return _Worker(rank, size, process, pipe)
-
-
-def _end_workers(workers: list[_Worker], reported: threading.Event, folder: "tempfile.TemporaryDirectory[str]") -> None:
-    """Close the pipe, which tells the worker to exit."""
-    reported.set()
-    for worker in workers:
-        worker.pipe.close()
-    for worker in workers:
-        try:
-            worker.process.wait(_REAP_S)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
-    folder.cleanup()
-
-
-def _watch(workers: list[_Worker], reported: threading.Event) -> None:
-    """The last resort against a hang: end this process if a dead worker has not been noticed in time."""
-    while not reported.wait(0.5):
-        if any(worker.process.poll() is not None for worker in workers):
-            if not reported.wait(_STUCK_S):
-                dead = next(worker for worker in workers if worker.process.poll() is not None)
-                sys.stderr.write(f"error: {dead.obituary()}; the engine was waiting for it\n")
-                sys.stderr.flush()
-                os._exit(1)
-            return
 
 
 def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> None:
@@ -250,6 +293,8 @@ def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> N
         torch.cuda.set_device(device)
     elif Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host name need not resolve
+    # NCCL's monitor asks the store every second whether to dump; a rank that is gone would hold up the others' exit
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.FileStore(store, parallel.size),  # type: ignore[attr-defined,unused-ignore]
@@ -259,21 +304,31 @@ def join_group(config: EngineConfig, parallel: ParallelContext, store: str) -> N
     )
 
 
-def _leave_group(runner: ModelRunner | None) -> None:
-    """Destroy the process group, after the graphs: NCCL requires it, as they reference its communicators."""
+def _leave_group(runner: ModelRunner | None, *, in_order: bool = True) -> None:
+    """Leave the process group, after dropping the graphs: NCCL requires it, as they reference its communicators.
+
+    With `in_order` False a peer may be lost, and its operation still run on the GPU. NCCL's communicators are aborted
+    then, as destroying them would wait for all ranks; gloo waits for nobody.
+    """
     if runner is not None:
         runner.graphs = None
-    dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    if in_order or dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined,unused-ignore]
 
 
-def run_worker(pipe: "Connection[Any, Any]") -> None:
+def run_worker(pipe_number: int) -> None:
     """A worker's main function: join the group, load its part, run rank 0's steps until the pipe closes."""
+    pipe: Connection[Any, Any] = Connection(pipe_number)
     config, rank, size, store, parent_pid = pipe.recv()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides
-    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent_pid, store), daemon=True).start()
     parallel = ParallelContext(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     runner: ModelRunner | None = None
+    code = 0
     try:
         join_group(config, parallel, store)
 
@@ -292,15 +347,15 @@ def run_worker(pipe: "Connection[Any, Any]") -> None:
         reason = error.message if isinstance(error, PagedcliError) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
             pipe.send(("error", reason))
-        raise SystemExit(1) from error
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without destructors, which could wait for other ranks
 
 
-def _end_with_parent(parent_pid: int) -> None:
+def _end_with_parent(parent_pid: int, store: str) -> None:
     """End the worker if rank 0 is killed: the pipe closes, but a worker in a collective would not notice."""
     while os.getppid() == parent_pid:
         time.sleep(1)
+    shutil.rmtree(Path(store).parent, ignore_errors=True)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    run_worker(Connection(int(sys.argv[1])))
