@@ -43,9 +43,14 @@ class Case:
         q, k, v = fused.split([n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)], 1)
         self.q, self.k, self.v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))  # strided rows of all tokens
         self.layer = AttentionLayer(scale=self.head_dim**-0.5)
+        self.all_sinks = torch.linspace(-4, 6, self.num_heads).to(self.device)
         for b, (earlier, count) in self.shared.items():
             for x in (self.k, self.v):
                 self.of_sequence(x, b)[:count] = self.of_sequence(x, earlier)[:count]
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return self.all_sinks if self.layer.sinks else None
 
     def of_sequence(self, x: Tensor, b: int) -> Tensor:
         start = sum(n for n, _ in self.lengths[:b])
@@ -62,7 +67,11 @@ class Case:
                 scores = (scores / self.layer.soft_cap).tanh() * self.layer.soft_cap
             age = torch.arange(total - new, total)[:, None] - torch.arange(total)
             seen = (age >= 0) & (age < (self.layer.window or total))
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if self.sinks is not None:
+                sinks = self.sinks.double().cpu()[:, None, None].expand(-1, new, 1)
+                scores = torch.cat((scores, sinks), dim=-1)
+            weights = scores.softmax(-1)[:, :, :total]
             results.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(results)
 
@@ -182,7 +191,7 @@ def run(backend: AttentionBackend, case: Case, only: list[int] | None = None) ->
         q = new[0] if len(new) == 1 else case.q  # strided rows, as a fused projection gives them
     else:
         q = torch.cat(new)
-    return backend.attend(q, k_cache, v_cache, batch, case.layer)
+    return backend.attend(q, k_cache, v_cache, batch, case.layer, case.sinks)
 
 
 def worst_error(result: Tensor, expected: Tensor) -> float:

@@ -56,7 +56,7 @@ def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     decode, prefill = paged.tile_configs(dtype, block_d, divmod(capability, 10))
     data = f"*{NAMES[dtype]}"
-    tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data)
+    tensors = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), data) | {"sinks_ptr": "*fp32"}
     lists = dict.fromkeys(("item_seq_ptr", "cu_q_ptr", "num_tokens_ptr", "table_ptr"), "*i32")
     types = {
         **tensors,
@@ -77,6 +77,7 @@ def kernel_constants(dtype, head_dim, group, block_size, capability, *, windowed
         "UPCAST": False,
         "CAPPED": False,
         "WINDOWED": windowed,
+        "SINKS": windowed,
     }
     return decode, prefill, types, constants
 

@@ -127,6 +127,8 @@ LAYERS = {
     "both": {"window": 40, "soft_cap": 0.5},
     "negative scale": {"scale": -0.3},
     "large scale": {"scale": 2.0},
+    "sinks": {"sinks": True},
+    "sinks and a window": {"sinks": True, "window": 13},
 }
 
 

@@ -130,9 +130,9 @@ def test_store_and_combine_compile(capability, tmp_path):
     }
     constants = {"G": 8, "S": 16, "D": 128, "BLOCK_G": 8, "BLOCK_D": 128, "FP8": False}
     store = Compiled(kernels.store_kvcache_kernel, types, constants, capability, 4, tmp_path)
-    types = {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32", "out_ptr": "*bf16"}
+    types = {"partial_ptr": "*fp32", "partial_stat_ptr": "*fp32", "out_ptr": "*bf16", "sinks_ptr": "*fp32"}
     types |= dict.fromkeys(("first_part_ptr", "cu_q_ptr", "num_tokens_ptr"), "*i32") | {"window": "i32"}
-    constants = {"H": 16, "G": 8, "D": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128, "WINDOWED": True}
+    constants = {"H": 16, "G": 8, "D": 128, "ROWS": 16, "SPLIT": 256, "BLOCK_D": 128, "WINDOWED": True, "SINKS": True}
     combine = Compiled(kernels.combine_kernel, types, constants, capability, 4, tmp_path)
     assert store.spilled_bytes == combine.spilled_bytes == 0
     assert re.search(r"st\.global\.v4", store.ptx), "K and V are stored 16 bytes at a time"

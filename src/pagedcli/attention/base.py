@@ -85,6 +85,7 @@ class Capabilities:
     max_group: int | None = None  # the most query heads per key/value head
     windows: bool = False  # AttentionLayer.window
     soft_cap: bool = False  # AttentionLayer.soft_cap
+    sinks: bool = False  # AttentionLayer.sinks
     negative_scale: bool = True  # AttentionLayer.scale below 0
     batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
     graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
@@ -128,13 +129,24 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of the step's new tokens over the paged cache.
 
         Shapes:  q [T, H, D]; k_cache, v_cache of kv_shape, dtype and device of q; returns [T, H, D].
+                 sinks [H] float32, given if layer.sinks: a score in the denominator of the head's softmax, as if of a
+                 token whose V is zero. It is neither scaled nor capped.
         Units:   lengths are in tokens.
         Changes: nothing. K and V of the new tokens must already be in the cache (see write).
         The window of the layer is that of the batch.
-        Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
+        Source:  Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023; sinks:
+                 Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024, as in gpt-oss.
         """
         ...

@@ -45,6 +45,7 @@ class CpuAttention(AttentionBackend):
         kv_dtypes=frozenset({torch.int8}),
         windows=True,
         soft_cap=True,
+        sinks=True,
         negative_scale=False,
         batch_invariant=True,
         native_step=True,
@@ -99,7 +100,15 @@ class CpuAttention(AttentionBackend):
             slots.data_ptr(),
         )
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if batch.work is None:
             self.prepare(batch)
         self.check_cache(k_cache, v_cache)
@@ -117,6 +126,7 @@ class CpuAttention(AttentionBackend):
             out.data_ptr(),
             layer.scale,
             layer.soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
         )
         if failed:
             raise BackendError(f"a block table names a block outside the cache of {k_cache.shape[0]} blocks")
@@ -152,6 +162,7 @@ def _bind(library: ctypes.CDLL) -> tuple[Any, Any]:
         _pointer,
         _float,
         _float,
+        _pointer,
     ]
     library.paged_attend.restype = _int
     library.paged_write.argtypes = [_int, _pointer, _int64, _int, *(_pointer for _ in range(6))]

@@ -29,7 +29,15 @@ class Flash3Attention(ReferenceAttention):
     def __init__(self, with_kvcache: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         out: Tensor = self._with_kvcache(
             q,
             k_cache,
@@ -58,7 +66,15 @@ class Flash2Attention(ReferenceAttention):
     def prepare(self, batch: PagedBatch) -> None:
         batch.work = cumulative_lengths(batch)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if batch.max_new == 1 and q.shape[0] == batch.num_tokens.shape[0]:
             # Pure decode has its own function, which splits long contexts; splits with ragged queries are wrong.
             out: Tensor = self._with_kvcache(

@@ -10,5 +10,6 @@ class AttentionLayer:
     scale: float  # scores are scale * (q . k); 1/sqrt(D) for the usual softmax
     window: int | None = None  # tokens that a query sees, including itself; None: all up to it
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap) before the mask
+    sinks: bool = False  # a learned logit per query head joins the softmax and adds nothing to its result
     k_scale: float = 1.0  # scale of K in an fp8 cache; 1 for every other cache
     v_scale: float = 1.0  # the same for V

@@ -15,7 +15,10 @@ class ReferenceAttention(AttentionBackend):
 
     name = "reference"
     capabilities = Capabilities(
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), windows=True, soft_cap=True
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
+        windows=True,
+        soft_cap=True,
+        sinks=True,
     )
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -29,7 +32,15 @@ class ReferenceAttention(AttentionBackend):
         k_cache.flatten(0, 1)[target] = k[rows]
         v_cache.flatten(0, 1)[target] = v[rows]
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         out = torch.empty_like(q)
         block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
         group = q.shape[1] // num_kv_heads
@@ -49,7 +60,10 @@ class ReferenceAttention(AttentionBackend):
             hidden = positions > last_seen
             if layer.window is not None:
                 hidden |= positions <= last_seen - layer.window
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, end - start, 1)), dim=-1)
+            weights = scores.softmax(-1)[:, :, : len(positions)]
             out[start:end] = torch.einsum("htk,khd->thd", weights, v).to(q.dtype)
         return out
 

@@ -46,7 +46,7 @@ class SdpaAttention(AttentionBackend):
 
     name = "sdpa"
     capabilities = Capabilities(
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), windows=True
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), windows=True, sinks=True
     )
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -70,7 +70,15 @@ class SdpaAttention(AttentionBackend):
         k_cache[block, :, offset] = k[rows]
         v_cache[block, :, offset] = v[rows]
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if batch.work is None:
             self.prepare(batch)
         num_heads, head_dim = q.shape[1:]
@@ -84,6 +92,8 @@ class SdpaAttention(AttentionBackend):
             queries = q[group.rows].view(n, -1, num_kv_heads, group_size, head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(n, num_kv_heads, -1, head_dim)
             mask = group.mask.expand(n, group_size, -1, k_len).reshape(n, 1, -1, k_len)
+            if sinks is not None:
+                keys, values, mask = _with_sinks(keys, values, mask, sinks.view(num_kv_heads, group_size))
             result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
             result = result.view(n, num_kv_heads, group_size, -1, head_dim).permute(0, 3, 1, 2, 4)
             out[group.rows] = result.reshape(-1, num_heads, head_dim)
@@ -138,6 +148,17 @@ class SdpaAttention(AttentionBackend):
             shortest=shortest,
             unowned=(keys[shortest:] >= totals)[:, None, :, None],
         )
+
+
+def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key, which is zero as its value is, and the sinks [G, H / G] as what the mask adds to its scores."""
+    n, num_kv_heads, _, head_dim = keys.shape
+    zero = keys.new_zeros(n, num_kv_heads, 1, head_dim)
+    num_rows = mask.shape[2]
+    added = torch.zeros_like(mask, dtype=keys.dtype).masked_fill_(~mask, float("-inf"))
+    of_rows = sinks.to(keys.dtype).repeat_interleave(num_rows // sinks.shape[1], dim=1)[None, :, :, None]
+    added = torch.cat((added.expand(-1, num_kv_heads, -1, -1), of_rows.expand(n, -1, -1, -1)), dim=-1)
+    return torch.cat((keys, zero), dim=2), torch.cat((values, zero), dim=2), added
 
 
 def _gather(cache: Tensor, group: _Group) -> Tensor:

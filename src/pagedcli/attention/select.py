@@ -181,6 +181,8 @@ def layer_refusal(able: Capabilities, layer: AttentionLayer) -> str | None:
         return f"does not support sliding windows, and a layer has a window of {layer.window} tokens"
     if layer.soft_cap is not None and not able.soft_cap:
         return f"does not support soft caps, and a layer caps attention scores at {layer.soft_cap:g}"
+    if layer.sinks and not able.sinks:
+        return "does not support attention sinks, which this model has"
     if layer.scale <= 0 and not able.negative_scale:
         return f"supports only positive scales, and a layer has {layer.scale:g}"
     return None

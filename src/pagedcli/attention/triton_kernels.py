@@ -67,6 +67,13 @@ def _capped(scores, cap):
 
 
 @triton.jit
+def _sink_weights(sinks_ptr, heads, top):
+    """Weights of the rows' sinks, counted from the rows' maxima. One far above overflows to infinity, which makes the
+    result 0, as it should be."""
+    return tl.exp2(tl.load(sinks_ptr + heads) * 1.4426950408889634 - top)
+
+
+@triton.jit
 def _first_seen(position, window, WINDOWED: tl.constexpr):
     """The first token that a token at `position` sees."""
     return tl.maximum(position + 1 - window, 0) if WINDOWED else 0
@@ -87,6 +94,7 @@ def decode_kernel(
     out_ptr,
     partial_ptr,  # [parts * H, D] float32: sums of weighted values; a part is one split of one new token
     partial_stat_ptr,  # [parts * H, 2] float32: maximum, sum of weights
+    sinks_ptr,  # [H] float32, if SINKS
     first_part_ptr,  # [B]
     item_seq_ptr,
     item_split_ptr,
@@ -113,6 +121,7 @@ def decode_kernel(
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Persistent programs over (sequence, split) x head: each reads SPLIT tokens of K and V once per group."""
     GROUP: tl.constexpr = H // G
@@ -177,6 +186,8 @@ def decode_kernel(
         heads = head * GROUP + row % GROUP
         if total <= (first_split + 1) * SPLIT:
             out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * D
+            if SINKS:
+                weight_sum += _sink_weights(sinks_ptr, heads, top)
             result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_rows[:, None] + dims[None, :], result, mask=live)
         else:
@@ -193,6 +204,7 @@ def combine_kernel(
     partial_ptr,
     partial_stat_ptr,
     out_ptr,
+    sinks_ptr,
     first_part_ptr,  # [B], -1 for a sequence that the decode kernel does not serve
     cu_q_ptr,
     num_tokens_ptr,
@@ -204,6 +216,7 @@ def combine_kernel(
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One program per (sequence, head): combines the sequence's splits in order."""
     GROUP: tl.constexpr = H // G
@@ -234,7 +247,10 @@ def combine_kernel(
             acc = acc * old[:, None] + values * new[:, None]
             weight_sum = weight_sum * old + part_sum * new
             top = new_top
-        out_rows = ((first_row + row // GROUP).to(tl.int64) * H + head * GROUP + row % GROUP) * D
+        heads = head * GROUP + row % GROUP
+        out_rows = ((first_row + row // GROUP).to(tl.int64) * H + heads) * D
+        if SINKS:
+            weight_sum += _sink_weights(sinks_ptr, heads, top)
         result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] + dims[None, :], result, mask=live)
 
@@ -311,6 +327,7 @@ def prefill_kernel(
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
+    sinks_ptr,
     item_seq_ptr,
     item_token_ptr,  # first new token of the item, counted within its sequence
     cu_q_ptr,
@@ -334,6 +351,7 @@ def prefill_kernel(
     UPCAST: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One program per (tile of TOKENS new tokens, key/value head); rows are tokens x the heads of the group."""
     GROUP: tl.constexpr = H // G
@@ -380,5 +398,7 @@ def prefill_kernel(
             q, k_cache_ptr, v_cache_ptr, table_row, start, head, position, first_seen, total, factor, cap, window,
             top, weight_sum, acc, G, S, D, BLOCK_N, BLOCK_D, True, UPCAST, CAPPED, WINDOWED,
         )  # fmt: skip
+    if SINKS:
+        weight_sum += _sink_weights(sinks_ptr, heads, top)
     result = (acc * v_scale / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + ((q_rows * H + heads) * D)[:, None] + dims[None, :], result, mask=live)

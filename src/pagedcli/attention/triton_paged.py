@@ -75,6 +75,7 @@ class TritonAttention(AttentionBackend):
         max_group=64,
         windows=True,
         soft_cap=True,
+        sinks=True,
         batch_invariant=True,
         graph_safe=True,
         fused_store=True,
@@ -159,15 +160,23 @@ class TritonAttention(AttentionBackend):
             num_warps=4,
         )
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if not isinstance(batch.work, _StepWork):
             self.prepare(batch)
         q = _dense_heads(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.work.has_decode:
-            self._run_decode(q, k_cache, v_cache, out, batch, layer)
+            self._run_decode(q, k_cache, v_cache, out, batch, layer, sinks)
         if batch.work.prefill_items is not None:
-            self._run_prefill(q, k_cache, v_cache, out, batch, layer)
+            self._run_prefill(q, k_cache, v_cache, out, batch, layer, sinks)
         return out
 
     def _of_layer(self, layer: AttentionLayer) -> dict[str, Any]:
@@ -180,6 +189,7 @@ class TritonAttention(AttentionBackend):
             "UPCAST": self._upcast,
             "CAPPED": layer.soft_cap is not None,
             "WINDOWED": layer.window is not None,
+            "SINKS": layer.sinks,
         }
 
     def _run_decode(
@@ -190,6 +200,7 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         batch: PagedBatch,
         layer: AttentionLayer,
+        sinks: Tensor | None,
     ) -> None:
         spec, work = self._spec, batch.work
         partial, partial_stat = self._partial_buffers(work.num_parts)
@@ -201,6 +212,7 @@ class TritonAttention(AttentionBackend):
             out,
             partial,
             partial_stat,
+            out if sinks is None else sinks,  # not read without SINKS
             work.first_part,
             work.item_seq,
             work.item_split,
@@ -225,6 +237,7 @@ class TritonAttention(AttentionBackend):
                 partial,
                 partial_stat,
                 out,
+                out if sinks is None else sinks,
                 work.first_part,
                 batch.cu_q,
                 batch.num_tokens,
@@ -233,6 +246,7 @@ class TritonAttention(AttentionBackend):
                 ROWS=self._rows,
                 SPLIT=SPLIT,
                 WINDOWED=layer.window is not None,
+                SINKS=layer.sinks,
                 num_warps=4,
             )
 
@@ -244,6 +258,7 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         batch: PagedBatch,
         layer: AttentionLayer,
+        sinks: Tensor | None,
     ) -> None:
         spec, items = self._spec, batch.work.prefill_items
         kernels.prefill_kernel[(items.shape[1], spec.num_kv_heads)](
@@ -251,6 +266,7 @@ class TritonAttention(AttentionBackend):
             k_cache,
             v_cache,
             out,
+            out if sinks is None else sinks,
             items[0],
             items[1],
             batch.cu_q,

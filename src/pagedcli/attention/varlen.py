@@ -36,7 +36,15 @@ class VarlenAttention(ReferenceAttention):
     def prepare(self, batch: PagedBatch) -> None:
         batch.work = varlen_arguments(batch)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        layer: AttentionLayer,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if batch.work is None:
             self.prepare(batch)
         grouped = q.shape[1] != k_cache.shape[2]

@@ -59,7 +59,7 @@ template <class T> struct Forward {
         paged_write((int)m.dtype, step.geometry, tokens, threads, qkv + H * D, qkv + (H + G) * D, strides, k_cache, v_cache,
                     group.slots);
         return !paged_attend((int)m.dtype, step.geometry, group.work, qkv, width, D, k_cache, v_cache, wide,
-                             (float)m.attention_scale, (float)m.soft_cap);
+                             (float)m.attention_scale, (float)m.soft_cap, layer.sinks);
     }
 
     void keep_wanted() {

@@ -9,6 +9,7 @@
 struct Layer {
     const void *input_norm, *input_norm_after, *mlp_norm, *mlp_norm_after;
     const void *q_norm, *k_norm;  // of each head [D], or of all heads [H * D], [G * D]; or null
+    const float* sinks;           // [H], or null
     const void* rope_table;       // [P][rotated]: cosines, then sines; null: no rotary embedding
     int64_t rotated;              // elements of a head that are rotated, its first
     int64_t group, place;         // of layers that share blocks; among that group's layers

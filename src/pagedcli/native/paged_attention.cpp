@@ -30,6 +30,7 @@ template <class A, class T> struct Attention {
     Row* out;
     float factor;  // scale * log2(e)
     float cap;     // soft cap * log2(e), 0: none
+    const float* sinks;  // [heads], or null
     float* partials = nullptr;
     std::atomic<int32_t>* unfinished = nullptr;
     std::atomic<bool> bad_block{false};
@@ -150,12 +151,19 @@ template <class A, class T> struct Attention {
         return true;
     }
 
+    // What a row's weighted values are multiplied with: 1 / the sum of its weights, and that of its head's sink.
+    float inverse_sum(const State& s, int64_t row, int64_t head) const {
+        if (!sinks) return 1.f / s.sum[row];
+        const float sink = sinks[head] * LOG2E, top = std::max(sink, s.max[row]), scale = exp2_of(s.max[row] - top);
+        return scale / (s.sum[row] * scale + exp2_of(sink - top));
+    }
+
     void store(const State& s, const Part& part, int64_t head) const {
         const int64_t group = g.group(), width = g.width();
         for (int64_t r = 0; r < part.num_rows(g); r++) {
             int64_t token = work.cu_q[part.b] + part.q_begin + r / group;
             Row* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
-            const float *from = s.out + r * width, inverse = 1.f / s.sum[r];
+            const float *from = s.out + r * width, inverse = inverse_sum(s, r, head * group + r % group);
             for (int64_t d = 0; d < g.head_dim; d += VL) store_some<A>(to + d, loadf(from + d) * inverse, g.head_dim - d);
         }
     }
@@ -240,7 +248,8 @@ template <class A, class T> struct Attention {
 extern "C" {
 
 int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
-                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap) {
+                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
+                 const float* sinks) {
     return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
         return with_kernel(cache_type, geometry->head_dim % 32 == 0, [&](auto kernel) {
             using A = decltype(type);
@@ -248,7 +257,7 @@ int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, cons
             using E = typename T::Elem;
             using Row = typename A::Elem;
             Attention<A, T> attention{*geometry,  *work, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
-                                      q_head_stride, (Row*)out, scale * LOG2E, soft_cap * LOG2E};
+                                      q_head_stride, (Row*)out, scale * LOG2E, soft_cap * LOG2E, sinks};
             return attention.run_all();
         });
     });

@@ -13,8 +13,10 @@ void paged_work_free(StepWork* work);
 
 // 0, or 1 if the block table names a block that does not exist. dtype: 0 float32, 1 bfloat16, 2 float16, of q and out
 // and, unless geometry says int8, of the cache. scale is positive; soft_cap 0: scores are not capped.
+// sinks [num_heads]: a score of each head that its softmax counts in its sum; null: there are none.
 int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
-                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap);
+                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
+                 const float* sinks);
 
 // strides: four int64, k and v, token and head, in elements.
 void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int threads, const void* k, const void* v,

@@ -39,7 +39,7 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
-        *((name, _pointer) for name in ("q_norm", "k_norm", "rope_table")),
+        *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table")),
         *((name, _int64) for name in ("rotated", "group", "place")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
         ("experts", _pointer),
