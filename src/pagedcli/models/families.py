@@ -1,15 +1,18 @@
 """The native families: the differences of each from Llama, as data. Free of torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from pagedcli.models.config_json import Ids
-from pagedcli.models.spec import ExpertsSpec
+from pagedcli.models.recurrent_spec import GatedDelta
+from pagedcli.models.spec import ExpertsSpec, LayerKind, TensorNames
 
 OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
+_ATTENDS = frozenset({"full_attention", "attention"})  # of layer_types, new and old name
+_RECURS = frozenset({"linear_attention", "mamba", "conv"})
 
 
 class FamilyConfig(msgspec.Struct):
@@ -55,7 +58,13 @@ class FamilyConfig(msgspec.Struct):
     shared_expert_intermediate_size: int | None = None
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] = []
+    mlp_only_layers: list[int] | None = None
+    full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
 
 
 def _granite(fields: FamilyConfig) -> dict[str, Any]:
@@ -81,15 +90,44 @@ def _gemma(fields: FamilyConfig) -> dict[str, Any]:
 
 def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "mlp") -> ExpertsSpec:
     step, num_layers = max(1, fields.decoder_sparse_step), fields.num_hidden_layers
+    dense = fields.mlp_only_layers or []
     return ExpertsSpec(
         num_experts=fields.num_local_experts or fields.num_experts,
         num_per_token=fields.num_experts_per_tok,
         intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
         renormalize=fields.norm_topk_prob,
         shared_intermediate_size=fields.shared_expert_intermediate_size,
-        dense_layers=frozenset(i for i in range(num_layers) if i in fields.mlp_only_layers or (i + 1) % step),
+        dense_layers=frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step),
         names=names,
     )
+
+
+def _kinds(fields: FamilyConfig) -> tuple[LayerKind, ...]:
+    """Which layers attend: those of layer_types, or the last of each group of full_attention_interval."""
+    if fields.layer_types is not None:
+        return tuple("attention" if kind in _ATTENDS else "recurrent" for kind in fields.layer_types)
+    interval = max(1, fields.full_attention_interval)
+    return tuple("recurrent" if (i + 1) % interval else "attention" for i in range(fields.num_hidden_layers))
+
+
+def _gated_delta(fields: FamilyConfig, *, interleaved: bool = False) -> dict[str, Any]:
+    """Gated delta nets, and attention with an output gate."""
+    return {
+        "qk_norm": True,
+        "float_norms": True,
+        "norm_offset": True,
+        "output_gate": True,
+        "layer_kinds": _kinds(fields),
+        "recurrent": GatedDelta(
+            num_key_heads=fields.linear_num_key_heads,
+            num_value_heads=fields.linear_num_value_heads,
+            key_dim=fields.linear_key_head_dim,
+            value_dim=fields.linear_value_head_dim,
+            kernel=fields.linear_conv_kernel_dim,
+            interleaved=interleaved,
+        ),
+        "names": TensorNames(skipped=("mtp.",)),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +149,11 @@ class Family:
     # attention and one for windows
     ropes: Literal["same", "as listed", "by window"] = "same"
     partial_rope: bool = False  # partial_rotary_factor is read
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of other fields of config.json
+    defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
+    layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
+    # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`
+    nested: bool = False
 
 
 _GEMMA = {
@@ -121,6 +162,34 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window_pattern": 2,
 }
+_QWEN3_NEXT_EXPERTS = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    4,
+    256,
+    32768,
+    (None, None),
+    "never",
+    partial_rope=True,
+    layer_types=_ATTENDS | _RECURS,
+    defaults={"partial_rotary_factor": 0.25},
+    traits=_gated_delta,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    num_kv_heads=2,
+    defaults=_QWEN3_5.defaults
+    | _QWEN3_NEXT_EXPERTS
+    | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},  # no layer has an ordinary MLP
+    traits=lambda fields: _gated_delta(fields) | {"experts": _experts(fields)},
+)
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None),
     "mistral": Family("MistralForCausalLM", 8, None, 131072, (1, 2), "all", qkv_bias=False, out_bias=False),
@@ -241,4 +310,20 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
         traits=lambda fields: {"qk_norm_all": True, "experts": _experts(fields)},
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        2,
+        256,
+        32768,
+        (None, None),
+        "never",
+        partial_rope=True,
+        layer_types=_ATTENDS | _RECURS,
+        defaults={"partial_rotary_factor": 0.25, **_QWEN3_NEXT_EXPERTS},
+        traits=lambda fields: _gated_delta(fields, interleaved=True) | {"experts": _experts(fields)},
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5": replace(_QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", nested=True),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, architecture="Qwen3_5MoeForConditionalGeneration", nested=True),
 }

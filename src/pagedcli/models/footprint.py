@@ -100,8 +100,9 @@ def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
         return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
     dense = spec.experts.dense_layers if spec.experts is not None else frozenset(range(spec.num_layers))
     num_experts = spec.experts.num_experts if spec.experts is not None else 0
-    kinds = {i in dense: i for i in range(spec.num_layers)}  # of each kind the last layer
-    num_layers = {f"layers.{i}": sum((j in dense) == kind for j in range(spec.num_layers)) for kind, i in kinds.items()}
+    layers = [(i in dense, i in spec.recurrent_layers) for i in range(spec.num_layers)]
+    kinds = {kind: i for i, kind in enumerate(layers)}  # of each kind the last layer
+    num_layers = {f"layers.{i}": layers.count(kind) for kind, i in kinds.items()}
     counted = {}
     for key, parameter in decoder_parameters(spec, AS_STORED, layers=kinds.values(), num_experts=1).items():
         count = num_layers.get(".".join(key.split(".")[:2]), 1)

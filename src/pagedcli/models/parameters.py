@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagedcli.errors import ModelError
 from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, StoredTensor, WeightFormat
+from pagedcli.models.recurrent_spec import GatedDelta
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ _NORMS = {
         "mlp_norm_after": "post_feedforward_layernorm",
     },
 }
-_PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+_EXPERT_PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 
 
 def decoder_parameters(
@@ -89,20 +90,28 @@ def decoder_parameters(
 ) -> dict[str, Parameter]:
     """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them.
     `layers`: of these layers only, `num_experts`: of so many experts of each only, where one stands for all."""
-    width = spec.hidden_size
+    width, names = spec.hidden_size, spec.names
     parameters = {
-        "embedding": Parameter({"model.embed_tokens.weight": (spec.vocab_size, width)}),
-        "final_norm": _norm(spec, {"model.norm.weight": width}),
+        "embedding": Parameter({f"{names.body}.embed_tokens.weight": (spec.vocab_size, width)}),
+        "final_norm": _norm(spec, {f"{names.body}.{names.final_norm}.weight": width}),
     }
     if not spec.tie_word_embeddings:
         parameters["lm_head"] = Parameter({"lm_head.weight": (spec.vocab_size, width)})
     for i in range(spec.num_layers) if layers is None else layers:
-        key, name = f"layers.{i}", f"model.layers.{i}"
-        for norm, stored in _NORMS[spec.layer_norms].items():
+        key, name = f"layers.{i}", f"{names.body}.layers.{i}"
+        norms = _NORMS[spec.layer_norms]
+        if names.branch_norms is not None:
+            norms = dict(zip(norms, names.branch_norms, strict=True))
+        for norm, stored in norms.items():
             parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{stored}.weight": width})
-        parameters |= _attention(spec, key, f"{name}.self_attn", weight_format)
+        if spec.layer_kinds and spec.layer_kinds[i] == "recurrent":
+            parameters |= _recurrent(spec, key, f"{name}.{names.recurrent}", weight_format)
+        else:
+            parameters |= _attention(spec, key, f"{name}.self_attn", weight_format)
         if spec.experts is None or i in spec.experts.dense_layers:
-            parameters |= _mlp(spec, key, f"{name}.mlp", spec.intermediate_size, weight_format)
+            parameters |= _mlp(
+                spec, key, f"{name}.{names.mlp}", spec.intermediate_size, weight_format, names.projections
+            )
         else:
             count = spec.experts.num_experts if num_experts is None else num_experts
             parameters |= _experts(spec, spec.experts, count, key, f"{name}.{spec.experts.names}", weight_format)
@@ -111,14 +120,15 @@ def decoder_parameters(
 
 def _attention(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {f"{name}.q_proj": q_rows, f"{name}.k_proj": kv_rows, f"{name}.v_proj": kv_rows}
+    gate_rows = q_rows if spec.output_gate else 0  # of each head after those of its query
+    qkv = {f"{name}.q_proj": q_rows + gate_rows, f"{name}.k_proj": kv_rows, f"{name}.v_proj": kv_rows}
     if spec.fused_projections:
         qkv = {f"{name}.qkv_proj": q_rows + 2 * kv_rows}
     parameters = dict(_linear(f"{key}.qkv", qkv, spec.hidden_size, spec.qkv_bias, weight_format))
-    out = {f"{name}.o_proj": spec.hidden_size}
+    out = {f"{name}.{spec.names.attention_out}": spec.hidden_size}
     parameters |= _linear(f"{key}.out", out, q_rows, spec.attention_out_bias, weight_format)
     if spec.qk_norm:
-        sizes = {f"{name}.q_norm.weight": spec.head_dim, f"{name}.k_norm.weight": spec.head_dim}
+        sizes = {f"{name}.{norm}.weight": spec.head_dim for norm in spec.names.head_norms}
         parameters[f"{key}.qk_norm"] = _norm(spec, sizes)
     if spec.qk_norm_all:
         parameters[f"{key}.q_norm"] = _norm(spec, {f"{name}.q_norm.weight": q_rows})
@@ -132,10 +142,10 @@ def _mlp(
     name: str,
     inner: int,
     weight_format: WeightFormat,
-    projections: tuple[str, str, str] = _PROJECTIONS["mlp"],
+    projections: tuple[str, ...],
 ) -> dict[str, Parameter]:
-    gate, up, down = projections
-    gate_up = {f"{name}.{gate}": inner, f"{name}.{up}": inner}
+    *gate_up_names, down = projections
+    gate_up = {f"{name}.{each}": 2 * inner // len(gate_up_names) for each in gate_up_names}
     if spec.fused_projections:
         gate_up = {f"{name}.gate_up_proj": 2 * inner}
     parameters = dict(_linear(f"{key}.gate_up", gate_up, spec.hidden_size, spec.mlp_bias, weight_format))
@@ -148,13 +158,45 @@ def _experts(
 ) -> dict[str, Parameter]:
     parameters = {f"{key}.router": Parameter({f"{name}.gate.weight": (experts.num_experts, spec.hidden_size)})}
     for i in range(count):
-        sizes = experts.intermediate_size, weight_format, _PROJECTIONS[experts.names]
+        sizes = experts.intermediate_size, weight_format, _EXPERT_PROJECTIONS[experts.names]
         parameters |= _mlp(spec, f"{key}.experts.{i}", f"{name}.experts.{i}", *sizes)
     if experts.shared_intermediate_size is not None:
-        sizes = experts.shared_intermediate_size, weight_format, _PROJECTIONS[experts.names]
+        sizes = experts.shared_intermediate_size, weight_format, _EXPERT_PROJECTIONS[experts.names]
         parameters |= _mlp(spec, f"{key}.shared_expert", f"{name}.shared_expert", *sizes)
         parameters[f"{key}.shared_gate"] = Parameter({f"{name}.shared_expert_gate.weight": (1, spec.hidden_size)})
     return parameters
+
+
+def _recurrent(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
+    assert isinstance(spec.recurrent, GatedDelta), "the mechanism of the family"
+    return _gated_delta(spec.recurrent, spec.hidden_size, key, name, weight_format)
+
+
+def _gated_delta(
+    delta: GatedDelta, width: int, key: str, name: str, weight_format: WeightFormat
+) -> dict[str, Parameter]:
+    """The gates of forgetting and correcting are as exact as a router: they are never rounded."""
+    heads = delta.num_value_heads
+    if delta.interleaved:
+        inner = {f"{name}.in_proj_qkvz": delta.channels + delta.inner}
+        gates = {f"{name}.in_proj_ba.weight": (2 * heads, width)}
+    else:
+        inner = {f"{name}.in_proj_qkv": delta.channels, f"{name}.in_proj_z": delta.inner}
+        gates = {f"{name}.in_proj_b.weight": (heads, width), f"{name}.in_proj_a.weight": (heads, width)}
+    return {
+        **dict(_linear(f"{key}.inner", inner, width, False, weight_format)),
+        f"{key}.gates": Parameter(gates),
+        f"{key}.conv": _exact({f"{name}.conv1d.weight": (delta.channels, 1, delta.kernel)}),
+        f"{key}.decay": _exact({f"{name}.A_log": (heads,)}, init=1.0),
+        f"{key}.step_bias": _exact({f"{name}.dt_bias": (heads,)}, init=1.0),
+        f"{key}.gated_norm": Parameter({f"{name}.norm.weight": (delta.value_dim,)}, init=1.0, stored=VECTOR),
+        **dict(_linear(f"{key}.out", {f"{name}.out_proj": width}, delta.inner, False, weight_format)),
+    }
+
+
+def _exact(shapes: dict[str, tuple[int, ...]], *, init: Init | None = None) -> Parameter:
+    """A small tensor that is computed with in float32."""
+    return Parameter(shapes, init=init, stored=VECTOR, dtype="float32")
 
 
 def _norm(spec: ModelSpec, sizes: dict[str, int]) -> Parameter:

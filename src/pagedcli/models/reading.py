@@ -3,6 +3,7 @@
 Free of torch for native families."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pagedcli.models.config_json import check_supported, convert, read_json, sto
 from pagedcli.models.families import FAMILIES, Family, FamilyConfig, OptionalInt
 from pagedcli.models.quantization import read_quantization, refusal
 from pagedcli.models.rope import RopeSpec, read_rope_spec
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ModelSpec, TensorNames
 
 
 def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -50,10 +51,13 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
     """
     family = FAMILIES[model_type]
     where = path / "config.json"
+    architectures = config.get("architectures") or [family.architecture]
+    if family.nested:
+        config = _text_config(config, where)
     config = {**family.defaults, **config}
     _refuse_unknown(config, where)
     fields = convert(config, FamilyConfig, where)
-    architectures = config.get("architectures") or [family.architecture]
+    _check_layer_types(fields, family, where)
     if architectures[0] != family.architecture:
         raise ModelError(
             f"{where}: architecture {architectures[0]!r} is not a causal language model",
@@ -76,6 +80,8 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
         "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
         **family.traits(fields),
     }
+    if family.nested:
+        traits["names"] = nested_names(traits.get("names") or TensorNames())
     default_bos, default_eos = family.special_ids
     eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
     return ModelSpec(
@@ -102,6 +108,28 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
         quantization=read_quantization(config, where),
         **traits,
     )
+
+
+def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
+    """The fields of the language model within a larger one; what only the outer part says holds for it, too."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"{where}: text_config is {text!r}, not an object", hint="download the file again")
+    outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "quantization_config")
+    return {name: config[name] for name in outer if name in config} | text
+
+
+def nested_names(names: TensorNames) -> TensorNames:
+    """Names of a language model within one that sees images, whose other tensors are skipped."""
+    return replace(names, body="model.language_model", skipped=("model.visual.", *names.skipped))
+
+
+def _check_layer_types(fields: FamilyConfig, family: Family, where: Path) -> None:
+    """Raises: ModelError for layers that the family does not have, and if none attends."""
+    if not family.layer_types or fields.layer_types is None:
+        return
+    if unknown := sorted(set(fields.layer_types) - family.layer_types):
+        raise ModelError(f"{where}: layer_types lists {unknown[0]!r}, which is not supported")
 
 
 def _refuse_unknown(config: dict[str, Any], where: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.models.recurrent_spec import Recurrent, StateTensor
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.stored_quantization import Quantization
 
@@ -19,6 +20,24 @@ class ExpertsSpec:
     shared_intermediate_size: int | None = None  # width of an expert for every token, weighted by a gate of its own
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP
     names: Literal["mlp", "block_sparse_moe"] = "mlp"  # how the checkpoint names it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """How a checkpoint names the tensors of a decoder. The defaults are Llama's."""
+
+    body: str = "model"  # what the names of all but the output layer begin with
+    final_norm: str = "norm"
+    branch_norms: tuple[str, str] | None = None  # before attention and MLP; None: as layer_norms says
+    attention_out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    recurrent: str = "linear_attn"
+    mlp: str = "mlp"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
+    skipped: tuple[str, ...] = ()  # tensors whose names begin so are not of the language model
+
+
+LayerKind = Literal["attention", "recurrent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +81,33 @@ class ModelSpec:
     layer_ropes: tuple[RopeSpec | None, ...] = ()  # of each layer, None: no rotary embedding; empty: `rope` in all
     fused_projections: bool = False  # the checkpoint stacks q, k, v and gate, up
     experts: ExpertsSpec | None = None  # in place of the MLP
+    recurrent: Recurrent | None = None  # in place of attention, in some layers
+    layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all attend
+    output_gate: bool = False  # attention is multiplied by the sigmoid of a part of q_proj
+    names: TensorNames = TensorNames()
     quantization: Quantization | None = None  # how the checkpoint's linear layers are stored; None: as numbers
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """What each layer asks of the attention backend. Of the fallback, as far as its config says."""
+        """What each layer that attends asks of the attention backend. Of the fallback, as far as its config says."""
         scale = self.query_scale or self.head_dim**-0.5
-        windows = self.windows or (None,) * self.num_layers
+        windows = self.windows or (None,) * (self.num_layers - len(self.recurrent_layers))
         return tuple(AttentionLayer(scale=scale, window=window, soft_cap=self.soft_cap) for window in windows)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state instead of K and V."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "recurrent")
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """What each recurrent layer keeps per sequence; empty: the model has none."""
+        return self.recurrent.state if self.recurrent is not None else ()
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a sequence's state in all its layers; itemsize is that of the activations. 0: it has none."""
+        return len(self.recurrent_layers) * sum(tensor.num_bytes(itemsize) for tensor in self.state)
 
     def within(self, max_model_len: int) -> "ModelSpec":
         """The spec for sequences of at most so many tokens: without windows that hide none of them."""

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ _UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".input_zero_point")
 class WeightSource(Protocol):
     """Fills the tensors of a decoder."""
 
+    notes: tuple[str, ...]  # what a user should know of what load read
+
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
@@ -35,9 +37,10 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(path: Path, load_format: str, seed: int) -> WeightSource:
-    """The weights of a folder, or seeded noise with load_format dummy."""
-    return DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
+def open_weights(path: Path, load_format: str, seed: int, *, skipped: tuple[str, ...] = ()) -> WeightSource:
+    """The weights of a folder, or seeded noise with load_format dummy. `skipped`: what the names of tensors begin with
+    that are not read."""
+    return DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path, skipped)
 
 
 class DummyWeights:
@@ -49,6 +52,8 @@ class DummyWeights:
     _BLOCK = 1 << 18  # values copied at a time: stays in the processor's cache
     _POOL = 16  # blocks of noise drawn, from which all values are copied: drawing 0.6 billion numbers takes seconds
     _STRIDE = 1_000_003  # a prime: each block comes from a different place in the pool
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -94,8 +99,10 @@ class DummyWeights:
 class CheckpointWeights:
     """model.safetensors, or the shards listed in model.safetensors.index.json. Files are memory-mapped."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, skipped: tuple[str, ...] = ()) -> None:
+        self._path, self._skipped = path, skipped
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
@@ -108,6 +115,8 @@ class CheckpointWeights:
         with ExitStack() as stack:
             files = {name: stack.enter_context(_open(self._path / name)) for name in self._file_names()}
             where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
+            self._skip(where)
+            views = _expert_views(files, where)
             expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
             optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
             self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
@@ -116,7 +125,7 @@ class CheckpointWeights:
                 if parameter.stored.optional and not where.keys() >= parameter.shapes.keys():
                     continue
                 parts = (
-                    parameter.kept(name, self._read(files[where[name]], where[name], name, parameter))
+                    parameter.kept(name, self._read(files[where[name]], where[name], name, parameter, views))
                     for name in parameter.shapes
                 )
                 tensors[key] = _stacked(parts, parameter, _kept_dtype(parameter, dtype), device)
@@ -176,8 +185,19 @@ class CheckpointWeights:
                 hint="config.json describes another model, or the weights are adapted or quantized",
             )
 
-    def _read(self, file: Any, file_name: str, name: str, parameter: Parameter) -> Tensor:
-        tensor: Tensor = file.get_tensor(name)
+    def _skip(self, where: dict[str, str]) -> None:
+        """Changes: where, without the tensors that are not read, and notes."""
+        found = [name for name in where if name.startswith(self._skipped)] if self._skipped else []
+        for name in found:
+            del where[name]
+        if found:
+            begin = " and ".join(f"{each}*" for each in self._skipped if any(name.startswith(each) for name in found))
+            self.notes = (f"{len(found)} tensors of the checkpoint are not read, as only text is generated: {begin}",)
+
+    def _read(
+        self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, "_View"]
+    ) -> Tensor:
+        tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)
         shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
         is_scale = None in (parameter.stored.in_per, parameter.stored.out_per)  # written with and without sizes of 1
         if is_scale and [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]:
@@ -195,6 +215,45 @@ class CheckpointWeights:
                 hint="config.json and the weights do not belong together: download both again",
             )
         return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A matrix within a stacked tensor: rows `first` to `end` of matrix number `index`."""
+
+    name: str  # of the stacked tensor
+    index: int
+    first: int
+    end: int
+
+    def read(self, file: Any) -> Tensor:
+        tensor: Tensor = file.get_slice(self.name)[self.index, self.first : self.end]
+        return tensor
+
+
+# Experts that some checkpoints stack in one tensor: its name -> the names of each expert's matrices, one below the other
+_STACKED_EXPERTS = {
+    "experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "experts.down_proj": ("down_proj",),
+}
+
+
+def _expert_views(files: Mapping[str, Any], where: dict[str, str]) -> dict[str, _View]:
+    """The matrices of stacked experts, by the names they have in checkpoints that store each alone.
+
+    Changes: where, in which these names replace those of the stacks."""
+    views = {}
+    for stack in [name for name in where if name.endswith(tuple(_STACKED_EXPERTS))]:
+        file_name = where.pop(stack)
+        end = next(end for end in _STACKED_EXPERTS if stack.endswith(end))
+        prefix, names = stack.removesuffix(end.partition(".")[2]), _STACKED_EXPERTS[end]
+        num_experts, num_rows, _ = files[file_name].get_slice(stack).get_shape()
+        rows = num_rows // len(names)
+        for index in range(num_experts):
+            for place, name in enumerate(names):
+                view = f"{prefix}{index}.{name}.weight"
+                views[view], where[view] = _View(stack, index, place * rows, (place + 1) * rows), file_name
+    return views
 
 
 def _kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
