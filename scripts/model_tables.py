@@ -69,11 +69,14 @@ def native() -> str:
     """Families that the project's own decoders run."""
     rows = []
     for model_type, family in FAMILIES.items():
-        spec = native_spec(Path("."), _SMALL, model_type)
+        spec = native_spec(Path("."), {"text_config": _SMALL} if family.nested else _SMALL, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
-        rows.append((f"`{model_type}`", family.architecture, on_cpu, _WINDOWS[family.sliding], _split(spec)))
-    return _table(("model_type", "architecture", "on a CPU", "sliding windows", "tensor parallel"), rows)
+        state = "none" if spec.recurrent is None else spec.recurrent.name
+        facts = (on_cpu, _WINDOWS[family.sliding], state, _split(spec))
+        rows.append((f"`{model_type}`", family.architecture, *facts))
+    head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
+    return _table(head, rows)
 
 
 def _split(spec: ModelSpec) -> str:

@@ -34,6 +34,18 @@ _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
 
+_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 40}
+_QUARTER_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+_DELTA = {  # two layers of each kind, each key head serves two value heads
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
 # family -> (transformers config class, what differs from _BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
@@ -86,12 +98,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**_DELTA, "rope_parameters": _QUARTER_ROPE}),
+    "qwen3_5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, **_SHARED, "rope_parameters": _QUARTER_ROPE}),
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, **_SHARED, "rope_parameters": _QUARTER_ROPE}),
 }
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
     *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe"),
 )
+RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5-moe", "qwen3_next")
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
 
 

@@ -1,9 +1,12 @@
 """Drives a CausalLM over a paged cache without the engine: ragged prompts, in chunks, then token by token."""
 
+import itertools
+
 import torch
 
 from pagedcli.attention.base import PagedBatch
 from pagedcli.core.groups import cache_groups, group_size
+from pagedcli.runner.device_state import state_pools
 
 
 class PagedHarness:
@@ -24,6 +27,11 @@ class PagedHarness:
         self.table = self.tables[0]
         shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.kv_cache = torch.full((2, group_size(groups), *shape), float("nan"), dtype=dtype)
+        # a sequence has two slots of state: each step reads the one that the step before wrote, and writes the other
+        self.states = state_pools(model, 2 * len(lengths), dtype, self.kv_cache.device)
+        for pool in itertools.chain.from_iterable(self.states):
+            pool.fill_(float("nan"))
+        self.num_steps = [0] * len(lengths)
 
     @torch.inference_mode()
     def step(self, work):
@@ -49,10 +57,19 @@ class PagedHarness:
             )
             for table, of_group in zip(self.tables, slots, strict=True)
         )
-        batch.others = tuple(others)
+        batch.others, batch.states = tuple(others), self.states
+        if self.states:
+            batch.state_reads, batch.state_writes = self._state_slots([row for row, _, _ in spans])
         ids = torch.tensor([token for _, _, ids in work for token in ids])
         hidden = self.model.forward(ids, positions, batch, self.kv_cache)
         return self.model.compute_logits(hidden).split(counts)
+
+    def _state_slots(self, rows):
+        reads = [2 * row + self.num_steps[row] % 2 if self.num_steps[row] else -1 for row in rows]
+        for row in rows:
+            self.num_steps[row] += 1
+        writes = [2 * row + self.num_steps[row] % 2 for row in rows]
+        return torch.tensor(reads, dtype=torch.int32), torch.tensor(writes, dtype=torch.int32)
 
 
 def paged_logits(model, backend, sequences, *, num_prompt, block_size, chunk, dtype=torch.float32):

@@ -51,6 +51,7 @@ class PagedBatch:
     # of models with recurrent state, see StepInput
     state_reads: Tensor | None = None  # [B] int32, slot of each sequence's state before the step; -1: starts from zero
     state_writes: Tensor | None = None  # [B] int32, slot of its state after the step
+    states: tuple[tuple[Tensor, ...], ...] = ()  # of each layer with one: its pools [slots + 1, ...]
 
 
 @dataclass(frozen=True, slots=True)

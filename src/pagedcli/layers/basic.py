@@ -99,6 +99,18 @@ def split_heads(
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
 
 
+def split_gate(qkv: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """q, k, v as split_heads takes them, and the gates of attention's result, from rows in which a gate follows the
+    query of each head.
+
+    Shapes:  qkv [T, (2H + 2G) * D]; returns [T, (H + 2G) * D] and [T, H * D].
+    Source:  Qiu et al., Gated Attention for Large Language Models, 2025.
+    """
+    width = 2 * num_heads * head_dim
+    q, gate = qkv[:, :width].reshape(-1, num_heads, 2, head_dim).unbind(2)
+    return torch.cat((q.flatten(1), qkv[:, width:]), dim=1), gate.flatten(1)
+
+
 def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """rotate of the first R elements of each head. Shapes: x [T, heads, D]; cos, sin [T, 1, R]."""
     size = cos.shape[-1]

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedcli.attention.base import PagedBatch
+
 
 @dataclass(slots=True)
 class StateStep:
@@ -22,6 +24,13 @@ class StateStep:
     writes: Tensor  # [B] int32, each its own
     cu_q: Tensor  # [B+1] int32, first new token of each sequence
     max_new: int  # most new tokens of a sequence
+
+    @classmethod
+    def of(cls, batch: PagedBatch) -> "StateStep | None":
+        """None for a model without states."""
+        if batch.state_reads is None or batch.state_writes is None:
+            return None
+        return cls(batch.state_reads, batch.state_writes, batch.cu_q, batch.max_new)
 
     def load(self, pool: Tensor) -> Tensor:
         """The states [B, ...] of a pool [Z, ...], a copy."""
@@ -34,9 +43,7 @@ class StateStep:
         pool.index_copy_(0, self.writes.long(), states.to(pool.dtype))
 
 
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, step: StateStep, *, silu: bool
-) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, step: StateStep, *, silu: bool) -> Tensor:
     """Depthwise convolution over the current token and those before it: y_t = sum over j of w_j * x_(t-K+1+j).
 
     Shapes:  x [T, C]; weight [K, C] and bias [C] float32; pool [Z, K-1, C], the inputs before the first new token.
@@ -124,6 +131,6 @@ def gate_then_norm(x: Tensor, weight: Tensor, gate: Tensor, group: int, eps: flo
     """rms_norm(x * silu(gate)) * weight, each `group` elements of the last dimension normed on their own.
 
     Shapes: x [T, I] float32, gate [T, I], weight [I]; returns [T, I] like gate."""
-    wide = (x * F.silu(gate.float())).unflatten(-1, (-1, group))
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed.flatten(-2) * weight.float()).to(gate.dtype)
+    wide = (x * F.silu(gate.float())).view(x.shape[0], -1, group)
+    normed = wide.mul_(torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))
+    return normed.view(x.shape).mul_(weight).to(gate.dtype)

@@ -15,8 +15,9 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.core.groups import cache_groups
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import add_rms_norm, fused_layers, rms_norm, rotary_rows, route, split_heads
+from pagedcli.layers.basic import add_rms_norm, fused_layers, rms_norm, rotary_rows, route, split_gate, split_heads
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.rope import RopeSpec
 
 
@@ -135,8 +136,15 @@ class Step:
     """The arguments of one forward that the layers share."""
 
     positions: Tensor  # [T] int64
-    layers: list[LayerStep]
+    layers: list[LayerStep]  # those that attend
+    state_step: StateStep | None = None  # of those that keep a state
+    states: Sequence[Sequence[Tensor]] = ()  # of each of them: its pools
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of a rotary table
+
+    def state(self, place: int) -> tuple[StateStep, Sequence[Tensor]]:
+        """Where a layer with a state reads and writes, and its pools."""
+        assert self.state_step is not None, "the batch says which slots its sequences use"
+        return self.state_step, self.states[place]
 
     def angles_of(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """rotary_rows of a table, once per step for all layers that use it."""
@@ -164,18 +172,10 @@ class Branch:
 
 
 @dataclass(slots=True)
-class DecoderLayer:
-    """One layer of the model."""
-
-    attention: Branch
-    mlp: Branch
-
-
-@dataclass(slots=True)
 class Attention:
     """Projection, rotary embedding, cache, attention and projection of one layer."""
 
-    index: int  # of the layer
+    index: int  # among the layers that attend
     backend: AttentionBackend
     num_heads: int  # H
     num_kv_heads: int  # G
@@ -186,16 +186,20 @@ class Attention:
     table: Tensor | None  # [P, R] of models.blocks; None: no rotary embedding
     out: Callable[[Tensor], Tensor]  # H * D -> E
     fused_store: bool  # the backend's cache is filled in one pass with the rotation
+    has_gate: bool  # after the query of each head, qkv lists a gate [D] of its result
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache."""
-        layer = step.layers[self.index]
+        layer, qkv, gate = step.layers[self.index], self.qkv(x), None
+        if self.has_gate:
+            qkv, gate = split_gate(qkv, self.num_heads, self.head_dim)
         if self.fused_store:
-            q = self._rotate_and_store(self.qkv(x), step, layer)
+            q = self._rotate_and_store(qkv, step, layer)
         else:
-            q, k, v = self._heads(self.qkv(x), step)
+            q, k, v = self._heads(qkv, step)
             layer.write(self.backend, k, v)
-        return self.out(layer.attend(self.backend, q).flatten(1))
+        out = layer.attend(self.backend, q).flatten(1)
+        return self.out(out if gate is None else out * gate.sigmoid())
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         if self.wide_norm is not None:

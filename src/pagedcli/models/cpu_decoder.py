@@ -237,6 +237,8 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if spec.hidden_act not in _GATES:
         return f"has no activation {spec.hidden_act}"
+    if spec.recurrent is not None:
+        return "runs layers with a state one by one"
     if not has_cpu_kernels(spec, backend):
         return "packs no odd sizes of layers"
     return None

@@ -16,11 +16,11 @@ from pagedcli.layers.basic import ACTIVATIONS, fused_layers, stores_in_one_pass,
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
+from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.blocks import (
     Attention,
     Branch,
-    DecoderLayer,
     Experts,
     GatedMlp,
     Mlp,
@@ -31,6 +31,8 @@ from pagedcli.models.blocks import (
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
+from pagedcli.models.recurrent_blocks import GatedDeltaNet, interleaved_columns
+from pagedcli.models.recurrent_spec import GatedDelta
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
@@ -42,9 +44,9 @@ class Decoder:
 
     __slots__ = (
         "_backend",
+        "_branches",
         "_embedding",
         "_final_norm",
-        "_layers",
         "_lm_head",
         "attention_layers",
         "notes",
@@ -67,25 +69,26 @@ class Decoder:
         if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
             self.notes += (note,)
         self.notes += rope_notes(spec.rope, request.max_model_len)
-        vectors = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() == 1 and "[" not in key)
+        vectors = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() != 2 and "[" not in key)
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
         final_norm = build.norm("final_norm")
         assert final_norm is not None, "every model has one"
         self._final_norm = final_norm
-        self._layers = [build.layer(i) for i in range(spec.num_layers)]
+        self._branches = [branch for i in range(spec.num_layers) for branch in build.layer(i)]
         self.weight_bytes = vectors + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward."""
-        step = Step(positions, layer_steps(batch, kv_cache, self._backend, self.attention_layers))
+        state_step = StateStep.of(batch)
+        layers = layer_steps(batch, kv_cache, self._backend, self.attention_layers)
+        step = Step(positions, layers, state_step, batch.states)
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
         hidden: Tensor | None = None  # the previous branch's addition to the residual
-        for layer in self._layers:
-            hidden = layer.attention(hidden, residual, step)
-            hidden = layer.mlp(hidden, residual, step)
+        for branch in self._branches:
+            hidden = branch(hidden, residual, step)
         return add_and_norm(hidden, residual, self._final_norm, self.spec.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -193,12 +196,15 @@ class _Builder(Parts):
             return packed.weight_rows, head, packed.nbytes
         return embedding, head, table.nbytes + packed.nbytes
 
-    def layer(self, index: int) -> DecoderLayer:
-        key = f"layers.{index}"
-        return DecoderLayer(
-            attention=self._branch(f"{key}.input_norm", self._attention(index, key)),
-            mlp=self._branch(f"{key}.mlp_norm", self._mlp(index, key)),
-        )
+    def layer(self, index: int) -> list[Branch]:
+        key, recurrent = f"layers.{index}", self._spec.recurrent_layers
+        mixer: Callable[[Tensor, Step], Tensor]
+        if index in recurrent:
+            mixer = self._recurrent(recurrent.index(index), key)
+        else:
+            mixer = self._attention(index, key)
+        mlp = self._mlp(index, key)
+        return [self._branch(f"{key}.input_norm", mixer), self._branch(f"{key}.mlp_norm", mlp)]
 
     def _branch(self, norm: str, body: Callable[[Tensor, Step], Tensor]) -> Branch:
         spec = self._spec
@@ -216,7 +222,7 @@ class _Builder(Parts):
         rope = self.rope(index)
         is_plain = rope is not None and rope.partial == 1 and wide_norm is None and not spec.float_norms
         return Attention(
-            index=index,
+            index=index - sum(layer < index for layer in spec.recurrent_layers),
             backend=self._request.backend,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -227,6 +233,27 @@ class _Builder(Parts):
             table=None if rope is None else self.table(rope),
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store and is_plain,
+            has_gate=spec.output_gate,
+        )
+
+    def _recurrent(self, place: int, key: str) -> GatedDeltaNet:
+        shape = self._spec.recurrent
+        assert isinstance(shape, GatedDelta), "the mechanism of the family"
+        take, device = self._tensors.pop, self._request.device
+        of_inner, of_gates = interleaved_columns(shape)
+        columns = (of_inner.to(device), of_gates.to(device)) if shape.interleaved else None
+        return GatedDeltaNet(
+            place=place,
+            shape=shape,
+            inner=self._linear(f"{key}.inner"),
+            gates=self._unquantized(f"{key}.gates"),
+            conv=take(f"{key}.conv").flatten(1).t().contiguous(),
+            decay=-take(f"{key}.decay").exp(),
+            step_bias=take(f"{key}.step_bias"),
+            norm=take(f"{key}.gated_norm"),
+            eps=self._spec.rms_norm_eps,
+            out=self._linear(f"{key}.out"),
+            columns=columns,
         )
 
     def _mlp(self, index: int, key: str) -> Mlp | Experts:
@@ -298,7 +325,7 @@ class _Builder(Parts):
 
 def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the native library serves attention and can pack every weight of the model."""
-    sizes = [spec.hidden_size, spec.intermediate_size]
+    sizes = [spec.hidden_size, spec.intermediate_size, spec.recurrent.inner if spec.recurrent is not None else 0]
     if spec.experts is not None:
         sizes += [spec.experts.intermediate_size, spec.experts.shared_intermediate_size or 0]
     return backend.capabilities.native_step and not any(size % 2 for size in sizes)
@@ -335,6 +362,8 @@ def load(request: DecoderRequest) -> Decoder:
     spec = request.spec
     ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
     parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
-    source = open_weights(request.path, request.load_format, request.seed)
+    source = open_weights(request.path, request.load_format, request.seed, skipped=spec.names.skipped)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
-    return Decoder(request, shard_spec(spec, request.parallel), tensors, linear_formats(parameters))
+    decoder = Decoder(request, shard_spec(spec, request.parallel), tensors, linear_formats(parameters))
+    decoder.notes += source.notes
+    return decoder

@@ -1,6 +1,6 @@
 """The native families: the differences of each from Llama, as data. Free of torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from pagedcli.models.recurrent_spec import GatedDelta
 from pagedcli.models.spec import ExpertsSpec, LayerKind, TensorNames
 
 OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
-_ATTENDS = frozenset({"full_attention", "attention"})  # of layer_types, new and old name
+ATTENDS = frozenset({"full_attention", "attention"})  # of layer_types, new and old name
 _RECURS = frozenset({"linear_attention", "mamba", "conv"})
 
 
@@ -105,7 +105,7 @@ def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "
 def _kinds(fields: FamilyConfig) -> tuple[LayerKind, ...]:
     """Which layers attend: those of layer_types, or the last of each group of full_attention_interval."""
     if fields.layer_types is not None:
-        return tuple("attention" if kind in _ATTENDS else "recurrent" for kind in fields.layer_types)
+        return tuple("attention" if kind in ATTENDS else "recurrent" for kind in fields.layer_types)
     interval = max(1, fields.full_attention_interval)
     return tuple("recurrent" if (i + 1) % interval else "attention" for i in range(fields.num_hidden_layers))
 
@@ -177,7 +177,7 @@ _QWEN3_5 = Family(
     (None, None),
     "never",
     partial_rope=True,
-    layer_types=_ATTENDS | _RECURS,
+    layer_types=ATTENDS | _RECURS,
     defaults={"partial_rotary_factor": 0.25},
     traits=_gated_delta,
 )
@@ -318,7 +318,7 @@ FAMILIES = {
         (None, None),
         "never",
         partial_rope=True,
-        layer_types=_ATTENDS | _RECURS,
+        layer_types=ATTENDS | _RECURS,
         defaults={"partial_rotary_factor": 0.25, **_QWEN3_NEXT_EXPERTS},
         traits=lambda fields: _gated_delta(fields, interleaved=True) | {"experts": _experts(fields)},
     ),

@@ -11,7 +11,7 @@ import msgspec
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
-from pagedcli.models.families import FAMILIES, Family, FamilyConfig, OptionalInt
+from pagedcli.models.families import ATTENDS, FAMILIES, Family, FamilyConfig, OptionalInt
 from pagedcli.models.quantization import read_quantization, refusal
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import ModelSpec, TensorNames
@@ -130,6 +130,8 @@ def _check_layer_types(fields: FamilyConfig, family: Family, where: Path) -> Non
         return
     if unknown := sorted(set(fields.layer_types) - family.layer_types):
         raise ModelError(f"{where}: layer_types lists {unknown[0]!r}, which is not supported")
+    if not ATTENDS & set(fields.layer_types):
+        raise ModelError(f"{where}: no layer of layer_types attends, which is not supported")
 
 
 def _refuse_unknown(config: dict[str, Any], where: Path) -> None:

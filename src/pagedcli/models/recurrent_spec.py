@@ -4,6 +4,7 @@ layers.recurrent computes them. A state is a few named tensors per layer; all of
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class StateTensor:
 class GatedDelta:
     """A gated delta net: a convolution over q, k and v, then a matrix per value head that forgets and is corrected."""
 
+    name: ClassVar[str] = "gated delta nets"
     num_key_heads: int  # of q and k; each serves neighbouring value heads
     num_value_heads: int
     key_dim: int
@@ -53,6 +55,7 @@ class GatedDelta:
 class Mamba2:
     """A selective state space: a convolution over x, B and C, then a matrix per head that forgets."""
 
+    name: ClassVar[str] = "Mamba-2"
     num_heads: int
     head_dim: int
     num_groups: int  # of heads that share B and C
@@ -81,6 +84,7 @@ class Mamba2:
 class ShortConv:
     """A convolution between two gates."""
 
+    name: ClassVar[str] = "short convolutions"
     channels: int
     kernel: int
     bias: bool

@@ -194,9 +194,7 @@ class CheckpointWeights:
             begin = " and ".join(f"{each}*" for each in self._skipped if any(name.startswith(each) for name in found))
             self.notes = (f"{len(found)} tensors of the checkpoint are not read, as only text is generated: {begin}",)
 
-    def _read(
-        self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, "_View"]
-    ) -> Tensor:
+    def _read(self, file: Any, file_name: str, name: str, parameter: Parameter, views: Mapping[str, "_View"]) -> Tensor:
         tensor: Tensor = views[name].read(file) if name in views else file.get_tensor(name)
         shape, stored_dtype = parameter.shapes[name], parameter.stored.dtype
         is_scale = None in (parameter.stored.in_per, parameter.stored.out_per)  # written with and without sizes of 1
@@ -231,7 +229,7 @@ class _View:
         return tensor
 
 
-# Experts that some checkpoints stack in one tensor: its name -> the names of each expert's matrices, one below the other
+# Experts that some checkpoints stack: the name of the tensor -> the names of each expert's matrices, as they lie in it
 _STACKED_EXPERTS = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),

@@ -45,6 +45,10 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     device, dtype = attention.device, attention.dtype
     max_model_len = resolve_max_model_len(config, spec)
     spec, own = _of_rank(config, spec, rank)
+    if spec.recurrent is not None:
+        raise ConfigError(
+            f"{spec.architecture} has layers with a state per sequence, which the scheduler does not keep"
+        )
     groups = cache_groups([layer.window for layer in own.attention_layers])
     limits = Limits.of(
         config,

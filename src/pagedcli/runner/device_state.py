@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import AttentionBackend, PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch, named_dtype
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput
 from pagedcli.models.base import CausalLM
+from pagedcli.models.recurrent_spec import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
 
 Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
@@ -33,6 +34,9 @@ class DeviceState:
     num_groups: int  # of layers, see core.groups
     num_state_slots: int  # of recurrent state; padding writes one more, the last; 0: the model has none
     kv_cache: Tensor  # [2, layers of a group, N, ...]
+    states: tuple[
+        tuple[Tensor, ...], ...
+    ]  # of each recurrent layer: pools [num_state_slots + 1, ...] of ModelSpec.state
     tables: Tensor  # [rows, W * groups] int32, block table of each running sequence
     last_tokens: Tensor  # [rows] int64, of the last launched step
     upload: "Upload"
@@ -46,6 +50,7 @@ class DeviceState:
         *,
         device: torch.device,
         kv_dtype: torch.dtype,
+        dtype: torch.dtype,
     ) -> "DeviceState":
         """The cache is not cleared: no backend may read a slot that no sequence owns."""
         assert limits.num_blocks is not None, "the pool has its size"
@@ -61,6 +66,7 @@ class DeviceState:
             num_groups=len(groups),
             num_state_slots=limits.num_state_slots or 0,
             kv_cache=kv_cache,
+            states=state_pools(model, limits.num_state_slots or 0, dtype, device),
             tables=torch.zeros((rows, columns), dtype=torch.int32, device=device),
             last_tokens=torch.zeros(rows, dtype=torch.int64, device=device),
             upload=Upload(device),
@@ -87,7 +93,7 @@ class DeviceState:
             PagedBatch(block_table=table, slots=of_group, max_total=max_total, **rest)
             for table, of_group in zip(of_groups, slots.unbind(0), strict=True)
         )
-        first.others = tuple(others)
+        first.others, first.states = tuple(others), self.states
         return first
 
     def resolve_ids(self, input_ids: Tensor, source_rows: Tensor) -> Tensor:
@@ -98,6 +104,19 @@ class DeviceState:
         # INVALID is computed as if it were 0; the result is dropped when the host reads it
         taken = self.last_tokens[source_rows.clamp(min=0)].clamp(min=0)
         return torch.where(source_rows >= 0, taken, input_ids)
+
+
+def state_pools(
+    model: CausalLM, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Of each layer with a state its pools, with one slot more for padding, and activations of `dtype`. Not cleared: a
+    slot is written before it is read."""
+
+    def pool(tensor: StateTensor) -> Tensor:
+        kept = dtype if tensor.dtype is None else named_dtype(tensor.dtype)
+        return torch.empty((num_slots + 1, *tensor.shape), dtype=kept, device=device)
+
+    return tuple(tuple(map(pool, model.spec.state)) for _ in model.spec.recurrent_layers)
 
 
 # ---------------------------------------------------------------------- copies: one per step each way

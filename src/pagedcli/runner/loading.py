@@ -89,7 +89,7 @@ def load_engine(
     )
     on_weights()
     kv_dtype = named_dtype(plan.kv_dtype)
-    runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits)
+    runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits, dtype)
     scales = None
     if kv_dtype == torch.float8_e4m3fn:  # other caches are not quantized, or have a scale per token and head
         scales = kv_scales(runner_spec, dtype)

@@ -30,6 +30,7 @@ class RunnerSpec:
     device: torch.device
     kv_dtype: torch.dtype
     limits: Limits
+    dtype: torch.dtype  # of the activations
 
 
 class ModelRunner:
@@ -40,7 +41,7 @@ class ModelRunner:
         self.parallel = spec.parallel
         self.limits = spec.limits
         self.state = DeviceState.allocate(
-            spec.model, spec.backend, spec.limits, device=spec.device, kv_dtype=spec.kv_dtype
+            spec.model, spec.backend, spec.limits, device=spec.device, kv_dtype=spec.kv_dtype, dtype=spec.dtype
         )
         self.graphs: DecodeGraphs | None = None
 

@@ -1,0 +1,64 @@
+"""The bodies of layers with a state, in torch: what stands in a decoder where other layers attend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagedcli.layers.recurrent import causal_conv, gated_delta_rule, l2_norm, norm_then_gate
+from pagedcli.models.blocks import Step
+from pagedcli.models.recurrent_spec import GatedDelta
+
+
+@dataclass(slots=True)
+class GatedDeltaNet:
+    """A gated delta net: projection, convolution, recurrence, gated norm and projection of one layer."""
+
+    place: int  # among the layers with a state
+    shape: GatedDelta
+    inner: Callable[[Tensor], Tensor]  # E -> C + I: q, k, v and z
+    gates: Callable[[Tensor], Tensor]  # E -> 2H: b and a
+    conv: Tensor  # [K, C] float32
+    decay: Tensor  # [H] float32, -exp(A_log)
+    step_bias: Tensor  # [H] float32
+    norm: Tensor  # [P]
+    eps: float
+    out: Callable[[Tensor], Tensor]  # I -> E
+    columns: tuple[Tensor, Tensor] | None  # where those of inner and gates lie, if they are interleaved
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
+        shape, (slots, (conv, matrix)) = self.shape, step.state(self.place)
+        inner, gates = self.inner(x), self.gates(x)
+        if self.columns is not None:
+            inner, gates = (y.index_select(1, order) for y, order in zip((inner, gates), self.columns, strict=True))
+        mixed = causal_conv(inner[:, : shape.channels], self.conv, None, conv, slots, silu=True)
+        keys = shape.num_key_heads * shape.key_dim
+        q, k, v = torch.split(mixed, [keys, keys, shape.inner], dim=1)
+        q, k = (l2_norm(_heads(y, shape.key_dim)) for y in (q, k))
+        repeats = shape.num_value_heads // shape.num_key_heads
+        q, k = (y.repeat_interleave(repeats, dim=1) for y in (q * shape.key_dim**-0.5, k))
+        b, a = gates.chunk(2, dim=1)
+        decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()
+        values = _heads(v, shape.value_dim).float()
+        o = gated_delta_rule(q, k, values, decay, b.sigmoid().float(), matrix, slots).to(x.dtype)
+        z = _heads(inner[:, shape.channels :], shape.value_dim)
+        return self.out(norm_then_gate(o, self.norm, z, self.eps).flatten(1))
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    return x.reshape(x.shape[0], -1, size)
+
+
+def interleaved_columns(shape: GatedDelta) -> tuple[Tensor, Tensor]:
+    """Where the columns of q, k, v, z and of b, a lie in projections that list them key head by key head."""
+    heads, repeats = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
+
+    def flat(*sizes: int) -> Tensor:
+        parts = torch.split(torch.arange(heads * sum(sizes)).view(heads, -1), list(sizes), dim=1)
+        return torch.cat([part.flatten() for part in parts])
+
+    values = repeats * shape.value_dim
+    return flat(shape.key_dim, shape.key_dim, values, values), flat(repeats, repeats)

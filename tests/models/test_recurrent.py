@@ -1,0 +1,137 @@
+"""Families with recurrent layers give the logits of transformers, whatever the chunks, from whatever checkpoints."""
+
+import json
+
+import pytest
+import torch
+from model_zoo import RECURRENT_FAMILIES, cached_model, tiny_model
+from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from safetensors.torch import load_file, save_file
+
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.attention.select import load_backend
+from pagedcli.errors import BackendError, ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+from pagedcli.models.sharding import shard_spec
+
+CPU = torch.device("cpu")
+
+
+def backend_for(spec, name, dtype):
+    if name == "reference":
+        return ReferenceAttention()
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    try:
+        return load_backend(name, AttentionSpec(device=CPU, dtype=dtype, block_size=4, **sizes))
+    except BackendError as error:
+        pytest.skip(error.message)
+
+
+def logits_of(path, *, chunk=7, dtype=torch.float32, backend="reference", **options):
+    spec = read_spec(path)
+    loaded = backend_for(spec, backend, dtype)
+    model = load_model(path, spec, backend=loaded, dtype=dtype, device=CPU, max_model_len=256, **options)
+    sequences, num_prompt = ragged_sequences()
+    return paged_logits(model, loaded, sequences, num_prompt=num_prompt, block_size=4, chunk=chunk, dtype=dtype)
+
+
+def largest_difference(a, b):
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module", params=RECURRENT_FAMILIES)
+def case(request, tmp_path_factory):
+    """A tiny model and what transformers makes of the sequences."""
+    path = cached_model(request.param, tmp_path_factory)
+    return path, transformers_logits(path, ragged_sequences()[0])
+
+
+# transformers computes prompts in chunks of 64 tokens, whose sums are rounded elsewhere
+TOLERANCE = 1e-3
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("chunk", [7, 64, None])
+def test_logits_equal_transformers_in_float32(case, chunk, backend):
+    path, expected = case
+    actual = logits_of(path, chunk=chunk, backend=backend)
+    assert largest_difference(actual, expected) < TOLERANCE
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(case, backend):
+    path, exact = case
+    ours = logits_of(path, dtype=torch.bfloat16, backend=backend)
+    theirs = transformers_logits(path, ragged_sequences()[0], dtype=torch.bfloat16)
+
+    def error(logits):
+        return sum(float((a.float() - b).pow(2).sum()) for a, b in zip(logits, exact, strict=True)) ** 0.5
+
+    assert error(ours) < 1.5 * error(theirs)  # the routers of tiny random experts flip now and then
+
+
+def nested(path, target):
+    """A checkpoint as published: the language model's fields and tensors within those of one that sees images."""
+    config = json.loads((path / "config.json").read_text())
+    outer = {"tie_word_embeddings": config.pop("tie_word_embeddings"), "model_type": "qwen3_5", "vision_config": {}}
+    outer |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    tensors |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(3)}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_the_language_model_of_a_larger_checkpoint_is_read_and_the_rest_is_named(tmp_path, tmp_path_factory):
+    path = cached_model("qwen3_5", tmp_path_factory)
+    whole = nested(path, tmp_path / "nested")
+    assert largest_difference(logits_of(whole), logits_of(path)) == 0
+    spec = read_spec(whole)
+    model = load_model(whole, spec, backend=ReferenceAttention(), dtype=torch.float32, device=CPU, max_model_len=256)
+    [note] = model.notes
+    assert note.startswith("2 tensors of the checkpoint are not read")
+    assert note.endswith("model.visual.* and mtp.*")
+
+
+def test_experts_may_be_stacked_in_one_tensor(tmp_path, tmp_path_factory):
+    path, stacked = cached_model("qwen3_5-moe", tmp_path_factory), tmp_path / "stacked"
+    stacked.mkdir()
+    (stacked / "config.json").write_text((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(4):
+        name = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{name}.{i}.{part}_proj.weight") for i in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{name}.gate_up_proj": torch.cat((gate, up), dim=1), f"{name}.down_proj": down}
+    save_file(tensors, stacked / "model.safetensors")
+    assert largest_difference(logits_of(stacked), logits_of(path)) == 0
+
+
+def test_a_state_counts_all_layers_that_keep_one(tmp_path_factory):
+    spec = read_spec(cached_model("qwen3_5", tmp_path_factory))
+    conv, matrix = 3 * (2 * 2 * 16 + 4 * 24), 4 * 16 * 24
+    assert spec.state_bytes(2) == 2 * (2 * conv + 4 * matrix)
+    assert spec.recurrent_layers == (0, 2)
+    assert len(spec.attention_layers) == 2
+
+
+def test_unknown_layers_and_splits_are_refused(tmp_path):
+    path = tiny_model("qwen3_5", tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    with pytest.raises(ConfigError, match="is not split"):
+        shard_spec(read_spec(path), ParallelContext(0, 2))
+    (path / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"] * 3 + ["hyena"]}))
+    with pytest.raises(ModelError, match="layer_types lists 'hyena'"):
+        read_spec(path)
+    (path / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention"] * 4}))
+    with pytest.raises(ModelError, match="no layer of layer_types attends"):
+        read_spec(path)
