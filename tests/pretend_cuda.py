@@ -239,8 +239,9 @@ class PretendGpu(TorchFunctionMode):
                                 plain(old).copy_(plain(new))
 
         @contextlib.contextmanager
-        def graph(which, pool=None):
+        def graph(which, pool=None, stream=None):
             assert gpu.recording is None
+            assert stream is not None, "torch's own capture stream is one per process"
             gpu.recording = []
             yield
             which.operations, gpu.recording = gpu.recording, None
@@ -298,6 +299,7 @@ class PretendGpu(TorchFunctionMode):
             "Event": Event,
             "CUDAGraph": Graph,
             "graph": graph,
+            "Stream": lambda device=None: on(device) or object(),
         }
         monkeypatch.setattr(torch._utils, "_get_current_device_index", lambda: 0)
         for name, value in replaced.items():

@@ -1,6 +1,8 @@
 """The whole engine as on a GPU, with nothing but the GPU missing (see pretend_cuda)."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +12,14 @@ from model_zoo import tiny_model
 from safetensors.torch import load_file, save_file
 
 from pagedcli.attention.base import AttentionSpec
-from pagedcli.attention.select import available_backends
+from pagedcli.attention.select import available_backends, select_backend
 from pagedcli.config import EngineConfig
+from pagedcli.errors import BackendError, ConfigError
 from pagedcli.planning.decide import bucket_sizes
+from pagedcli.runner import loading
 from pagedcli.runner.cuda_graphs import GRAPH_TOKENS
 from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.runner.memory import Holder
 from pagedcli.sampling_params import SamplingParams
 
 pytest.importorskip("triton")
@@ -22,7 +27,7 @@ pytest.importorskip("triton")
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=12)
+    run_interpreted(__file__, at_least=16)
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +244,77 @@ def test_without_a_c_compiler_triton_is_refused_for_attention_and_layers(monkeyp
     fused_layers.cache_clear()
     assert fused_layers() is None
     fused_layers.cache_clear()
+
+
+@plain
+@pytest.mark.parametrize("cause", ["no Python.h", "no libcuda", "another"])
+def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps(monkeypatch, tmp_path, cause):
+    """Before anything is loaded; otherwise the first launch would fail."""
+    from triton.runtime.driver import DriverConfig
+
+    from pagedcli.attention import triton_paged
+
+    class Driver:
+        @property
+        def utils(self):
+            if cause == "no libcuda":
+                raise AssertionError("libcuda.so cannot found!\nPlease make sure GPU is set up")
+            raise RuntimeError("gcc returned 1\nand more")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(DriverConfig, "active", Driver())
+    headers = tmp_path if cause == "no Python.h" else Path(triton_paged.sysconfig.get_paths()["include"])
+    monkeypatch.setattr(triton_paged.sysconfig, "get_paths", lambda: {"include": str(headers)})
+    shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    device = torch.device("cuda", 0)
+    with pytest.raises(BackendError) as caught:
+        select_backend("triton", device=device, dtype=torch.float32, **shape)
+    found, hint = {
+        "no Python.h": (r"Python.h is missing", "python3-dev"),
+        "no libcuda": (r"AssertionError: libcuda.so cannot found!$", "TRITON_LIBCUDA_PATH"),
+        "another": (r"RuntimeError: gcc returned 1$", "sdpa"),
+    }[cause]
+    assert re.search(found, caught.value.message)
+    assert hint in caught.value.hint
+    selection = select_backend("auto", device=device, dtype=torch.float32, **shape)
+    assert selection.backend.name in ("varlen", "sdpa")
+    assert re.search(found, selection.refused[0])
+
+
+@interpreted
+@pytest.mark.parametrize("what", ["the weights", "a step of", "a KV cache of 0.00 GiB"])
+def test_a_full_gpu_is_reported_with_what_had_no_room_and_who_holds_it(model, gpu, monkeypatch, what):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    if what == "a KV cache of 0.00 GiB":
+        monkeypatch.setattr(loading, "ModelRunner", fail)
+    else:
+        monkeypatch.setattr(loading, "load_model" if what == "the weights" else "measure_device", fail)
+    holder = Holder(17, "other", 3 * 2**30)
+    monkeypatch.setattr(loading, "other_holders", lambda _: [holder])
+    with pytest.raises(ConfigError, match=f"^cuda:0 has no room for {what}.*0.20 of 0.25 GiB are free.*pid 17.*3.00"):
+        make_engine(model, "cuda")
+
+
+@interpreted
+def test_a_capture_that_fails_names_the_batch_size_and_the_way_without_graphs(model, gpu, monkeypatch):
+    graph = torch.cuda.graph
+    captured = []
+
+    def fail_at_the_second(which, **options):
+        captured.append(which)
+        if len(captured) == 2:
+            raise RuntimeError("CUDA error: operation not permitted\nCompile with TORCH_USE_CUDA_DSA")
+        return graph(which, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", fail_at_the_second)
+    with pytest.raises(
+        ConfigError, match=r"of 2 sequences was not captured: CUDA error: operation not permitted$"
+    ) as got:
+        make_engine(model, "cuda")
+    assert "--enforce-eager" in got.value.hint
 
 
 @pytest.mark.parametrize("max_model_len", [100, 257, 4096, 40960, 2**20])

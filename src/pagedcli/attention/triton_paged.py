@@ -6,7 +6,9 @@ the batch: splits and tiles are counted from its own start. Imported only where 
 
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -352,11 +354,37 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def missing_compiler() -> str | None:
-    """Why triton cannot launch kernels here, None if it can: it builds its launcher with the machine's C compiler."""
-    if interpreted() or triton.knobs.build.impl or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+def launch_problem() -> BackendError | None:
+    """Why triton cannot launch kernels here, None if it can. It builds its launcher with the machine's C compiler,
+    Python's headers and the driver's library; on a GPU that is tried here, as it would fail in the first step."""
+    if interpreted():
         return None
-    return "triton needs a C compiler, and neither gcc nor clang is installed"
+    compilers = (triton.knobs.build.impl, os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    if not any(compilers):
+        return BackendError(
+            "triton needs a C compiler, and neither gcc nor clang is installed",
+            hint="install gcc, or set the environment variable CC to a compiler",
+        )
+    if not torch.cuda.is_available():
+        return None
+    try:
+        _ = triton.runtime.driver.active.utils  # about 1 s on the first run, then cached on disk
+    except Exception as error:  # of the compiler, the linker, the loader or triton itself
+        return _launcher_error(error)
+    return None
+
+
+def _launcher_error(error: Exception) -> BackendError:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    reason = f"triton cannot build its launcher: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not header.exists():
+        return BackendError(
+            f"triton cannot build its launcher: {header} is missing",
+            hint="install python3-dev (python3-devel), the headers of this Python",
+        )
+    if "libcuda" in str(error):
+        return BackendError(reason, hint="set TRITON_LIBCUDA_PATH to the folder of the driver's libcuda.so.1")
+    return BackendError(reason, hint="PAGEDCLI_DEBUG=1 shows the traceback; --attention-backend sdpa needs no launcher")
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -396,10 +424,10 @@ def check(spec: AttentionSpec) -> type[TritonAttention]:
 
 
 def load(spec: AttentionSpec) -> TritonAttention:
-    """The Triton backend. Raises BackendError without a C compiler, and for what check refuses."""
+    """The Triton backend. Raises BackendError where triton cannot launch kernels, and for what check refuses."""
     kind = check(spec)
-    if problem := missing_compiler():
-        raise BackendError(problem, hint="install gcc, or set the environment variable CC to a compiler")
+    if problem := launch_problem():
+        raise problem
     return kind(spec)
 
 

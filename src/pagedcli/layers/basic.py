@@ -18,11 +18,11 @@ from pagedcli.errors import BackendError
 def fused_layers() -> Any:
     """The module triton_layers, or None if triton cannot run (which backend selection reports)."""
     try:
-        from pagedcli.attention.triton_paged import missing_compiler
+        from pagedcli.attention.triton_paged import launch_problem
         from pagedcli.layers import triton_layers
     except (BackendError, ImportError):  # not installed
         return None
-    return None if missing_compiler() else triton_layers
+    return None if launch_problem() else triton_layers
 
 
 def stores_in_one_pass(backend: AttentionBackend) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.core.step_input import SamplingInput, StepInput
+from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.sampling import choose_tokens
 from pagedcli.models.base import CausalLM
@@ -145,17 +146,31 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture_all(self) -> None:
         """Capture every bucket, largest first: the smaller ones reuse its memory."""
+        # torch's own is one per process, on the GPU that was current first, and other graphs share its workspaces
+        stream = torch.cuda.Stream(self._state.device)  # type: ignore[no-untyped-call]
         pool = None
         for bucket in reversed(self._buckets):
-            longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
-            for _ in range(_WARM_UPS):
-                self._body(bucket, longest, bucket.num_seqs)
-            torch.cuda.synchronize(self._state.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                bucket.hidden = self._body(bucket, longest, bucket.num_seqs)
-            bucket.graph, pool = graph, pool or graph.pool()
+            try:
+                pool = self._capture(bucket, pool, stream)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(
+                    f"the CUDA graph of {bucket.num_seqs} sequences was not captured: {reason}",
+                    hint="use --enforce-eager, which runs without graphs; PAGEDCLI_DEBUG=1 shows the traceback",
+                ) from error
         torch.cuda.synchronize(self._state.device)
+
+    def _capture(self, bucket: Bucket, pool: Any, stream: torch.cuda.Stream) -> Any:
+        """Capture a bucket into the pool of the earlier ones; returns it."""
+        longest = [bucket.max_total] * bucket.num_seqs  # room for work lists of any length
+        for _ in range(_WARM_UPS):
+            self._body(bucket, longest, bucket.num_seqs)
+        torch.cuda.synchronize(self._state.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            bucket.hidden = self._body(bucket, longest, bucket.num_seqs)
+        bucket.graph = graph
+        return pool or graph.pool()
 
 
 def _padding(num_seqs: int, num_groups: int, num_state_slots: int) -> Inputs:

@@ -3,7 +3,8 @@
 Used by LLMEngine and by every worker of a tensor-parallel group, in lockstep.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pagedcli.config import EngineConfig
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
+from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.models.loading import load_model
@@ -25,7 +27,7 @@ from pagedcli.native.system import limit_threads
 from pagedcli.planning.decide import attention_spec, choose_num_blocks, decide, model_folder
 from pagedcli.planning.machine import available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal
-from pagedcli.runner.memory import graph_bytes, measure_device
+from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
 
@@ -73,32 +75,36 @@ def load_engine(
     else:
         torch.cuda.set_device(device)  # Triton launches on the current device
     backend = load_backend(plan.backend, attention)
-    model = load_model(
-        path,
-        spec,
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        load_format=config.load_format,
-        quantization=config.quantization,
-        seed=config.seed,
-        trust_remote_code=config.trust_remote_code,
-        max_model_len=plan.limits.max_model_len,
-        parallel=parallel,
-        decoder=plan.decoder,
-    )
+    with _room_for("the weights", device):
+        model = load_model(
+            path,
+            spec,
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=plan.limits.max_model_len,
+            parallel=parallel,
+            decoder=plan.decoder,
+        )
     on_weights()
     kv_dtype = named_dtype(plan.kv_dtype)
     runner_spec = RunnerSpec(model, backend, parallel, device, kv_dtype, plan.limits, dtype)
     scales = None
     if kv_dtype == torch.float8_e4m3fn:  # other caches are not quantized, or have a scale per token and head
         scales = kv_scales(runner_spec, dtype)
-    memory = measure_device(runner_spec, config.gpu_memory_utilization)
+    with _room_for(f"a step of {plan.limits.max_num_batched_tokens:,} tokens (--max-num-batched-tokens)", device):
+        memory = measure_device(runner_spec, config.gpu_memory_utilization)
     if memory is not None and plan.no_graphs is None:
         memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
     num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), terms=memory)
     limits = plan.limits.with_pool(agree(num_blocks))
-    runner = ModelRunner(replace(runner_spec, limits=limits))
+    num_bytes = (limits.num_blocks or 0) * plan.block_bytes
+    with _room_for(f"a KV cache of {num_bytes / 2**30:,.2f} GiB ({reason})", device):
+        runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
@@ -111,6 +117,21 @@ def load_engine(
         notes=model.notes,
     )
     return LoadedEngine(path, spec, model, plan, runner)
+
+
+@contextmanager
+def _room_for(what: str, device: torch.device) -> Iterator[None]:
+    """Raises: ConfigError with who holds the device's memory, if it has run out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        holders = ", ".join(map(str, other_holders(device))) or "none that the driver names"
+        raise ConfigError(
+            f"{device} has no room for {what}: {free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free;"
+            f" other processes: {holders}",
+            hint="end other processes on it, or lower --gpu-memory-utilization or --max-num-batched-tokens",
+        ) from error
 
 
 def kv_scales(spec: RunnerSpec, dtype: torch.dtype) -> tuple[float, float]:

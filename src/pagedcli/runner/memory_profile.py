@@ -14,7 +14,7 @@ import torch
 from pagedcli.config import EngineConfig, parse_bytes
 from pagedcli.core.budget import Terms
 from pagedcli.core.plan import Plan
-from pagedcli.errors import ConfigError, UsageError
+from pagedcli.errors import UsageError
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
@@ -217,13 +217,7 @@ def _load(config: EngineConfig, plan: Plan) -> LLMEngine:
             hint="use --tensor-parallel-size 1",
         )
     num_blocks = step_blocks(plan.limits.largest_step, plan.limits.tables)
-    try:
-        return LLMEngine(msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks))
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"the device has no room for the model and its largest step: {str(error).partition('. ')[0]}",
-            hint="end other processes on it, or lower --max-num-batched-tokens",
-        ) from error
+    return LLMEngine(msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks))
 
 
 def _notes_here(on_cpu: bool, holders: str) -> dict[str, str]:
