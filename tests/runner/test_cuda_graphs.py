@@ -140,7 +140,7 @@ def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkey
             return "pool"
 
     @contextlib.contextmanager
-    def graph(which, pool):
+    def graph(which, pool, stream):
         captured.append(pool)
         body.clear()
         yield
@@ -159,7 +159,7 @@ def test_captured_buckets_are_replayed_with_the_inputs_of_the_step(model, monkey
         body.append((bucket, hidden))
         return hidden
 
-    for name, value in (("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda _: None)):
+    for name, value in (("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda _: None), ("Stream", str)):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(DecodeGraphs, "_body", remember)
     config = {"attention_backend": "reference", "async_scheduling": True}
