@@ -27,7 +27,10 @@ class ScriptedExecutor:
     """Keeps a cache of token ids in place of K and V: a token depends on what the block table says comes before it: a
     block that was never written, or is another's, gives other tokens."""
 
-    def __init__(self, num_blocks, block_size, max_num_seqs, width, *, windows=(None,), choose: Callable = rule):
+    def __init__(
+        self, num_blocks, block_size, max_num_seqs, width, *, windows=(None,), choose: Callable = rule, num_states=0
+    ):
+        self.states = [None] * num_states  # of each slot: the tokens that its state has seen
         self.block_size = block_size
         self.windows = windows  # of each group of layers: a token depends on what each of them sees
         self.cache = [None] * (num_blocks * block_size)
@@ -53,6 +56,8 @@ class ScriptedExecutor:
                 (self.last_tokens[row] or 0) if row >= 0 else id_
                 for id_, row in zip(ids, step.source_rows, strict=True)
             ]
+        if self.states:
+            self._update_states(step, ids)
         for slots in step.slots.tolist():
             for slot, token_id in zip(slots, ids, strict=True):
                 if slot >= 0:
@@ -66,6 +71,19 @@ class ScriptedExecutor:
                 candidates[row] = likeliest(context)[: sampling.num_candidates[sampling.beams.index(row)]]
         failing, self.fail_read = self.fail_read, False
         return ScriptedStep(None if failing else self.last_tokens, candidates)
+
+    def _update_states(self, step, ids):
+        """All sequences read, then all write. A state has seen exactly the tokens before the step."""
+        reads, writes, states = step.state_reads.tolist(), step.state_writes.tolist(), []
+        for seq, (start, end) in enumerate(itertools.pairwise(step.cu_q.tolist())):
+            before = () if reads[seq] < 0 else self.states[reads[seq]]
+            assert before is not None, "a slot that was never written was read"
+            assert len(before) == step.num_tokens[seq] - (end - start), "the state of another place"
+            states.append((*before, *ids[start:end]))
+        others = [each for seq, each in enumerate(reads) if each != writes[seq]]
+        assert len({*writes, *others}) == len(writes) + len(set(others)), "a slot is written that others use"
+        for slot, state in zip(writes, states, strict=True):
+            self.states[slot] = state
 
     def _contexts(self, step, sampling):
         """The tokens before each row of logits, and its random number."""
@@ -82,6 +100,9 @@ class ScriptedExecutor:
                     block = self.tables[first + place // size * num_groups + group]
                     context.append(self.cache[block * size + place % size])
             assert None not in context, "a slot that was never written was read"
+            if self.states:
+                state = self.states[int(step.state_writes[seq])]
+                assert self.windows != (None,) or list(state[:length]) == context, "the state of other tokens"
             yield context, draw
 
     def _changed(self, token, row, sampling):
@@ -123,8 +144,9 @@ class Simulation(EngineCore):
         plan = scripted_plan(num_blocks, block_size, **changes)
         width = -(-plan.limits.max_model_len // block_size)
         executor = ScriptedExecutor(
-            num_blocks, block_size, plan.limits.max_num_seqs, width, windows=plan.limits.windows, choose=choose
-        )
+            num_blocks, block_size, plan.limits.max_num_seqs, width, windows=plan.limits.windows, choose=choose,
+            num_states=plan.limits.num_state_slots or 0,
+        )  # fmt: skip
         self.seqs = []
         self._check = check
         ticks = itertools.count(step=100)

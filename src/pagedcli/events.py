@@ -13,7 +13,8 @@ SCHEMA_VERSION = 2
 MissReason = Literal["caching_off", "no_full_block", "no_match"]
 Eviction = str  # the name of a policy in core.eviction.POLICIES
 FinishReason = Literal["stop", "length", "abort", "error"]
-WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption"]
+WaitingReason = Literal["max_num_seqs", "token_budget", "free_blocks", "preemption", "state_slots", "checkpoint"]
+CheckpointReason = Literal["branch", "interval", "end"]  # see core.checkpoints
 
 
 def _snake_case(name: str) -> str:
@@ -154,6 +155,65 @@ class SequenceForked(Event, frozen=True, gc=False):
     num_computed_tokens: int
 
 
+class StateSlotsMade(Event, frozen=True, gc=False):
+    """Follows EngineStarted of a model with recurrent state: its slots, all of them empty."""
+
+    num_slots: int
+    slot_bytes: int  # of one slot, over all layers with a state
+    checkpoints: str  # the policy of the configuration
+
+
+class CheckpointLookedUp(Event, frozen=True, gc=False):
+    """Precedes the PrefixLookedUp of a model with recurrent state: what attention and the state allowed. With a slot,
+    the sequence holds it and continues from it: ref_count + 1; an idle one is no longer idle."""
+
+    seq_id: int
+    cached_tokens: int  # leading tokens of full blocks whose K and V are cached in all groups of layers
+    checkpoint_tokens: int  # of these, those before the checkpoint that is used: the hit
+    slot_id: int | None  # of the checkpoint; None: there is none
+
+
+class StateSlotTaken(Event, frozen=True, gc=False):
+    """A sequence took the first empty slot: its next step writes it, and reads the slot that it held before, if any,
+    which it releases in the step after."""
+
+    seq_id: int
+    slot_id: int
+
+
+class StateSlotsReleased(Event, frozen=True, gc=False):
+    """A sequence released these slots in this order: ref_count - 1 each; at 0 a checkpoint became idle, any other slot
+    empty, in both cases as the last one."""
+
+    seq_id: int
+    slot_ids: tuple[int, ...]
+
+
+class CheckpointMade(Event, frozen=True, gc=False):
+    """The state that a sequence's step writes is kept: lookups of later steps find it, and nobody writes the slot."""
+
+    seq_id: int
+    slot_id: int
+    hash: int  # of the chain of blocks before it
+    num_tokens: int  # before it, a multiple of the block size
+    reason: CheckpointReason
+
+
+class CheckpointDropped(Event, frozen=True, gc=False):
+    """A checkpoint was dropped, as no slot was empty. An idle slot became the last empty one; of a slot that a single
+    sequence held, that sequence continues in place."""
+
+    slot_id: int
+    hash: int
+
+
+class StatesRecovered(Event, frozen=True, gc=False):
+    """A step failed (see StepFailed, which follows). No sequence holds a slot. The checkpoints known to be written are
+    idle, all other slots empty, sorted by id."""
+
+    idle_slot_ids: tuple[int, ...]  # first released first
+
+
 class RequestPreempted(Event, frozen=True, gc=False):
     """A running sequence returned to the waiting queue; its tokens are recomputed later."""
 
@@ -228,6 +288,8 @@ class StepFailed(Event, frozen=True, gc=False):
 AnyEvent = (
     EngineStarted | RequestAdded | RequestRefused | PrefixLookedUp | BlocksReused | BlocksAllocated | BlockEvicted
     | BlocksFilled | BlocksReleased | WindowPassed | BlockCopied | SequenceForked | RequestPreempted | RequestWaiting
+    | StateSlotsMade | CheckpointLookedUp | StateSlotTaken | StateSlotsReleased | CheckpointMade | CheckpointDropped
+    | StatesRecovered
     | StepStarted | StepScheduled | TokensSampled | RequestFinished | StepFinished | StepFailed
 )  # fmt: skip
 Emit = Callable[[Event], None]

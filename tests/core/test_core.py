@@ -106,9 +106,9 @@ def results(outputs):
     }
 
 
-def alone(number, asked):
+def alone(number, asked, **changes):
     """What a request gets with the pool to itself."""
-    sim = Simulation(200, max_num_batched_tokens=100)
+    sim = Simulation(200, max_num_batched_tokens=100, **changes)
     add(sim, number, asked)
     outputs = []
     while sim.has_unfinished_requests():

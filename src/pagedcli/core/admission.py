@@ -49,6 +49,13 @@ def _check_beams(limits: Limits, width: int, params: SamplingParams) -> None:
             raise RequestError(
                 "invalid_parameter", f"beam_width is {width}, but {name} is {limit}", hint=f"raise {flag}"
             )
+    if width > 1 and limits.num_state_slots is not None and 2 * width > limits.num_state_slots:
+        raise RequestError(
+            "invalid_parameter",
+            f"beam_width is {width}, which needs {2 * width} slots of recurrent state; there are "
+            f"{limits.num_state_slots}",
+            hint="raise --num-state-slots",
+        )
     num_ends = 1 + len(params.stop_token_ids or ())
     if params.beam_width is not None and limits.vocab_size is not None and (1 + num_ends) * width > limits.vocab_size:
         raise RequestError(

@@ -5,7 +5,7 @@ Used by the scheduler; needs neither torch nor the engine. A block is *partial* 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -42,6 +42,9 @@ class CacheUser(Protocol):
     num_cached_tokens: int  # leading tokens whose K and V were found in the cache
     num_writable_tokens: int  # leading tokens that can be computed without a new block or a copy; 0: not known
     num_preemptions: int
+    num_prompt_tokens: int
+    state_read: int | None  # of models with recurrent state, see core.state_slots
+    state_write: int | None
 
 
 class Block:
@@ -475,8 +478,9 @@ class BlockManager:
             block_ids.append(block_id)
         return block_ids[: len(block_ids) // self.num_groups * self.num_groups]
 
-    def _seen_blocks(self, seq: CacheUser) -> list[int | None]:
-        """The blocks of the longest beginning of the sequence after which all that later tokens see is cached.
+    def _seen_blocks(self, seq: CacheUser, ends: Collection[int] | None = None) -> list[int | None]:
+        """The blocks of the longest beginning of the sequence after which all that later tokens see is cached. It has
+        one of `ends` spans; None: any number.
 
         With blocks of 2 tokens and a window of 4 (x: cached) the hit is 4 spans, and the table [None, None, 2, 3]:
 
@@ -496,7 +500,8 @@ class BlockManager:
             num_computed = min((span + 1) * self.block_size, most)
             seen_from = [self.tables.first_kept(group, num_computed) for group in groups]
             if all(in_a_row[group] > span - seen_from[group] for group in groups):
-                num_spans, first_seen = span + 1, seen_from
+                if ends is None or span + 1 in ends:
+                    num_spans, first_seen = span + 1, seen_from
             elif any(window is None and not in_a_row[group] for group, window in enumerate(self.tables.windows)):
                 break
         entries = ((span, group) for span in range(num_spans) for group in groups)

@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from pagedcli.core.admission import admit
-from pagedcli.core.block_manager import BlockManager
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.hybrid_manager import make_manager
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import Forks, Request, RequestOutput
@@ -61,14 +61,7 @@ class EngineCore:
         self.clock_ns = clock_ns
         self._emit = None if emit is None else _TimedEmit(emit, clock_ns)
         self.limits = limits = plan.limits
-        self.block_manager = BlockManager(
-            plan.num_blocks,
-            limits.block_size,
-            windows=limits.windows,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            eviction=limits.eviction,
-            emit=self._emit,
-        )
+        self.block_manager = make_manager(plan.num_blocks, limits, self._emit)
         self.stats = RunFacts.of(limits)
         self.num_steps_ahead = 0  # steps launched before the tokens of the one before were read
         self.num_discarded_tokens = 0  # sampled for sequences that had already ended
@@ -90,7 +83,8 @@ class EngineCore:
         self._next_seq_id = 0
         self._num_added = 0
         if self._emit is not None:
-            self._emit(started(plan))
+            for event in started(plan):
+                self._emit(event)
 
     # ------------------------------------------------------------------ requests
 

@@ -31,6 +31,7 @@ class Limits:
     windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
     num_state_slots: int | None = None  # of layers with recurrent state, see core.state_slots; None: there are none
     state_bytes: int = 0  # of a slot, over all these layers
+    checkpoints: str = "branches"  # of their state, see core.checkpoints
     vocab_size: int | None = None
     enable_prefix_caching: bool = True
     eviction: Eviction = "lru"

@@ -11,7 +11,7 @@ from pagedcli import __version__
 from pagedcli.core.budget import Terms
 from pagedcli.core.groups import CacheGroup
 from pagedcli.core.limits import Limits
-from pagedcli.events import SCHEMA_VERSION, EngineStarted
+from pagedcli.events import SCHEMA_VERSION, EngineStarted, Event, StateSlotsMade
 
 Kernels = Literal["cpu", "triton", "torch"]  # which linear layers run: our C++ ones, our Triton ones or torch's
 
@@ -55,15 +55,21 @@ class Plan:
         return self.limits.num_blocks
 
 
-def started(plan: Plan) -> EngineStarted:
-    """The first event of an engine with this plan."""
-    return EngineStarted(
-        schema_version=SCHEMA_VERSION,
-        pagedcli_version=__version__,
-        time_ns=time.time_ns(),
-        **_event_fields(plan),
-        **_event_fields(plan.limits),
-    )
+def started(plan: Plan) -> list[Event]:
+    """The first events of an engine with this plan."""
+    limits = plan.limits
+    events: list[Event] = [
+        EngineStarted(
+            schema_version=SCHEMA_VERSION,
+            pagedcli_version=__version__,
+            time_ns=time.time_ns(),
+            **_event_fields(plan),
+            **_event_fields(limits),
+        )
+    ]
+    if limits.num_state_slots:
+        events.append(StateSlotsMade(limits.num_state_slots, limits.state_bytes, limits.checkpoints))
+    return events
 
 
 def _event_fields(record: Plan | Limits) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from itertools import takewhile
 import pagedcli.events as ev
 from pagedcli.core.block_manager import BlockManager, PrefixHit
 from pagedcli.core.facts import RunFacts
+from pagedcli.core.hybrid_manager import HybridManager
 from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import SeenPrefixes
 from pagedcli.core.sequence import Sequence, SequenceStatus
@@ -79,6 +80,7 @@ class Scheduler:
         self._emit = emit
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._num_beams = 0  # running
+        self._states = block_manager if isinstance(block_manager, HybridManager) else None
 
     @property
     def _num_rows(self) -> int:
@@ -159,10 +161,14 @@ class Scheduler:
         num_new = num_left if seq.beams is None else num_left - 1  # the last token of all beams is computed in one step
         if num_new > 1:
             num_new = min(num_new - self._reuse_more(seq), budget, self.chunk_size)
+            if self._states is not None:
+                num_new = self._states.next_chunk(seq, seq.num_computed_tokens, num_new)
         if manager.has_windows:
             manager.release_unseen(seq)
-        while manager.num_append_blocks(seq, num_new) > manager.num_free_blocks:
-            if (num_fitting := self._num_fitting_tokens(seq)) > 0:
+        while (lacks_slot := self._lacks_slots([seq])) or (
+            manager.num_append_blocks(seq, num_new) > manager.num_free_blocks
+        ):
+            if not lacks_slot and (num_fitting := self._num_fitting_tokens(seq)) > 0:
                 return num_fitting
             victim = self._victim(seq, index, work)
             if victim is None:
@@ -172,6 +178,10 @@ class Scheduler:
                 return 0
             self._preempt(victim, seq, work)
         return num_new
+
+    def _lacks_slots(self, seqs: list[Sequence]) -> bool:
+        """Whether too few slots of recurrent state are left for the next step of these sequences."""
+        return self._states is not None and not self._states.can_write(seqs)
 
     def _append(self, seq: Sequence, num_new: int, work: ScheduledStep) -> None:
         """Schedule the next tokens of a running sequence; their blocks are free."""
@@ -196,14 +206,15 @@ class Scheduler:
         if manager.has_windows:
             for beam in beams:
                 manager.release_unseen(beam)
-        while manager.num_fork_blocks(beams) > manager.num_free_blocks:
+        while self._lacks_slots(beams) or manager.num_fork_blocks(beams) > manager.num_free_blocks:
             victim = self._victim(beams[0], index, work)
             if victim is None:
                 return 0
             if victim.num_pending_tokens:
                 work.waits_for_tokens = True
                 return budget
-            self._preempt(victim, next(beam for beam in beams if manager.num_append_blocks(beam, 1)), work)
+            needs_block = (beam for beam in beams if manager.num_append_blocks(beam, 1))
+            self._preempt(victim, next(needs_block, beams[0]), work)
         for beam in beams:
             self._append(beam, 1, work)
         return len(beams)
@@ -276,13 +287,18 @@ class Scheduler:
             if budget == 0:
                 return "token_budget"
             hit = manager.lookup(seq)
-            num_left = seq.num_tokens - manager.num_computed_after(seq, hit)
+            num_computed = manager.num_computed_after(seq, hit)
+            num_left = seq.num_tokens - num_computed
             # room for the whole prompt, not only its first chunk: otherwise it might stall half-way
             if manager.num_prefill_blocks(seq, hit, self.chunk_size) > manager.num_free_blocks:
                 return "free_blocks"
+            if self._states is not None and (reason := self._states.why_wait(seq, hit)) is not None:
+                return reason
             if seq.beams is not None:
                 num_left -= 1  # the last token of all beams is computed in one step
             num_new = min(num_left, budget, self.chunk_size)
+            if self._states is not None:
+                num_new = self._states.next_chunk(seq, num_computed, num_new)
             self.waiting.remove(seq)
             self._allocate(seq, hit, num_new)
             self._start(seq)
@@ -369,6 +385,7 @@ class Scheduler:
         for seq in requeued:
             seq.drop_computed()
             seq.block_table, seq.row = [], None
+            seq.state_read = seq.state_write = None
         self.running = []
         self._num_beams = 0
         self.waiting.extendleft(reversed(requeued))

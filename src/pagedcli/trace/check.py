@@ -15,6 +15,7 @@ from pagedcli.core.prefixes import Prefix, SeenPrefixes, compute_hash, num_equal
 from pagedcli.errors import TraceError
 from pagedcli.trace.fold import EventSource, Fold
 from pagedcli.trace.laws import LawBook, Laws, PoolLaws, refuse, tables_of
+from pagedcli.trace.slot_laws import SlotLaws
 from pagedcli.trace.state import PoolState, SeqState
 
 UNCHECKED = "which blocks {} chose to evict was not checked: that follows from the tokens of waiting requests"
@@ -44,7 +45,7 @@ class TraceChecker:
 
     def __init__(self) -> None:
         prefixes = PrefixLaws()
-        laws = Laws(PoolLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), EvictionLaws())
+        laws = Laws(PoolLaws(), SlotLaws(), prefixes, SequenceLaws(), QueueLaws(prefixes), EvictionLaws())
         self.fold = Fold(PoolState(), laws=laws)
         self.state = self.fold.state
 
@@ -336,7 +337,8 @@ class QueueLaws(LawBook):
         self._unreleased.discard(event.seq_id)
 
     def before_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
-        if event.for_seq_id not in state.seqs or event.num_blocks_needed < 1:
+        # a slot of recurrent state may be what it needed
+        if event.for_seq_id not in state.seqs or event.num_blocks_needed < (state.slots is None):
             refuse(event, f"for {event.num_blocks_needed} blocks of seq {event.for_seq_id}, which is not running")
         for_seq, size = state.seqs[event.for_seq_id], state.block_size
         table, num_groups = for_seq.block_table, state.num_groups
@@ -375,7 +377,10 @@ class QueueLaws(LawBook):
         least, most = total - in_use, total
         chain = self._prefixes.chain(seq, state)
         if chain is not None and state.started.enable_prefix_caching:
-            found = takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain))
+            found = list(takewhile(lambda block_id: block_id is not None, map(state.hash_to_block_id.get, chain)))
+            if state.slots is not None:
+                most = min(len(found), (seq.num_tokens - 1) // size)
+                found = found[: state.slots.hit(chain[:most], state.step_number)]
             least = most = total - sum(block_id is not None and state.ref_counts[block_id] > 0 for block_id in found)
         if not least <= event.num_blocks_needed <= most:
             refuse(event, f"needs {least} to {most} blocks, not {event.num_blocks_needed}")

@@ -11,6 +11,7 @@ from pagedcli.errors import TraceError
 from pagedcli.events import Event
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.laws import Laws, PoolLaws
+from pagedcli.trace.slot_laws import SlotLaws
 from pagedcli.trace.state import PoolState
 
 
@@ -82,7 +83,7 @@ class Fold(Generic[S]):
 
 def pool_fold(*views: View[PoolState]) -> Fold[PoolState]:
     """A fold of our engine's events into the exact pool."""
-    return Fold(PoolState(), *views, laws=Laws(PoolLaws()))
+    return Fold(PoolState(), *views, laws=Laws(PoolLaws(), SlotLaws()))
 
 
 def fold(source: EventSource, *views: View[PoolState]) -> PoolState:

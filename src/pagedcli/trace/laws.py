@@ -88,7 +88,7 @@ class PoolLaws(LawBook):
 
     def check_order(self, event: ev.Event) -> None:
         due, self._due = self._due, None
-        if due is not None and type(event) not in (*due[0], ev.StepFailed):
+        if due is not None and type(event) not in (*due[0], ev.StatesRecovered, ev.StepFailed):
             refuse(event, f"comes where {due[1]}")
 
     def before_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:

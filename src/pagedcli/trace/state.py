@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import pagedcli.events as ev
 from pagedcli.events import PrefixLookedUp, RequestPreempted, RequestWaiting
 from pagedcli.trace.dispatch import Handler, handlers_of
+from pagedcli.trace.slots import SlotLedger
 
 
 class BlockLedger:
@@ -331,6 +332,7 @@ class PoolState(BlockLedger):
         self._num_entries = 0  # of all block tables
         self._num_computed = 0  # tokens of all unfinished sequences
         self.num_recomputed_tokens = 0  # computed, dropped by a preemption and computed again
+        self.slots: SlotLedger | None = None  # of recurrent state; None: the model has none
         self._hole = 0  # index in a block table that BlockCopied fills
         self._queue_head = 0  # place of the first waiting sequence
 
@@ -341,6 +343,12 @@ class PoolState(BlockLedger):
         """The engine, once it has started."""
         assert self.engine is not None, "an engine has started"
         return self.engine
+
+    @property
+    def known_slots(self) -> SlotLedger:
+        """The slots of a model with recurrent state."""
+        assert self.slots is not None, "the engine has slots"
+        return self.slots
 
     @property
     def block_size(self) -> int:
@@ -406,6 +414,7 @@ class PoolState(BlockLedger):
         other.finished = self.finished.copy()  # finished sequences no longer change
         other.refused = self.refused.copy()
         other.step = None if self.step is None else self.step.copy()
+        other.slots = None if self.slots is None else self.slots.copy()
         return other
 
     # ------------------------------------------------------------------ the fold
@@ -418,6 +427,7 @@ class PoolState(BlockLedger):
     def on_engine_started(self, event: ev.EngineStarted) -> None:
         """The first event, and the first of each further part of a resumed run, which starts with an empty pool."""
         self.engine = event
+        self.slots = None
         self.reset_blocks(event.num_blocks)
         if self.step is not None and self.step.end_ns is None:  # the earlier run was killed in it
             self.step.end_ns = self.step.start_ns
@@ -521,11 +531,36 @@ class PoolState(BlockLedger):
         child.block_table = list(event.block_ids)
         self._set_computed(child, event.num_computed_tokens)
         child.parent_seq_id = event.parent_seq_id
+        if self.slots is not None:
+            self.slots.fork(event.parent_seq_id, event.seq_id)
         self.num_running += not child.running
         child.status = "decode"
         child.admit(self.step_number)
         if child.admitted_step is None:
             child.admitted_step = self.step_number
+
+    def on_state_slots_made(self, event: ev.StateSlotsMade) -> None:
+        self.slots = SlotLedger(event)
+
+    def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp) -> None:
+        self.known_slots.lookup = event
+        if event.slot_id is not None:
+            self.known_slots.hold(event.seq_id, event.slot_id)
+
+    def on_state_slot_taken(self, event: ev.StateSlotTaken) -> None:
+        self.known_slots.hold(event.seq_id, event.slot_id)
+
+    def on_state_slots_released(self, event: ev.StateSlotsReleased) -> None:
+        self.known_slots.release(event.seq_id, event.slot_ids)
+
+    def on_checkpoint_made(self, event: ev.CheckpointMade) -> None:
+        self.known_slots.keep(event, self.step_number)
+
+    def on_checkpoint_dropped(self, event: ev.CheckpointDropped) -> None:
+        self.known_slots.drop(event.slot_id)
+
+    def on_states_recovered(self, event: ev.StatesRecovered) -> None:
+        self.known_slots.recover(event.idle_slot_ids)
 
     def on_request_preempted(self, event: ev.RequestPreempted) -> None:
         self._preempt(self.seqs[event.seq_id])

@@ -1,0 +1,322 @@
+"""Slots of recurrent state and their checkpoints, over a scripted executor whose states are the tokens that they have
+seen: whatever the pools, the limits, the policy, forks, aborts and steps that raise, each state is the right one."""
+
+import random
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from pool_harness import make_seq
+from scripted import Simulation
+from test_core import add, alone, happenings, limits, request, results, same_pool
+
+from pagedcli.core.hybrid_manager import HybridManager
+from pagedcli.core.limits import Limits
+from pagedcli.errors import ConfigError, RequestError
+from pagedcli.events import CheckpointLookedUp, CheckpointMade, RequestWaiting
+from pagedcli.sampling_params import SamplingParams
+from pagedcli.trace.check import TraceChecker
+
+states = st.fixed_dictionaries(
+    {
+        "num_state_slots": st.integers(1, 8),
+        "checkpoints": st.sampled_from(["branches", "branches", "end", "3", "none"]),
+        "windows": st.sampled_from([(None,), (None,), (3, None)]),
+    }
+)
+
+
+def same_slots(sim, state):
+    manager, slots = sim.block_manager.states, state.slots
+    assert slots.ref_counts == [slot.ref_count for slot in manager.slots]
+    hashes = [None if slot.prefix is None else slot.prefix.hash for slot in manager.slots]
+    assert [None if each is None else each.hash for each in slots.checkpoints] == hashes
+    assert list(slots.empty) == list(manager._empty)
+    assert list(slots.idle) == list(manager._idle)
+    assert slots.index == manager._index
+    held = {
+        seq.seq_id: {seq.state_read, seq.state_write} - {None}
+        for seq in sim.scheduler.running
+        if seq.state_write is not None
+    }
+    assert {seq_id: set(slot_ids) for seq_id, slot_ids in slots.held.items()} == held
+
+
+@settings(max_examples=250, deadline=None)
+@given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=states, happenings=happenings)
+def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, states, happenings):
+    limits = {**limits, **states}
+    if states["windows"] != (None,):
+        limits["num_blocks"] *= 2
+    checker = TraceChecker()
+    sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
+    outputs, gone, number = [], set(), 0
+    happenings = iter(happenings)
+    while number < len(requests) or sim.has_unfinished_requests():
+        what = next(happenings, "add")
+        if what == "add" and number < len(requests):
+            try:
+                add(sim, number, requests[number])
+            except RequestError:  # more beams than the pools or the limits allow
+                assert requests[number]["beams"] is not None
+                gone.add(str(number))
+            number += 1
+        elif what == "abort" and number:
+            gone.add(str(number - 1))
+            sim.abort(str(number - 1))
+        sim.executor.fail_launch, sim.executor.fail_read = what == "launch", what == "read"
+        with suppress(RuntimeError):
+            outputs += sim.step()
+        assert sim.stats.num_steps < 3000, "no progress"
+        same_pool(sim, checker.state)
+        same_slots(sim, checker.state)
+    sim.step()  # what a step ahead still held is read
+    assert sim.block_manager.num_free_blocks == limits["num_blocks"]
+    assert sim.block_manager.states.num_held == 0
+    got = results(outputs)
+    for number, asked in enumerate(requests):
+        if str(number) in got:
+            assert {str(number): got[str(number)]} == alone(number, asked, windows=states["windows"])
+    assert got.keys() | gone == {str(number) for number in range(len(requests))}
+    assert not sim.block_manager.plan._num_waiting
+    assert not sim.block_manager.plan._coming
+
+
+def run_case(policy, *, shift, num_prompts=64, num_shared=1500, num_slots=72):
+    """Prompts that share their beginning, after `shift` tokens that they share, too, and then differ. Returns the
+    engine and the tokens that the best possible cache would leave to compute."""
+    rng = random.Random(0)
+    shared = [rng.randrange(1000) for _ in range(shift + num_shared)]
+    prompts = [[*shared, 1000 + i, *(rng.randrange(1000) for _ in range(99))] for i in range(num_prompts)]
+    sim = Simulation(
+        8000,
+        16,
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        num_state_slots=num_slots,
+        checkpoints=policy,
+        check=False,
+    )
+    for prompt in prompts:
+        sim.add(prompt, 1)
+    sim.run()
+    return sim, sum(map(len, prompts)) - (num_prompts - 1) * ((shift + num_shared) // 16 * 16)
+
+
+@pytest.mark.parametrize("shift", [0, 100])
+def test_with_a_checkpoint_where_prompts_branch_the_shared_blocks_are_computed_once(shift):
+    sim, least = run_case("branches", shift=shift)
+    assert sim.stats.num_computed_tokens == least
+    assert sim.block_manager.states.num_made == 1
+    at_the_end, _ = run_case("end", shift=shift)
+    assert at_the_end.stats.num_computed_tokens == 64 * (1600 + shift)
+    assert at_the_end.stats.num_cached_tokens == 0
+    without, _ = run_case("none", shift=shift)
+    assert without.stats.num_computed_tokens == 64 * (1600 + shift)
+
+
+def test_one_slot_more_than_the_sequences_keeps_the_checkpoint():
+    sim, least = run_case("branches", shift=0, num_prompts=6, num_slots=7)
+    assert sim.stats.num_computed_tokens == least
+
+
+def test_branches_are_found_at_each_depth_and_none_where_nobody_waits():
+    def prompts():
+        yield from ([1] * 8 + [second] * 8 + [end] * 3 for second in (2, 3) for end in (4, 5))
+
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=64, num_state_slots=8, max_num_seqs=4)
+    for prompt in prompts():
+        sim.add(prompt, 1)
+    sim.run()
+    made = [(event.seq_id, event.num_tokens, event.reason) for event in events if isinstance(event, CheckpointMade)]
+    assert made == [(0, 8, "branch"), (0, 16, "branch"), (2, 16, "branch")]
+    assert sim.stats.num_computed_tokens == 8 + 2 * 8 + 4 * 3
+    looked_up = [event for event in events if isinstance(event, CheckpointLookedUp)]
+    assert [event.checkpoint_tokens for event in looked_up] == [0, 16, 8, 16]
+    alone = Simulation(64, 4, emit=events.append, num_state_slots=8)
+    alone.add([1] * 30)
+    alone.run()
+    assert alone.block_manager.states.num_made == 0  # nobody else will read one
+
+
+def test_the_checkpoint_vetoes_blocks_that_attention_has():
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=64, num_state_slots=4, checkpoints="8")
+    sim.add([1] * 15 + [2], 1)
+    sim.run()
+    sim.add([1] * 15 + [3], 1)
+    sim.run()
+    lookup = [event for event in events if isinstance(event, CheckpointLookedUp)][-1]
+    assert (lookup.cached_tokens, lookup.checkpoint_tokens) == (12, 8)
+    assert sim.seqs[1].num_cached_prompt_tokens == 8
+
+
+def test_a_request_without_a_slot_waits_and_says_so():
+    events = []
+    sim = Simulation(64, emit=events.append, num_state_slots=1)
+    sim.add([1, 2, 3], 3)
+    sim.add([4, 5], 3)
+    sim.run()
+    assert {event.reason for event in events if isinstance(event, RequestWaiting)} == {"state_slots"}
+
+
+def test_samples_share_the_state_of_their_prompt_and_more_than_fit_preempt_each_other():
+    sim = Simulation(64, num_state_slots=3, max_num_batched_tokens=64)
+    sim.add([1, 2, 3], 6, n=4)
+    sim.run()
+    assert sim.stats.num_preemptions > 0
+    assert len({tuple(seq.token_ids) for seq in sim.seqs}) == 1  # greedy
+
+
+def test_a_preempted_sequence_restarts_from_its_last_checkpoint():
+    sim = Simulation(64, 2, num_state_slots=6, checkpoints="4", max_num_batched_tokens=64)
+    seq = sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
+    sim.step()
+    sim.step()
+    sim.step()
+    sim.executor.fail_launch = True
+    with suppress(RuntimeError):
+        sim.step()
+    sim.run()
+    assert seq.num_recomputed_tokens == seq.most_computed_tokens - 8
+
+
+def test_a_beam_search_needs_twice_its_width_in_slots():
+    sim = Simulation(64, num_state_slots=3)
+    with pytest.raises(RequestError, match="beam_width is 2, which needs 4 slots of recurrent state; there are 3"):
+        sim.add([1], params=SamplingParams(beam_width=2, max_tokens=2))
+
+
+@pytest.mark.parametrize("wrong", ["", "0", "-3", "ends", "1.5"])
+def test_a_policy_that_does_not_exist_is_refused(wrong):
+    with pytest.raises(ConfigError, match="must be branches, end, none or a number of tokens"):
+        Simulation(8, num_state_slots=1, checkpoints=wrong)
+
+
+def test_an_engine_without_state_emits_what_it_always_did():
+    events = []
+    sim = Simulation(20, emit=events.append)
+    sim.add([1, 2, 3], n=2)
+    sim.run()
+    assert not [event for event in events if "state" in type(event).__name__.lower()]
+    assert not [event for event in events if "checkpoint" in type(event).__name__.lower()]
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Any order of arrivals, admissions, growth, forks, releases, steps and failures of a manager of blocks and slots.
+    What a slot holds is modelled by the tokens that its state has seen."""
+
+    seqs = Bundle("seqs")
+
+    @initialize(num_slots=st.integers(1, 5), policy=st.sampled_from(["branches", "end", "4", "none"]))
+    def start(self, num_slots, policy):
+        limits = Limits(block_size=2, num_state_slots=num_slots, checkpoints=policy)
+        self.manager = HybridManager(9, limits)
+        self.live, self.waiting, self.next_id = [], [], 0
+        self.content = [None] * num_slots
+        self.in_step = set()  # slots that the step of now reads or writes
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def arrive(self, tokens):
+        self.next_id += 1
+        seq = make_seq(tokens, self.next_id)
+        seq.num_prompt_tokens, seq.state_read, seq.state_write = len(tokens), None, None
+        self.manager.expect(seq)
+        self.waiting.append(seq)
+
+    @precondition(lambda self: self.waiting)
+    @rule(target=seqs, chunk=st.integers(1, 9))
+    def admit(self, chunk):
+        seq, manager = self.waiting[0], self.manager
+        hit = manager.lookup(seq)
+        num_computed = manager.num_computed_after(seq, hit)
+        assert num_computed == hit.num_spans * 2 <= hit.num_cached_spans * 2
+        new = manager.next_chunk(seq, num_computed, min(chunk, len(seq.token_ids) - num_computed))
+        if manager.can_allocate(seq, hit, new) and manager.why_wait(seq, hit) is None:
+            manager.allocate(seq, hit, new)
+            self.live.append(self.waiting.pop(0))
+            self.compute(seq, new)
+        return seq
+
+    @rule(seq=seqs, token=st.integers(0, 1), chunk=st.integers(1, 4))
+    def grow(self, seq, token, chunk):
+        if seq not in self.live or seq.seq_id in self.scheduled():
+            return
+        if seq.num_computed_tokens == len(seq.token_ids):
+            seq.token_ids.append(token)
+        manager = self.manager
+        new = min(chunk, len(seq.token_ids) - seq.num_computed_tokens)
+        new = manager.next_chunk(seq, seq.num_computed_tokens, new)
+        if manager.can_append(seq, new) and manager.can_write([seq]):
+            manager.may_append(seq, new)
+            self.compute(seq, new)
+
+    def scheduled(self):
+        return {seq_id for seq_id, _ in self.in_step}
+
+    def compute(self, seq, new):
+        """Read, compute, write: nobody else of this step may use the slot that is written."""
+        before = () if seq.state_read is None else self.content[seq.state_read]
+        assert before == tuple(seq.token_ids[: seq.num_computed_tokens])
+        others = {slot_id for seq_id, slots in self.in_step if seq_id != seq.seq_id for slot_id in slots}
+        assert seq.state_write not in others
+        self.in_step.add((seq.seq_id, (seq.state_read, seq.state_write)))
+        seq.num_computed_tokens += new
+        self.content[seq.state_write] = tuple(seq.token_ids[: seq.num_computed_tokens])
+
+    @rule(parent=seqs)
+    def fork(self, parent):
+        if parent in self.live and parent.num_computed_tokens == len(parent.token_ids):
+            self.next_id += 1
+            child = make_seq(parent.token_ids, self.next_id)
+            child.num_prompt_tokens, child.state_read, child.state_write = parent.num_prompt_tokens, None, None
+            self.manager.fork(parent, child)
+            self.live.append(child)
+
+    @rule(seq=consumes(seqs))
+    def release(self, seq):
+        if seq in self.live and seq.seq_id not in self.scheduled():
+            self.manager.deallocate(seq)
+            self.live.remove(seq)
+
+    @rule(seq=seqs)
+    def leave_the_queue(self, seq):
+        if seq in self.waiting:
+            self.manager.forget(seq)
+            self.waiting.remove(seq)
+
+    @rule()
+    def next_step(self):
+        self.manager.confirm_filled(latest=True)
+        self.manager.begin_step()
+        self.in_step = set()
+
+    @rule()
+    def fail(self):
+        self.manager.recover(self.live)
+        for seq in self.live:
+            seq.block_table, seq.num_computed_tokens, seq.state_read, seq.state_write = [], 0, None, None
+        self.waiting = self.live + self.waiting
+        self.live, self.in_step = [], set()
+        for seq in self.waiting:
+            self.manager.expect(seq)
+        self.content = [None if slot.prefix is None else old for slot, old in
+                        zip(self.manager.states.slots, self.content, strict=True)]  # fmt: skip
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "manager"):
+            self.manager.check(self.live)
+            for slot in self.manager.states.slots:
+                if slot.prefix is not None:
+                    tokens, prefix = [], slot.prefix
+                    while prefix is not None:
+                        tokens[:0], prefix = prefix.token_ids, prefix.parent
+                    assert self.content[slot.slot_id] == tuple(tokens)
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
