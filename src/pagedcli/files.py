@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,15 +83,12 @@ class PendingFile:
         self._overwrite = overwrite
         self._durable = durable
         self._is_direct = is_stream(path)
+        self.file: BinaryIO
         if self._is_direct:
-            self.temporary = path
+            self.temporary, self.file = path, path.open("wb")
         else:
             _remove_leftovers(self.path)
-            hidden = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
-            self.temporary = hidden if temporary is None else temporary
-        self.file: BinaryIO = self.temporary.open("wb" if self._is_direct else "x+b")
-        if not self._is_direct:
-            _lock(self.file)
+            self.temporary, self.file = _hidden_file(self.path) if temporary is None else _locked_file(temporary)
 
     def commit(self) -> None:
         """Flush to the disk and rename."""
@@ -102,10 +98,12 @@ class PendingFile:
             return
         if self._durable:
             os.fsync(self.file.fileno())
-        self.file.close()
         if not self._overwrite and self.path.exists():
             raise FileExistsError(errno.EEXIST, "the file has been created meanwhile", str(self.path))
+        if os.name == "nt":  # which does not rename open files
+            self.file.close()
         os.replace(self.temporary, self.path)
+        self.file.close()
         if self._durable:
             sync_folder(self.path.parent)
 
@@ -156,15 +154,31 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
+def _locked_file(path: Path) -> tuple[Path, BinaryIO]:
+    file = path.open("x+b")
+    _lock(file)
+    return path, file
+
+
+def _hidden_file(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file under an unused hidden name, locked, so that no other process takes it for a leftover."""
+    while True:
+        hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        file = hidden.open("x+b")
+        if _lock(file) and hidden.exists():
+            return hidden, file
+        file.close()  # another process was faster and removes it
+
+
 def _remove_leftovers(path: Path) -> None:
     """Remove what killed processes have left of this file under hidden names."""
     pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.tmp")
     with suppress(OSError):
         for each in path.parent.iterdir():
-            if not pattern.fullmatch(each.name) or time.time() - each.stat().st_mtime < 1:  # perhaps not locked yet
-                continue
-            if not is_in_use(each):
-                each.unlink(missing_ok=True)
+            if pattern.fullmatch(each.name):
+                with each.open("rb") as file:
+                    if _lock(file):
+                        each.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

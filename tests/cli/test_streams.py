@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from cli_harness import FAST, PROMPTS, pagedcli, rows_of
 
+from pagedcli import files
 from pagedcli.cli.session import StopRequest
 from pagedcli.errors import UsageError
 from pagedcli.events import StepFinished
@@ -104,7 +106,6 @@ def test_a_hidden_copy_of_a_killed_run_is_removed_by_the_next_one(tmp_path):
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".out.jsonl.")
     (tmp_path / ".other.jsonl.01234567.tmp").write_text("of another file")
-    os.utime(left, (time.time() - 60,) * 2)
     with whole_file(path, overwrite=True) as file:
         file.write(b"whole")
     assert {each.name for each in tmp_path.iterdir()} == {"out.jsonl", ".other.jsonl.01234567.tmp"}
@@ -113,12 +114,28 @@ def test_a_hidden_copy_of_a_killed_run_is_removed_by_the_next_one(tmp_path):
 def test_the_copy_of_a_run_that_is_still_writing_stays(tmp_path):
     path = tmp_path / "out.jsonl"
     pending = PendingFile(path, overwrite=True)
-    os.utime(pending.temporary, (time.time() - 60,) * 2)
     with whole_file(path, overwrite=True) as file:
         file.write(b"other")
     pending.file.write(b"mine")
     pending.commit()
     assert path.read_bytes() == b"mine"
+
+
+def test_a_new_file_that_another_run_took_for_a_leftover_gets_another_name(tmp_path, monkeypatch):
+    """Between its opening and its locking the other one may remove it."""
+    taken = []
+
+    def lock(file):
+        if not taken:
+            taken.append(Path(file.name))
+            taken[0].unlink()
+        return True
+
+    monkeypatch.setattr(files, "_lock", lock)
+    with whole_file(tmp_path / "out.jsonl", overwrite=False) as file:
+        file.write(b"whole")
+    assert taken
+    assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
