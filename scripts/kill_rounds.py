@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,7 @@ class Rounds:
     def __init__(self, mode: Mode, folder: Path, rng: random.Random) -> None:
         self.mode, self.folder, self.rng = mode, folder, rng
         self.context = multiprocessing.get_context("forkserver")
-        self.num_kills = self.num_reused = self.num_files = self.num_equal = 0
+        self.count = Counter[str]()
         peace = self._new("peace")
         start_s = time.monotonic()
         journal_bytes = self._run(peace, [])
@@ -223,21 +224,14 @@ class Rounds:
         while kills < kills_wanted and self._kill_once(folder, kills_wanted - kills, resume):
             kills, resume = kills + 1, ["--resume"]
         if kills:
-            time.sleep(1.1)  # a temporary file of the last second may belong to another run, so it would be left alone
             self._run(folder, ["--resume"])
-        said = (folder / "stderr.txt").read_text()
-        reused = [int(number.replace(",", "")) for number in re.findall(r"resuming: ([\d,]+) rows? done", said)]
-        self.num_kills += kills
-        self.num_reused += sum(number > 0 for number in reused)
-        self.num_files += 1
+        stderr = (folder / "stderr.txt").read_text()
+        reused = re.findall(r"resuming: [1-9][\d,]* rows? done", stderr)
         same = output_of(folder / self.mode.output_name) == self.expected
-        self.num_equal += same
-        left = [
-            path.name for path in folder.glob(f"{self.mode.output_name}*") if path.name.endswith((".partial", ".tmp"))
-        ]
-        hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]
-        if not same or left or hidden or "Traceback" in said or "this is a bug" in said:
-            raise SystemExit(f"{folder}: equal {same}, left behind {left + hidden}, stderr:\n{said[-2000:]}")
+        self.count.update(kills=kills, reused=len(reused), files=1, equal=same)
+        left = [path.name for path in folder.iterdir() if path.name.startswith(".") or path.suffix == ".partial"]
+        if not same or left or "Traceback" in stderr or "this is a bug" in stderr:
+            raise SystemExit(f"{folder}: equal {same}, left behind {left}, stderr:\n{stderr[-2000:]}")
         if self.mode.name == "record":
             subprocess.run([sys.executable, "-m", "pagedcli", "replay", "run.jsonl", "--check"], cwd=folder, check=True,
                            stdout=subprocess.DEVNULL)  # fmt: skip
@@ -250,25 +244,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=[mode.name for mode in MODES], default=None)
     arguments = parser.parse_args()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["pagedcli.llm", "pagedcli.cli.session", "transformers"]
-    )
-    totals = [0, 0, 0, 0]
+    imported = ["pagedcli.llm", "pagedcli.cli.session", "transformers"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
+    total = Counter[str]()
     for mode in MODES:
         if arguments.only and mode.name not in arguments.only:
             continue
         rounds = Rounds(mode, arguments.folder, random.Random(f"{arguments.seed} {mode.name}"))
         for number in range(10 * arguments.kills):
-            if rounds.num_kills >= arguments.kills:
-                break
-            rounds.one(str(number), arguments.kills - rounds.num_kills)
-        counts = rounds.num_kills, rounds.num_reused, rounds.num_files, rounds.num_equal
-        totals = [total + count for total, count in zip(totals, counts, strict=True)]
-        print(f"{mode.name:16} {counts[0]} kills, {counts[1]} resumes reused rows, {counts[3]} of {counts[2]} files equal, "
-              f"{mode.num_lines} rows, {rounds.seconds:.1f} s in peace", flush=True)  # fmt: skip
-        if rounds.num_kills < arguments.kills:
+            if rounds.count["kills"] < arguments.kills:
+                rounds.one(str(number), arguments.kills - rounds.count["kills"])
+        print(
+            f"{mode.name:16} {said(rounds.count)}; {mode.num_lines} lines, {rounds.seconds:.1f} s in peace", flush=True
+        )
+        if rounds.count["kills"] < arguments.kills:
             raise SystemExit(f"{mode.name}: the runs were over before they could be killed")
-    print(f"{totals[0]} kills, {totals[1]} resumes reused rows, {totals[3]} of {totals[2]} files equal")
+        total += rounds.count
+    print(said(total))
+
+
+def said(count: Counter[str]) -> str:
+    """The counts in words."""
+    return "{kills} kills, {reused} resumes reused rows, {equal} of {files} files equal".format_map(count)
 
 
 if __name__ == "__main__":
