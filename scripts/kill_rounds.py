@@ -145,9 +145,9 @@ def run_in_child(folder: Path, mode: Mode, more: list[str]) -> None:
     os.chdir(folder)
     os.dup2(os.open("stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if mode.input_name == "-":
-        with subprocess.Popen(["cat", "in.jsonl"], stdout=subprocess.PIPE) as cat:
-            assert cat.stdout is not None
-            os.dup2(cat.stdout.fileno(), 0)
+        cat = subprocess.Popen(["cat", "in.jsonl"], stdout=subprocess.PIPE, text=True)
+        assert cat.stdout is not None
+        sys.stdin = cat.stdout
     flags = f"{_ALWAYS} {mode.flags}".split()
     sys.argv = ["pagedcli", "generate", mode.input_name, "-o", mode.output_name, *flags, *more]
     run()
@@ -228,13 +228,14 @@ class Rounds:
         stderr = (folder / "stderr.txt").read_text()
         reused = re.findall(r"resuming: [1-9][\d,]* rows? done", stderr)
         same = output_of(folder / self.mode.output_name) == self.expected
-        self.count.update(kills=kills, reused=len(reused), files=1, equal=same)
+        self.count.update(kills=kills, reused=len(reused), files=1, equal=int(same))
         left = [path.name for path in folder.iterdir() if path.name.startswith(".") or path.suffix == ".partial"]
         if not same or left or "Traceback" in stderr or "this is a bug" in stderr:
             raise SystemExit(f"{folder}: equal {same}, left behind {left}, stderr:\n{stderr[-2000:]}")
-        if self.mode.name == "record":
-            subprocess.run([sys.executable, "-m", "pagedcli", "replay", "run.jsonl", "--check"], cwd=folder, check=True,
-                           stdout=subprocess.DEVNULL)  # fmt: skip
+        for trace in sorted(folder.glob("run*.jsonl")):
+            check = [sys.executable, "-m", "pagedcli", "replay", str(trace), "--check"]
+            subprocess.run(check, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.count["traces"] += 1
 
 
 def main() -> None:
@@ -265,7 +266,8 @@ def main() -> None:
 
 def said(count: Counter[str]) -> str:
     """The counts in words."""
-    return "{kills} kills, {reused} resumes reused rows, {equal} of {files} files equal".format_map(count)
+    text = "{kills} kills, {reused} resumes reused rows, {equal} of {files} files equal".format_map(count)
+    return f"{text}, {count['traces']} traces right" if count["traces"] else text
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`pagedcli attach`: watch the KV cache of a running server, from the events it publishes."""
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -94,6 +95,7 @@ def attach(
                 session.follow(duration, idle)
             except KeyboardInterrupt:
                 say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
+    gc.freeze()  # the collector would walk over all blocks several times while the tables are made
     tables = summary_tables(session.state, decode)
     if scraper is not None:
         tables.append(metrics_table(scraper))

@@ -251,9 +251,10 @@ def _lora_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def churn_table(state: KVState) -> Table:
-    rows = churn_rows(state) if facts(state)["num_blocks_stored_again"] else []
+    rows = churn_rows(state)
     columns = [Column("cause", "removed"), Column("num_blocks", "blocks", count), Column("meaning", "meaning")]
-    return Table("churn", "Churn: blocks removed and stored again", columns, rows)
+    happened = any(row["num_blocks"] for row in rows)
+    return Table("churn", "Churn: blocks removed and stored again", columns, rows if happened else [])
 
 
 def branches_table(state: KVState, decode: Decode | None, shape_of: ShapeOf = Shape) -> Table:

@@ -338,6 +338,8 @@ class Twins:
 def near_twins(shape: Shape, most: int) -> list[Twins]:
     """The pairs with the most tokens after the divergence. Needs the tokens, or digests of them."""
     found: list[Twins] = []
+    if all(node.tokens is None for node in shape.nodes.values()):
+        return found
     prefix_tokens: dict[BlockHash | None, int] = {None: 0}
     for parent, siblings in _families(shape):
         before = prefix_tokens[parent]
