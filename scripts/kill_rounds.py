@@ -89,7 +89,7 @@ MODES = (
          line=_long),
     Mode("int8", "--quantization int8 --kv-cache-dtype int8 --logprobs 3"),
     Mode("record", "--record run.jsonl --record-tokens --output-metrics"),
-    Mode("prefix_order", "--order completion --reorder prefix --eviction next-use --num-gpu-blocks-override 60",
+    Mode("prefix_order", "--reorder prefix --eviction next-use --num-gpu-blocks-override 60",
          line=_long),
     Mode("async", "--async-scheduling --temperature 1"),
 )  # fmt: skip

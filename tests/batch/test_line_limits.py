@@ -1,6 +1,7 @@
 """One line never stalls the others: what would take seconds to minutes gives an error row."""
 
 import json
+import shutil
 import threading
 import time
 from datetime import datetime
@@ -167,6 +168,9 @@ def test_a_nested_time_in_nanoseconds_is_refused_by_name(tmp_path):
     column = pa.array([{"at": 1}], pa.struct([("at", pa.timestamp("ns"))]))
     with pytest.raises(UsageError, match="the column 'id' of type struct"):
         table_lines(tmp_path / "t.parquet", Columns(), prompt=["a"], id=column)
+    whole = pa.array([[{"at": 1000}]], pa.list_(pa.struct([("at", pa.timestamp("ns"))])))
+    (line,) = table_lines(tmp_path / "t.parquet", Columns(keep_all=True), prompt=["a"], meta=whole)
+    assert json.loads(line.content)["meta"] == [{"at": "1970-01-01T00:00:00.000001"}]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
@@ -175,3 +179,22 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     pq.write_table(table, path)
     with pytest.raises(UsageError, match="two columns with the name 'x'"):
         ParquetSource(str(path), columns=Columns())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("tokenizer.json", {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}}, "Onig"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "not supported between"),
+    ],
+    ids=["a panic of the library", "a wrong type"],
+)
+def test_a_text_on_which_the_tokenizer_fails_gives_an_error_row(harness, tmp_path, monkeypatch, name, fields, reason):
+    folder = tmp_path / "model"
+    shutil.copytree(harness.engine.model_path, folder)
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+    monkeypatch.setattr(harness, "tokenizer", Tokenizer(folder))
+    _, rows = harness.run([{"prompt": "a" * 40 + "!"}, {"prompt": [5, 6]}])
+    assert rows[0]["error"]["code"] == "tokenizer_error"
+    assert reason in rows[0]["error"]["message"]
+    assert rows[1]["error"] is None

@@ -267,6 +267,8 @@ def test_the_hub_is_asked_for_weights_and_text_but_not_for_other_formats(monkeyp
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"architectures": 5}, "architectures is 5, not a list of names"),
         ({"architectures": [5]}, "architectures is [5], not a list of names"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1, but must be at least 1"),
+        ({"model_type": "gpt2", "n_positions": -1}, "does not specify max_position_embeddings, or not as a positive"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor is 0.0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": float("inf")}}, "factor is inf"),

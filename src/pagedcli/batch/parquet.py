@@ -129,10 +129,7 @@ def _values(name: str, column: Any) -> list[Any]:
     """
     import pyarrow as pa
 
-    type_, wrong = column.type, (pa.ArrowException, ValueError, OverflowError)
-    if getattr(type_, "unit", "") == "ns":  # to_pylist needs pandas for these
-        coarse = pa.time64("us") if pa.types.is_time(type_) else pa.duration("us")
-        type_ = pa.timestamp("us", type_.tz) if pa.types.is_timestamp(type_) else coarse
+    type_, wrong = _in_microseconds(column.type), (pa.ArrowException, ValueError, OverflowError)
     values: list[Any]
     try:
         values = (column.cast(type_) if type_ != column.type else column).to_pylist()
@@ -141,6 +138,20 @@ def _values(name: str, column: Any) -> list[Any]:
             raise UsageError(f"the column {name!r} of type {type_} cannot be read: {error}") from error
         values = column.cast(pa.string()).to_pylist()
     return values
+
+
+def _in_microseconds(type_: Any) -> Any:
+    """The type with microseconds for nanoseconds, which to_pylist reads with pandas only, and then as its objects."""
+    import pyarrow as pa
+
+    if getattr(type_, "unit", "") == "ns":
+        coarse = pa.time64("us") if pa.types.is_time(type_) else pa.duration("us")
+        return pa.timestamp("us", type_.tz) if pa.types.is_timestamp(type_) else coarse
+    if pa.types.is_struct(type_):
+        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in type_])
+    if pa.types.is_list(type_):
+        return pa.list_(type_.value_field.with_type(_in_microseconds(type_.value_type)))
+    return type_
 
 
 def _line(row: dict[str, Any]) -> dict[str, Any]:

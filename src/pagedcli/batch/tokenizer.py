@@ -23,7 +23,8 @@ from pagedcli.sampling_params import SamplingParams
 # a long text is tokenized piece by piece at first: a prompt far beyond the model's length is refused after a small one
 _FIRST_CHARACTERS, _GROWTH = 4096, 8
 _MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
-_MAX_RENDER_S = 10.0  # a chat template takes microseconds
+_MAX_RENDER_S = 5.0  # a chat template takes microseconds
+_PANIC = "PanicException"  # of the Rust library: no subclass of Exception, and its module cannot be imported
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
 _FILES = (
     "tokenizer.json",
@@ -82,8 +83,17 @@ class Tokenizer:
         return digest.hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, by default with the special tokens that the tokenizer itself adds (for example BOS)."""
-        ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        """Token ids, by default with the special tokens that the tokenizer itself adds (for example BOS).
+
+        Raises: RequestError if the tokenizer fails, as one with an odd regular expression does on some texts.
+        """
+        try:
+            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
+            what = str(error).partition("\n")[0]
+            raise RequestError("tokenizer_error", f"the tokenizer failed on this text: {what}") from error
         return ids
 
     def encode_within(self, text: str, num_allowed: int, *, add_special_tokens: bool = True) -> list[int]:

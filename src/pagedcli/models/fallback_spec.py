@@ -115,8 +115,9 @@ def refuse_by_config(config: Any, text: Any, architecture: str) -> None:
         raise refusal(architecture, "compresses keys and values (multi-head latent attention)")
     if getattr(text, "num_kv_shared_layers", None):
         raise refusal(architecture, "shares keys and values between layers")
-    if not isinstance(getattr(text, "max_position_embeddings", None), int):
-        raise refusal(architecture, "does not specify max_position_embeddings")
+    max_positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(max_positions, int) or max_positions < 1:
+        raise refusal(architecture, "does not specify max_position_embeddings, or not as a positive number")
 
 
 def layer_windows(text: Any) -> tuple[int | None, ...]:

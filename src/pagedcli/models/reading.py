@@ -70,8 +70,8 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
     num_heads = fields.num_attention_heads
     num_kv_heads = _default(fields.num_key_value_heads, family.num_kv_heads) or num_heads
     head_dim = _default(fields.head_dim, family.head_dim) or fields.hidden_size // num_heads
-    _check_sizes(fields, num_kv_heads, head_dim, where)
     max_positions = fields.max_position_embeddings or family.max_position_embeddings
+    _check_sizes(fields, num_kv_heads, head_dim, max_positions, where)
     layer_ropes = _layer_ropes(config, fields, family, max_positions, where)
     rope = next(rope for rope in reversed(layer_ropes) if rope is not None)
     traits = {
@@ -203,7 +203,7 @@ def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | N
     return tuple(window if each else None for each in slides) if any(slides) else ()
 
 
-def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: Path) -> None:
+def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, max_positions: int, where: Path) -> None:
     sizes = {
         "vocab_size": fields.vocab_size,
         "hidden_size": fields.hidden_size,
@@ -212,6 +212,7 @@ def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, where: 
         "num_attention_heads": fields.num_attention_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
+        "max_position_embeddings": max_positions,
     }
     sizes |= _expert_sizes(fields, where)
     num_layers, layer_types = fields.num_hidden_layers, fields.layer_types

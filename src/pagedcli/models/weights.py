@@ -281,6 +281,8 @@ def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype |
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
+    except (MemoryError, RuntimeError) as error:  # torch maps the file, too
+        raise ModelError(f"{file} cannot be mapped into memory: {error}", hint="ulimit -v may be too low") from error
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         with file.open("rb") as stream:
             is_pointer = stream.read(24) == b"version https://git-lfs."
