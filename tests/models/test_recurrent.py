@@ -135,3 +135,10 @@ def test_unknown_layers_and_splits_are_refused(tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention"] * 4}))
     with pytest.raises(ModelError, match="no layer of layer_types attends"):
         read_spec(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_bit_depends_on_chunks(case, dtype):
+    path, _ = case
+    whole, chunked = (logits_of(path, dtype=dtype, backend="cpu", chunk=chunk) for chunk in (None, 7))
+    assert largest_difference(whole, chunked) == 0

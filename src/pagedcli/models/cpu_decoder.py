@@ -17,6 +17,7 @@ from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.parameters import decoder_parameters, linear_formats
+from pagedcli.models.recurrent_spec import GatedDelta
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import ExpertsSpec
 from pagedcli.models.weights import open_weights
@@ -25,11 +26,15 @@ from pagedcli.native.structs import (
     DTYPE_CODES,
     GATE_GELU,
     GATE_SILU,
+    GATED_DELTA,
     ExpertsStruct,
     GroupStepStruct,
     LayerStruct,
     LinearStruct,
     ModelStruct,
+    RecurrentStruct,
+    StatePoolsStruct,
+    StateStepStruct,
     StepStruct,
     bind,
 )
@@ -74,6 +79,7 @@ class CpuDecoder:
         residual = scaled_embedding(residual, self.spec)
         out = residual if rows is None else torch.empty((rows.shape[0], residual.shape[1]), dtype=residual.dtype)
         positions = positions.contiguous()
+        states = None if self.spec.recurrent is None else _StateArguments(batch)
         groups = (GroupStepStruct * len(prepared))(
             *(
                 GroupStepStruct(each.data_ptr(), of_group.work.address)
@@ -93,6 +99,8 @@ class CpuDecoder:
             rows=None if rows is None else rows.data_ptr(),
             num_rows=out.shape[0],
             out=out.data_ptr(),
+            state_step=None if states is None else ctypes.addressof(states.step),
+            states=None if states is None else ctypes.addressof(states.pools),
         )
         if self._functions.decoder_forward(ctypes.byref(self._model), ctypes.byref(step)):
             raise BackendError(f"a block table names a block outside the cache of {k_cache.shape[0]} blocks")
@@ -126,9 +134,12 @@ class _Builder(Parts):
         shared = spec.experts.shared_intermediate_size if spec.experts is not None else None
         layers = (LayerStruct * spec.num_layers)(*(self._layer(i, f"layers.{i}") for i in range(spec.num_layers)))
         groups = cache_groups([layer.window for layer in spec.attention_layers])
+        attending = [i for i in range(spec.num_layers) if i not in spec.recurrent_layers]
         for number, group in enumerate(groups):
             for place, index in enumerate(group.layers):
-                layers[index].group, layers[index].place = number, place
+                layers[attending[index]].group, layers[attending[index]].place = number, place
+        for place, index in enumerate(spec.recurrent_layers):
+            layers[index].place = place
         self.kept.append(layers)
         return ModelStruct(
             dtype=DTYPE_CODES[self._request.dtype],
@@ -137,7 +148,8 @@ class _Builder(Parts):
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            inner_size=max(spec.intermediate_size, shared or 0),
+            inner_size=max(spec.intermediate_size, shared or 0, spec.recurrent.inner if spec.recurrent else 0),
+            output_gate=spec.output_gate,
             norms_heads=spec.qk_norm_all,
             float_norms=spec.float_norms,
             gate=_GATES[spec.hidden_act],
@@ -150,12 +162,16 @@ class _Builder(Parts):
         )
 
     def _layer(self, index: int, key: str) -> LayerStruct:
-        layer = LayerStruct(qkv=self._linear(f"{key}.qkv").struct, attention_out=self._linear(f"{key}.out").struct)
+        layer = LayerStruct()
+        if index in self._spec.recurrent_layers:
+            layer.recurrent = self._recurrent(key)
+        else:
+            layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
         for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"):
             setattr(layer, name, self._norm(f"{key}.{name}"))
         if (both := self.norm(f"{key}.qk_norm")) is not None:
             layer.q_norm, layer.k_norm = (self._address(weight) for weight in both.chunk(2))
-        if (rope := self.rope(index)) is not None:
+        if layer.recurrent is None and (rope := self.rope(index)) is not None:
             table = self.table(rope)
             self.kept.append(table)
             layer.rope_table, layer.rotated = table.data_ptr(), table.shape[1]
@@ -188,6 +204,31 @@ class _Builder(Parts):
         self.kept += [gate_up, down, struct]
         return struct
 
+    def _recurrent(self, key: str) -> int:
+        """The address of a layer with a state."""
+        shape = self._spec.recurrent
+        assert isinstance(shape, GatedDelta), "the mechanism of the family"
+        struct = RecurrentStruct(
+            kind=GATED_DELTA,
+            kernel=shape.kernel,
+            channels=shape.channels,
+            num_key_heads=shape.num_key_heads,
+            num_heads=shape.num_value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            interleaved=shape.interleaved,
+            eps=self._spec.rms_norm_eps,
+            conv=self._address(self.conv(key)),
+            decay=self._address(self.decay(key)),
+            step_bias=self._address(self._tensors.pop(f"{key}.step_bias")),
+            norm=self._address(self._tensors.pop(f"{key}.gated_norm")),
+            inner=self._linear(f"{key}.inner").struct,
+            gates=self._unquantized(f"{key}.gates"),
+            out=self._linear(f"{key}.out").struct,
+        )
+        self.kept.append(struct)
+        return ctypes.addressof(struct)
+
     def _mlp(self, key: str) -> tuple[LinearStruct, LinearStruct]:
         return self._linear(f"{key}.gate_up", gated=True).struct, self._linear(f"{key}.down").struct
 
@@ -216,6 +257,23 @@ class _Builder(Parts):
         return weight.data_ptr()
 
 
+class _StateArguments:
+    """A step's slots and pools of states, as the library takes them."""
+
+    def __init__(self, batch: PagedBatch) -> None:
+        reads, writes = batch.state_reads, batch.state_writes
+        assert reads is not None, "the batch says which slots its sequences read"
+        assert writes is not None, "the batch says which slots its sequences write"
+        num_slots = batch.states[0][0].shape[0]
+        if int(reads.max()) >= num_slots or not 0 <= int(writes.min()) <= int(writes.max()) < num_slots:
+            raise BackendError(f"a step names a slot outside the pool of {num_slots} states")
+        self._tensors = (reads.contiguous(), writes.contiguous(), batch.cu_q.contiguous())
+        self.step = StateStepStruct(reads.shape[0], *(tensor.data_ptr() for tensor in self._tensors))
+        self.pools = (StatePoolsStruct * len(batch.states))(
+            *(StatePoolsStruct(*(pool.data_ptr() for pool in pools)) for pools in batch.states)
+        )
+
+
 def _side_by_side(linears: list[NativeLinear]) -> list[LinearStruct]:
     """The structs of layers whose packed weights are moved side by side: each alone may be too small for huge pages."""
     room = empty_in_huge_pages(sum(linear.packed_bytes for linear in linears), torch.uint8)
@@ -237,8 +295,6 @@ def refusal(needs: DecoderNeeds) -> str | None:
         return f"needs the native attention kernels, and attention is '{backend.name}'"
     if spec.hidden_act not in _GATES:
         return f"has no activation {spec.hidden_act}"
-    if spec.recurrent is not None:
-        return "runs layers with a state one by one"
     if not has_cpu_kernels(spec, backend):
         return "packs no odd sizes of layers"
     return None
@@ -248,7 +304,9 @@ def load(request: DecoderRequest) -> CpuDecoder:
     """Raises: ModelError, see weights."""
     spec = request.spec
     ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
-    source = open_weights(request.path, request.load_format, request.seed)
+    source = open_weights(request.path, request.load_format, request.seed, skipped=spec.names.skipped)
     parameters = decoder_parameters(spec, request.weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
-    return CpuDecoder(request, tensors, linear_formats(parameters))
+    decoder = CpuDecoder(request, tensors, linear_formats(parameters))
+    decoder.notes += source.notes
+    return decoder

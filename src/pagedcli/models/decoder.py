@@ -140,6 +140,14 @@ class Parts:
         """The modules of a linear layer that is never quantized, AS_STORED."""
         return [{"weight": self._tensors.pop(key)}]
 
+    def conv(self, key: str) -> Tensor:
+        """The weight [K, C] of a depthwise convolution."""
+        return self._tensors.pop(f"{key}.conv").flatten(1).t().contiguous()
+
+    def decay(self, key: str) -> Tensor:
+        """How fast each head of a state forgets, [H]: -exp(A_log)."""
+        return -self._tensors.pop(f"{key}.decay").exp()
+
     def output(self) -> tuple[Tensor, Modules]:
         """The embedding [V, E] and the modules of the output layer, which are the same tensor if tied."""
         embedding = self._tensors.pop("embedding")
@@ -247,8 +255,8 @@ class _Builder(Parts):
             shape=shape,
             inner=self._linear(f"{key}.inner"),
             gates=self._unquantized(f"{key}.gates"),
-            conv=take(f"{key}.conv").flatten(1).t().contiguous(),
-            decay=-take(f"{key}.decay").exp(),
+            conv=self.conv(key),
+            decay=self.decay(key),
             step_bias=take(f"{key}.step_bias"),
             norm=take(f"{key}.gated_norm"),
             eps=self._spec.rms_norm_eps,

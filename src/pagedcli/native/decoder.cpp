@@ -23,13 +23,13 @@ template <class T> struct Forward {
     using E = typename T::Elem;
     const Model& m;
     const Step& step;
-    int64_t tokens, E_, D, H, G, width;
+    int64_t tokens, E_, D, H, G, Q, width;  // Q: heads of queries and of their gates
     int threads;
-    E *residual, *x, *qkv, *wide;  // [T][E], [T][E], [T][H + 2G][D], [T][the widest of what lies between products]
+    E *residual, *x, *qkv, *wide;  // [T][E], [T][E], [T][Q + 2G][D], [T][the widest of what lies between products]
 
     Forward(const Model& m, const Step& step, Arena& arena)
         : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), D(m.head_dim), H(m.num_heads), G(m.num_kv_heads),
-          width((H + 2 * G) * D), threads((int)step.threads), residual((E*)step.residual) {
+          Q(m.output_gate ? 2 * H : H), width((Q + 2 * G) * D), threads((int)step.threads), residual((E*)step.residual) {
         const int64_t widest = std::max({H * D, m.inner_size, E_});
         arena.reserve(tokens * (E_ + width + widest) * sizeof(E) + 256);  // each begins in a line of its own
         x = arena.take<E>(tokens * E_), qkv = arena.take<E>(tokens * width), wide = arena.take<E>(tokens * widest);
@@ -51,19 +51,22 @@ template <class T> struct Forward {
     // False if the block table names a block that does not exist.
     bool attend(const Layer& layer) const {
         const GroupStep& group = step.groups[layer.group];
-        const int64_t strides[4] = {width, D, width, D};
+        const int64_t strides[4] = {width, D, width, D}, head_stride = Q / H * D;
         char* k_cache = (char*)step.k_cache + layer.place * step.layer_bytes;
         char* v_cache = (char*)step.v_cache + layer.place * step.layer_bytes;
         linear_forward(layer.qkv, m.dtype, normed(layer.input_norm), tokens, qkv, STORE, threads);
         norm_and_rotate<T>(m, layer, step, qkv);
-        paged_write((int)m.dtype, step.geometry, tokens, threads, qkv + H * D, qkv + (H + G) * D, strides, k_cache, v_cache,
+        paged_write((int)m.dtype, step.geometry, tokens, threads, qkv + Q * D, qkv + (Q + G) * D, strides, k_cache, v_cache,
                     group.slots);
-        return !paged_attend((int)m.dtype, step.geometry, group.work, qkv, width, D, k_cache, v_cache, wide,
-                             (float)m.attention_scale, (float)m.soft_cap, layer.sinks);
+        if (paged_attend((int)m.dtype, step.geometry, group.work, qkv, width, head_stride, k_cache, v_cache, wide,
+                         (float)m.attention_scale, (float)m.soft_cap, layer.sinks))
+            return false;
+        if (m.output_gate) gate_heads<T>(wide, qkv, tokens, H, D, width, threads);
+        return true;
     }
 
-    void keep_wanted() {
-        keep_rows(wide, H * D, step.rows, step.num_rows);
+    void keep_wanted(int64_t size) {
+        keep_rows(wide, size, step.rows, step.num_rows);
         keep_rows(residual, E_, step.rows, step.num_rows);
         tokens = step.num_rows;
     }
@@ -81,10 +84,16 @@ template <class T> struct Forward {
     int run() {
         for (int64_t i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
-            if (!attend(layer)) return 1;
-            if (i == m.num_layers - 1 && step.num_rows < tokens) keep_wanted();  // after it no token looks at another
+            const Recurrent* recurrent = layer.recurrent;
+            if (recurrent)
+                recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm), tokens, *step.state_step,
+                                  step.states[layer.place], wide, threads);
+            else if (!attend(layer))
+                return 1;
+            if (i == m.num_layers - 1 && step.num_rows < tokens)  // after it no token looks at another
+                keep_wanted(recurrent ? inner_of(*recurrent) : H * D);
             if (!tokens) return 0;
-            add(layer.attention_out, wide, layer.input_norm_after);
+            add(recurrent ? recurrent->out : layer.attention_out, wide, layer.input_norm_after);
             mlp(layer);
         }
         norm_rows<T>(residual, m.final_norm, m.float_norms, tokens, E_, (float)m.eps, step.out, threads);

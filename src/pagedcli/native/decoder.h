@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "recurrent.h"
 
 // Norms are [E], or null: the layer does not have it.
 struct Layer {
@@ -12,15 +13,17 @@ struct Layer {
     const float* sinks;           // [H], or null
     const void* rope_table;       // [P][rotated]: cosines, then sines; null: no rotary embedding
     int64_t rotated;              // elements of a head that are rotated, its first
-    int64_t group, place;         // of layers that share blocks; among that group's layers
+    int64_t group, place;         // of layers that share blocks; among that group's layers, or those with a state
     Linear qkv, attention_out;
     Linear gate_up, down;    // not read in a layer with experts
     const Experts* experts;  // null: a gated MLP
+    const Recurrent* recurrent;  // in place of attention; null: the layer attends
 };
 
 struct Model {
     int64_t dtype, num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
     int64_t inner_size;   // the largest width of a gated MLP
+    int64_t output_gate;  // qkv lists after the query of each head a gate of its result
     int64_t norms_heads;  // q_norm and k_norm are of all heads
     int64_t float_norms;  // the weights of norms are float32 and applied before rounding
     int64_t gate;         // Epilogue of gate_up
@@ -46,4 +49,6 @@ struct Step {
     const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are
     int64_t num_rows;
     void* out;  // [num_rows][E]
+    const StateStep* state_step;
+    const StatePools* states;  // of each layer with one
 };

@@ -60,7 +60,8 @@ template <class T> void rotate(typename T::Elem* x, const typename T::Elem* angl
 template <class T> void norm_and_rotate(const Model& m, const Layer& layer, const Step& step, typename T::Elem* qkv) {
     using E = typename T::Elem;
     if (!layer.q_norm && !layer.rope_table) return;
-    const int64_t D = m.head_dim, H = m.num_heads, G = m.num_kv_heads, width = (H + 2 * G) * D;
+    const int64_t D = m.head_dim, H = m.num_heads, G = m.num_kv_heads, each = m.output_gate ? 2 : 1;
+    const int64_t width = (each * H + 2 * G) * D;
     auto norm = [&](E* x, const void* weight, int64_t size) {
         rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps, x);
     };
@@ -68,10 +69,25 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, cons
         E* row = qkv + t * width;
         if (layer.q_norm && m.norms_heads) norm(row, layer.q_norm, H * D), norm(row + H * D, layer.k_norm, G * D);
         for (int64_t h = 0; h < H + G; h++) {
-            E* head = row + h * D;
+            E* head = row + (h < H ? each * h : (each - 1) * H + h) * D;
             if (layer.q_norm && !m.norms_heads) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
             if (layer.rope_table)
                 rotate<T>(head, (const E*)layer.rope_table + step.positions[t] * layer.rotated, layer.rotated);
+        }
+    });
+}
+
+// Multiplies the result [T][H][D] of each head by the sigmoid of the gate that follows its query in qkv.
+template <class T> void gate_heads(typename T::Elem* out, const typename T::Elem* qkv, int64_t num_tokens, int64_t H, int64_t D,
+                                   int64_t width, int threads) {
+    for_rows(threads, num_tokens, H * D, 4, [&](int64_t t) {
+        for (int64_t h = 0; h < H; h++) {
+            const auto* gate = qkv + t * width + (2 * h + 1) * D;
+            auto* head = out + (t * H + h) * D;
+            for (int64_t i = 0; i < D; i += VL) {
+                const vf share = Rows<T>::round(sigmoid_of(load_some<T>(gate + i, D - i)));
+                store_some<T>(head + i, load_some<T>(head + i, D - i) * share, D - i);
+            }
         }
     });
 }

@@ -10,6 +10,7 @@ _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 STORE, ADD, GATE_SILU, GATE_GELU = 0, 1, 2, 3  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
+GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
 INT8, CODES4, CODES8 = 3, 5, 6  # WeightKind
 PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pack_NAME packs them -> WeightKind
 
@@ -42,8 +43,35 @@ class LayerStruct(ctypes.Structure):
         *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table")),
         *((name, _int64) for name in ("rotated", "group", "place")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
-        ("experts", _pointer),
+        *((name, _pointer) for name in ("experts", "recurrent")),
     ]
+
+
+class RecurrentStruct(ctypes.Structure):
+    """struct Recurrent"""
+
+    _fields_ = [
+        *(
+            (name, _int64)
+            for name in ("kind", "kernel", "channels", "num_key_heads", "num_heads", "key_dim", "value_dim")
+        ),
+        *((name, _int64) for name in ("interleaved", "norm_group")),
+        *((name, ctypes.c_double) for name in ("eps", "least_step", "most_step")),
+        *((name, _pointer) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm")),
+        *((name, LinearStruct) for name in ("inner", "gates", "out")),
+    ]
+
+
+class StatePoolsStruct(ctypes.Structure):
+    """struct StatePools"""
+
+    _fields_ = [("conv", _pointer), ("matrix", _pointer)]
+
+
+class StateStepStruct(ctypes.Structure):
+    """struct StateStep"""
+
+    _fields_ = [("num_seqs", _int64), *((name, _pointer) for name in ("reads", "writes", "cu_q"))]
 
 
 class ModelStruct(ctypes.Structure):
@@ -51,7 +79,7 @@ class ModelStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _int64) for name in ("inner_size", "norms_heads", "float_norms", "gate")),
+        *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "float_norms", "gate")),
         *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
         *((name, _pointer) for name in ("layers", "final_norm")),
     ]
@@ -72,7 +100,7 @@ class StepStruct(ctypes.Structure):
         ("layer_bytes", _int64),
         ("rows", _pointer),
         ("num_rows", _int64),
-        ("out", _pointer),
+        *((name, _pointer) for name in ("out", "state_step", "states")),
     ]
 
 
