@@ -1,10 +1,12 @@
-"""Check and measure everything on one GPU, in under 9 minutes: python scripts/gpu_check.py [--out DIR] [STAGE ...]
+"""Check and measure everything on a GPU: python scripts/gpu_check.py [--out DIR] [STAGE ...]
 
 Needs what the package and its tests need: models are made on the spot, with random weights. Each stage runs in a
-process of its own under a time limit, so that one that crashes or hangs costs only its own results. After each one
-DIR/results.json and DIR/table.md hold all results so far. Exit code 0: all stages passed, 1: not all, 2: there is no
-CUDA GPU here. `--dry-run-cpu` runs every stage's logic at tiny size on a CPU, the Triton kernels through triton's
-interpreter; its figures mean nothing.
+process of its own under a time limit; one that crashes or hangs keeps the rows it has, and costs nothing else. After
+each one DIR/results.json and DIR/table.md hold all results so far. All of it takes more than the 9 minutes that
+--seconds allows by default: run `correctness` and `speed` one after the other, into different folders.
+
+Exit code 0: all stages passed, 1: not all, 2: there is no CUDA GPU here. `--dry-run-cpu` runs every stage's logic at
+tiny size on a CPU, the Triton kernels through triton's interpreter; its figures mean nothing.
 """
 
 import argparse
@@ -22,7 +24,8 @@ STAGES = Path(__file__).with_name("gpu_stages.py")
 # a stage that finds too little of --seconds left is not run.
 CORRECTNESS = {
     "environment": 30,
-    "kernels": 120,
+    "ahead": 200,
+    "kernels": 150,
     "backends": 150,
     "graphs": 80,
     "requests": 80,
@@ -30,8 +33,19 @@ CORRECTNESS = {
     "windows": 80,
     "quantized": 60,
     "fp8": 60,
+    "invariance": 60,
+    "parallel": 120,
 }
-SPEED = {"ceilings": 25, "attention": 60, "products": 40, "memory": 60, "workload": 170}
+SPEED = {
+    "ceilings": 25,
+    "attention": 60,
+    "products": 60,
+    "memory": 60,
+    "workload": 170,
+    "sampling": 90,
+    "mixed": 150,
+    "shapes": 120,
+}
 LIMITS = CORRECTNESS | SPEED
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}
 LEAST_SECONDS = 15  # a stage does not start with less: importing torch alone takes some
@@ -80,7 +94,7 @@ def run_stage(name: str, *, seconds: float, dry_run: bool) -> dict[str, Any]:
     start = time.monotonic()
     problem = None
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
+        path = Path(folder) / "result.jsonl"
         command = [sys.executable, str(STAGES), name, str(path), *(["--dry-run-cpu"] if dry_run else [])]
         try:
             done = subprocess.run(command, env=environment, timeout=limit, capture_output=True, text=True, check=False)
@@ -89,11 +103,23 @@ def run_stage(name: str, *, seconds: float, dry_run: bool) -> dict[str, Any]:
         except subprocess.TimeoutExpired as expired:
             said = (expired.stderr or b"").decode(errors="replace").strip()[-1000:]
             problem = f"{said}\nstopped at its limit of {limit:g} s"
-        if path.exists():
-            result |= json.loads(path.read_text(encoding="utf-8"))
+        result |= read_rows(path)
     if problem is not None:
         result |= {"ok": False, "problem": problem}
     return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def read_rows(path: Path) -> dict[str, Any]:
+    """What a stage has written: its verdict, or the rows before it was stopped, without a line that was cut off."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+        if line.endswith("\n"):
+            document = json.loads(line)
+            if "verdict" in document:
+                found: dict[str, Any] = document["verdict"]
+                return found
+            rows.append(document)
+    return {"rows": rows}
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -1,21 +1,42 @@
 """What the stages of gpu_check.py share: sizes, timing, models, engines and prompts."""
 
+import gc
 import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 # the checkout itself, installed or not
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("src", "tests")]
 
+T = TypeVar("T")
 Row = dict[str, Any]
-Result = tuple[bool, str, list[Row]]
+Result = tuple[bool, str]  # whether it passed, and one line
+
+
+class Rows(list[Row]):
+    """The rows of a stage. Each is written to a file as it comes, so that a stage that is stopped keeps what it has."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
+        self._path = path
+
+    def append(self, row: Row) -> None:
+        super().append(row)
+        self.write(row)
+
+    def write(self, document: Row) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(document) + "\n")
+
+
 QWEN3_06B: Row = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -53,10 +74,16 @@ class Scale:
     num_prompts: int  # of the workload
     lengths: tuple[int, int]  # of the workload's prompts and outputs
     engine: Row  # limits of the workload's engine
+    batch: int  # sequences of a full batch
+    part: tuple[int, int] = (0, 1)  # which part, of how many, of the cases of a stage to run
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    def mine(self, cases: Iterable[T]) -> list[T]:
+        """The cases of this part."""
+        return list(cases)[self.part[0] :: self.part[1]]
 
 
 GPU = Scale(
@@ -71,6 +98,7 @@ GPU = Scale(
     num_prompts=256,
     lengths=(100, 1024),
     engine={"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 16384},
+    batch=256,
 )
 TINY = Scale(
     device="cpu",
@@ -88,6 +116,7 @@ TINY = Scale(
     num_prompts=3,
     lengths=(4, 9),
     engine={"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 16},
+    batch=3,
 )  # fmt: skip
 
 
@@ -99,9 +128,16 @@ def synchronize(scale: Scale) -> None:
         torch.cuda.synchronize()
 
 
-def best_seconds(call: Callable[[], Any], scale: Scale, *, repeats: int = 20) -> float:
-    """The best of several calls, each with a cold L2 cache."""
+def best_seconds(call: Callable[[], Any], scale: Scale, *, repeats: int = 20, graphed: bool = True) -> float:
+    """The best of several calls, each with a cold L2 cache. On a GPU the call is captured once and replayed, so that no
+    host time is in it; `graphed` False: it cannot be captured."""
     call()
+    if scale.on_gpu and graphed:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        call = graph.replay
     flush = torch.empty(2**28 if scale.on_gpu else 1, dtype=torch.uint8, device=scale.device)
     best = float("inf")
     for _ in range(repeats if scale.on_gpu else 2):
@@ -137,6 +173,13 @@ def gemm_rate(scale: Scale) -> float:
 # ---------------------------------------------------------------------- engines
 
 
+def free_memory(scale: Scale) -> None:
+    """After the last engine was dropped: references in circles must not keep its memory."""
+    gc.collect()
+    if scale.on_gpu:
+        torch.cuda.empty_cache()
+
+
 def make_model(folder: Path, config: Row) -> Path:
     """A model folder without weights, for `load_format: dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,11 +187,12 @@ def make_model(folder: Path, config: Row) -> Path:
     return folder
 
 
-def make_engine(scale: Scale, folder: Path, **options: Any) -> Any:
+def make_engine(scale: Scale, folder: Path, *, model: Row | None = None, **options: Any) -> Any:
+    """An engine of random weights: of `model`, or of the scale's."""
     from pagedcli.config import EngineConfig
     from pagedcli.runner.llm_engine import LLMEngine
 
-    path = make_model(folder, scale.model)
+    path = make_model(folder, model or scale.model)
     config = {"model": str(path), "load_format": "dummy", "device": scale.device, **scale.engine}
     return LLMEngine(EngineConfig(**{**config, **options}))
 

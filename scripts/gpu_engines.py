@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import Result, Row, Scale, generate, make_engine, nano_workload, ragged_prompts
+from gpu_common import Result, Row, Rows, Scale, free_memory, generate, make_engine, nano_workload, ragged_prompts
 
 WINDOWS: Row = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, Row] = {
@@ -55,15 +55,15 @@ def num_equal(a: list[Any], b: list[Any]) -> int:
     return sum(x == y for x, y in zip(a, b, strict=True))
 
 
-def families(scale: Scale) -> Result:
+def families(scale: Scale, rows: Rows) -> Result:
     """Greedy tokens of every family and of transformers on a CPU, for small random models."""
     from model_zoo import tiny_model
 
     from pagedcli.sampling_params import SamplingParams
 
-    names = tuple(FAMILIES) if scale.on_gpu else ("qwen3",)
+    names = scale.mine(FAMILIES if scale.on_gpu else ("qwen3",))
     num_prompts, num_new = (16, 32) if scale.on_gpu else (2, 3)
-    prompts, rows = ragged_prompts(num_prompts), []
+    prompts = ragged_prompts(num_prompts)
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
     for family in names:
         row: Row = {"family": family, "prompts": num_prompts}
@@ -78,7 +78,7 @@ def families(scale: Scale) -> Result:
                 row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         rows.append(row)
     equal = [row["family"] for row in rows if row["equal"] >= 0.95 * num_prompts]
-    return len(equal) == len(names), f"tokens equal to transformers: {', '.join(equal)}", rows
+    return len(equal) == len(names), f"tokens equal to transformers: {', '.join(equal)}"
 
 
 def transformers_tokens(path: Path, prompts: list[list[int]], num_new: int) -> list[list[int]]:
@@ -91,7 +91,7 @@ def transformers_tokens(path: Path, prompts: list[list[int]], num_new: int) -> l
     return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
 
 
-def requests(scale: Scale) -> Result:
+def requests(scale: Scale, rows: Rows) -> Result:
     """Every kind of request in every loop: tokens of the GPU and of a CPU. One prompt has a token of NaN, which must
     end its own request alone."""
     from model_zoo import tiny_model
@@ -116,7 +116,7 @@ def requests(scale: Scale) -> Result:
     params = [
         SamplingParams(max_tokens=num_new, seed=i, ignore_eos=True, **kind) for i, kind in enumerate(kinds.values())
     ]
-    rows, expected = [], None
+    expected = None
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_model("qwen3", Path(folder) / "model", num_hidden_layers=1)
         weights = load_file(path / "model.safetensors")
@@ -133,7 +133,7 @@ def requests(scale: Scale) -> Result:
     assert expected is not None, "the CPU comes first"
     ok = all(row[kind] for row in rows for kind in kinds) and expected[-1] == ["invalid_logits"]
     wrong = sorted({kind for row in rows for kind in kinds if not row[kind]})
-    return ok, f"kinds of requests that differ from a CPU's: {', '.join(wrong) or 'none'}", rows
+    return ok, f"kinds of requests that differ from a CPU's: {', '.join(wrong) or 'none'}"
 
 
 def results_of(engine: Any, prompts: list[list[int]], params: list[Any]) -> list[list[Any]]:
@@ -148,7 +148,7 @@ def results_of(engine: Any, prompts: list[list[int]], params: list[Any]) -> list
     return [found[str(number)] for number in range(len(prompts))]
 
 
-def windows(scale: Scale) -> Result:
+def windows(scale: Scale, rows: Rows) -> Result:
     """Two groups of layers, one with a window, over sequences of several splits: every loop against a CPU."""
     from model_zoo import tiny_model
 
@@ -157,7 +157,6 @@ def windows(scale: Scale) -> Result:
     num_new, lengths = (40, (300, 520, 30, 250)) if scale.on_gpu else (2, (30, 18))
     prompts = [[3 + (7 * i + length) % 300 for i in range(length)] for length in lengths]
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * len(lengths)
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         sizes = {**WINDOWS, "sliding_window": 100 if scale.on_gpu else 20, "max_position_embeddings": 1024}
         path = tiny_model("gemma3", Path(folder) / "model", **sizes)
@@ -166,19 +165,19 @@ def windows(scale: Scale) -> Result:
             equal = num_equal(generate(judged(scale, path, **options), prompts, params), expected)
             rows.append({"loop": loop, "equal": equal, "of": len(prompts)})
     ok = all(row["equal"] == row["of"] for row in rows)
-    return ok, f"sequences equal to a CPU's: {', '.join(str(row['equal']) for row in rows)} of {len(prompts)}", rows
+    return ok, f"sequences equal to a CPU's: {', '.join(str(row['equal']) for row in rows)} of {len(prompts)}"
 
 
-def quantized(scale: Scale) -> Result:
+def quantized(scale: Scale, rows: Rows) -> Result:
     """Packed checkpoints against their dequantized twins."""
     from model_zoo import tiny_model
     from quantized_zoo import FORMATS, quantized_twins
 
     from pagedcli.sampling_params import SamplingParams
 
-    names = QUANTIZED if scale.on_gpu else QUANTIZED[:1]
+    names = scale.mine(QUANTIZED if scale.on_gpu else QUANTIZED[:1])
     num_prompts, num_new = (8, 16) if scale.on_gpu else (2, 2)
-    prompts, rows = ragged_prompts(num_prompts), []
+    prompts = ragged_prompts(num_prompts)
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -196,10 +195,10 @@ def quantized(scale: Scale) -> Result:
                 row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
             rows.append(row)
     equal = [row["format"] for row in rows if row["equal"] >= 0.95 * num_prompts]
-    return len(equal) == len(names), f"tokens equal to the dequantized weights': {', '.join(equal)}", rows
+    return len(equal) == len(names), f"tokens equal to the dequantized weights': {', '.join(equal)}"
 
 
-def fp8(scale: Scale) -> Result:
+def fp8(scale: Scale, rows: Rows) -> Result:
     """An fp8 cache with graphs and without: the same tokens, half the bytes, and how many tokens rounding changes."""
     from model_zoo import tiny_model
 
@@ -207,7 +206,7 @@ def fp8(scale: Scale) -> Result:
     from pagedcli.sampling_params import SamplingParams
 
     num_prompts, num_new = (8, 24) if scale.on_gpu else (2, 2)
-    prompts, rows = ragged_prompts(num_prompts), []
+    prompts = ragged_prompts(num_prompts)
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_model("gemma3", Path(folder) / "model", **WINDOWS)
@@ -218,7 +217,7 @@ def fp8(scale: Scale) -> Result:
                     scale, path, kv_cache_dtype=cache, dtype="bfloat16" if scale.on_gpu else "float32", **LOOPS[loop]
                 )
             except ConfigError as error:  # GPUs before 8.9
-                return True, f"not here: {error.message}", rows
+                return True, f"not here: {error.message}"
             tokens[cache, loop] = generate(engine, prompts, params)
             rows.append({
                 "cache": cache, "loop": loop, "scales": str(engine.plan.kv_scales),
@@ -227,10 +226,10 @@ def fp8(scale: Scale) -> Result:
             })  # fmt: skip
     equal = num_equal(tokens["fp8", "plain"], tokens["fp8", "graphs, ahead"])
     # in bfloat16 another batch size may round a product differently
-    return equal >= 0.7 * num_prompts, f"{equal} of {num_prompts} sequences equal with graphs and without", rows
+    return equal >= 0.7 * num_prompts, f"{equal} of {num_prompts} sequences equal with graphs and without"
 
 
-def graphs(scale: Scale) -> Result:
+def graphs(scale: Scale, rows: Rows) -> Result:
     """Graphs and one step ahead against the plain loop, in float32, where other batch shapes hardly change a choice."""
     import msgspec
 
@@ -242,7 +241,7 @@ def graphs(scale: Scale) -> Result:
         for seed, each in enumerate(params[:count])
     ]
     params[::2] = [msgspec.structs.replace(each, temperature=0.0) for each in params[::2]]
-    tokens, rows = {}, []
+    tokens = {}
     limits: Row = {"dtype": "float32", "num_gpu_blocks_override": 512}
     limits |= {"max_num_seqs": 21 if scale.on_gpu else 3, "max_model_len": 256 if scale.on_gpu else 64}
     with tempfile.TemporaryDirectory() as folder:
@@ -256,6 +255,48 @@ def graphs(scale: Scale) -> Result:
             ahead = engine.num_steps_ahead
             rows.append({"loop": name, "graphs": sizes, "equal": equal, "of": count, "ahead": ahead})
             del engine
+            free_memory(scale)
     # one step ahead an ended sequence is noticed later, so batches differ there, too
     ok = all(row["equal"] >= 0.95 * count for row in rows)
-    return ok, f"sequences equal to the plain loop: {', '.join(str(row['equal']) for row in rows)} of {count}", rows
+    return ok, f"sequences equal to the plain loop: {', '.join(str(row['equal']) for row in rows)} of {count}"
+
+
+def invariance(scale: Scale, rows: Rows) -> Result:
+    """The same sequence alone and in a crowd: attention and sampler must give the same bits. Tokens of a whole engine
+    are counted only, as products of matrices of other sizes may be rounded differently."""
+    from attention_cases import Case, run
+
+    from pagedcli.attention.select import select_backend
+    from pagedcli.layers.sampling import choose_tokens
+
+    crowd = [(700, 1), (300, 1), (33, 33), (513, 130)] if scale.on_gpu else [(20, 1), (18, 3)]
+    shape, size, dtype = ((16, 8, 128) if scale.on_gpu else (4, 2, 16)), scale.block_sizes[0], scale.dtypes[0]
+    device = torch.device(scale.device)
+    names: Row = {"num_heads": shape[0], "num_kv_heads": shape[1], "head_dim": shape[2]}
+    backend = select_backend("triton", device=device, dtype=dtype, block_size=size, **names).backend
+    full = Case(crowd, size, *shape, dtype, device=scale.device, seed=1)
+    in_crowd = run(backend, full).split([new for _, new in crowd])
+    for number, lengths in enumerate(crowd):
+        alone = Case([lengths], size, *shape, dtype, device=scale.device)
+        for each, whole in ((alone.q, full.q), (alone.k, full.k), (alone.v, full.v)):
+            each.copy_(full.of_sequence(whole, number))
+        same = bool(torch.equal(run(backend, alone), in_crowd[number]))
+        rows.append({"what": f"attention, {lengths[0]} tokens, {lengths[1]} new", "same": same})
+    count, vocab = (256, 151936) if scale.on_gpu else (3, 500)
+    logits = torch.randn(count, vocab, device=device).to(dtype)
+    temperature, uniform = torch.ones(count, device=device), torch.rand(count, device=device)
+    tokens = choose_tokens(logits, temperature, uniform, num_drawn=count)
+    alone_tokens = [
+        choose_tokens(logits[i : i + 1], temperature[i : i + 1], uniform[i : i + 1], num_drawn=1) for i in (0, 2)
+    ]
+    rows.append({"what": "sampler", "same": [int(each) for each in alone_tokens] == tokens[[0, 2]].tolist()})
+    prompts, params = nano_workload(scale)
+    few = 8 if scale.on_gpu else 2
+    params = [type(each)(temperature=0, max_tokens=16 if scale.on_gpu else 2, ignore_eos=True) for each in params]
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(scale, Path(folder), enable_prefix_caching=False)
+        together = generate(engine, prompts, params)[:few]
+        alone_rows = [generate(engine, prompts[i : i + 1], params[:1])[0] for i in range(few)]
+    rows.append({"what": "tokens of an engine", "equal": num_equal(together, alone_rows), "of": few})
+    ok = all(row["same"] for row in rows if "same" in row)
+    return ok, f"attention and sampler give the same bits: {ok}; tokens equal: {rows[-1]['equal']} of {few}"

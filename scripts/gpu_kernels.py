@@ -2,29 +2,33 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_common import Result, Row, Scale, best_seconds
+from gpu_common import Result, Row, Rows, Scale, best_seconds
 
 
-def backends(scale: Scale) -> Result:
+def backends(scale: Scale, rows: Rows) -> Result:
     """Every attention backend against float64, inputs fresh, unowned slots NaN."""
-    return judgement(list(attention_errors(scale)))
+    return judgement(attention_errors(scale), rows)
 
 
-def kernels(scale: Scale) -> Result:
+def kernels(scale: Scale, rows: Rows) -> Result:
     """Every fused kernel against float64, inputs fresh."""
-    return judgement([*layer_errors(scale), *product_errors(scale), *sampling_errors(scale)])
+    found = itertools.chain(layer_errors(scale), product_errors(scale), sampling_errors(scale))
+    return judgement(found, rows)
 
 
-def judgement(rows: list[Row]) -> Result:
+def judgement(found: Iterable[Row], rows: Rows) -> Result:
+    """Of all comparisons only those out of tolerance and refusals are kept."""
+    for row in found:
+        rows.append(row)
     checked = [row for row in rows if "error" in row]
     failed = [row for row in checked if not row["error"] <= row["allowed"]]
-    summary = f"{len(checked)} comparisons, {len(failed)} out of tolerance"
-    return bool(checked) and not failed, summary, failed + [row for row in rows if "refused" in row]
+    rows[:] = failed + [row for row in rows if "refused" in row]
+    return bool(checked) and not failed, f"{len(checked)} comparisons, {len(failed)} out of tolerance"
 
 
 def attention_errors(scale: Scale) -> Iterator[Row]:
@@ -47,7 +51,7 @@ def attention_errors(scale: Scale) -> Iterator[Row]:
     lengths = [(1, 1), (17, 17), (300, 1), (256, 1), (257, 1), (700, 130), (512, 512), (33, 5)]
     mixtures = [lengths, [(n, 1) for n, _ in lengths]] if scale.on_gpu else [[(1, 1), (20, 3)], [(18, 1)]]
     names = [entry.name for entry in REGISTRY if scale.on_gpu or entry.name in ("triton", "reference")]
-    for name, (shape, block_size, dtype, extras) in itertools.product(names, cases):
+    for name, (shape, block_size, dtype, extras) in scale.mine(itertools.product(names, cases)):
         num_heads, num_kv_heads, head_dim = shape
         where = {"kernel": f"attention {name}", "shape": str(shape), "block": block_size, "dtype": str(dtype)[6:]}
         where |= {"layer": str(extras)} if extras else {}
@@ -79,7 +83,7 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
     from pagedcli.layers import triton_layers
 
     width, heads, kv_heads, dim, tokens = (1024, 16, 8, 128, 77) if scale.on_gpu else (48, 2, 1, 16, 3)
-    for dtype in scale.dtypes:
+    for dtype in scale.mine(scale.dtypes):
         allowed = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
 
         def noise(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -170,7 +174,7 @@ def product_errors(scale: Scale) -> Iterator[Row]:
     """Experts and packed weights, for one token, few and many."""
     from pagedcli.layers.basic import route
 
-    for dtype in scale.dtypes[:2]:
+    for dtype in scale.mine(scale.dtypes[:2]):
         allowed = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
         experts, gate_up, down, num_picked = gated_experts(scale, dtype)
         for tokens in (1, 40, 700) if scale.on_gpu else (3,):
@@ -214,12 +218,12 @@ def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
         yield compared(f"experts of {form} by {group_size}", dtype, error, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def products(scale: Scale) -> Result:
+def products(scale: Scale, rows: Rows) -> Result:
     """Time of packed weights and of experts next to a plain product, in the first dtype."""
     from pagedcli.layers.basic import route
 
     sizes = (4096, 4096) if scale.on_gpu else (40, 64)
-    dtype, rows = scale.dtypes[0], []
+    dtype = scale.dtypes[0]
     linear, plain = packed_linear(scale, "4 bits", 128 if scale.on_gpu else 32, sizes)
     float8, _ = packed_linear(scale, "FP8", 128 if scale.on_gpu else 32, sizes)
     plain = plain.to(dtype)
@@ -238,7 +242,7 @@ def products(scale: Scale) -> Result:
             "FP8 us": round(float8_s * 1e6, 1),
             "experts us": round(experts_s * 1e6, 1), "experts GB/s at least": round(used / experts_s / 1e9),
         })  # fmt: skip
-    return True, f"4 bits take {rows[0]['4 bits us'] / rows[0]['plain us']:.2f} of a plain product for one token", rows
+    return True, f"4 bits take {rows[0]['4 bits us'] / rows[0]['plain us']:.2f} of a plain product for one token"
 
 
 def sampling_errors(scale: Scale) -> Iterator[Row]:
@@ -246,7 +250,7 @@ def sampling_errors(scale: Scale) -> Iterator[Row]:
     from pagedcli.layers import triton_layers
 
     rows, vocab = (64, 151936) if scale.on_gpu else (4, 5000)
-    for dtype in scale.dtypes:
+    for dtype in scale.mine(scale.dtypes):
         logits = (torch.randn(rows, vocab, device=scale.device) * 3).to(dtype)
         temperature = torch.rand(rows, device=scale.device) + 0.3
         temperature[::2] = 0

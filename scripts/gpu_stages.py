@@ -1,30 +1,36 @@
-"""The stages of gpu_check.py: python scripts/gpu_stages.py STAGE RESULT.json [--dry-run-cpu]
+"""The stages of gpu_check.py: python scripts/gpu_stages.py STAGE RESULT.jsonl [--part I/N] [--dry-run-cpu]
 
-Each stage returns (ok, one line, rows). Those of single kernels and of whole engines are in files of their own.
+Each stage appends its rows as it goes and returns (ok, one line). Those of single kernels, of whole engines and of
+their speed are in files of their own.
 """
 
+import argparse
 import itertools
-import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gpu_engines
 import gpu_kernels
+import gpu_speed
 import torch
 from gpu_common import (
     GPU,
     TINY,
     Result,
     Row,
+    Rows,
     Scale,
     best_seconds,
     copy_bandwidth,
+    free_memory,
     gemm_rate,
     generate,
     make_engine,
@@ -35,7 +41,7 @@ from gpu_common import (
 # ---------------------------------------------------------------------- stages
 
 
-def environment(scale: Scale) -> Result:
+def environment(scale: Scale, rows: Rows) -> Result:
     """What this machine is and which backends run on it."""
     import triton
 
@@ -43,37 +49,59 @@ def environment(scale: Scale) -> Result:
     from pagedcli.attention.select import available_backends
 
     name = torch.cuda.get_device_name() if scale.on_gpu else platform.processor() or "CPU"
-    rows: list[Row] = [
-        {"fact": "device", "value": name},
-        {"fact": "torch", "value": torch.__version__},
-        {"fact": "triton", "value": triton.__version__},
-        {"fact": "python", "value": platform.python_version()},
-        {"fact": "date", "value": time.strftime("%Y-%m-%d")},
-    ]
+    facts: Row = {
+        "device": name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     if scale.on_gpu:
         properties = torch.cuda.get_device_properties(0)
-        rows.append({"fact": "compute capability", "value": f"{properties.major}.{properties.minor}"})
-        rows.append({"fact": "multiprocessors", "value": properties.multi_processor_count})
-        rows.append({"fact": "memory GiB", "value": round(properties.total_memory / 2**30, 1)})
-        rows.append({"fact": "CUDA of torch", "value": torch.version.cuda})
+        facts |= {
+            "GPUs": torch.cuda.device_count(),
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory GiB": round(properties.total_memory / 2**30, 1),
+            "CUDA of torch": torch.version.cuda,
+        }
     shape = {"block_size": 16, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
     device = torch.device(scale.device)
     for backend, reason in available_backends(AttentionSpec(device, scale.dtypes[0], **shape)):
-        rows.append({"fact": f"backend {backend}", "value": "runs" if reason is None else reason})
-    return True, f"{name}, torch {torch.__version__}, triton {triton.__version__}", rows
+        facts[f"backend {backend}"] = "runs" if reason is None else reason
+    for fact, value in facts.items():
+        rows.append({"fact": fact, "value": value})
+    return True, f"{name}, torch {torch.__version__}, triton {triton.__version__}"
 
 
-def ceilings(scale: Scale) -> Result:
+def ahead(scale: Scale, rows: Rows) -> Result:
+    """Compile the kernels of the next stages in parallel, into triton's cache: parts of these stages run at the same
+    time, and their results do not count."""
+    count = min(8, os.cpu_count() or 1) if scale.on_gpu else 1
+    flags = [] if scale.on_gpu else ["--dry-run-cpu"]
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for names in (("kernels", "backends"), ("families", "quantized")) if scale.on_gpu else (("backends",),):
+            processes = {}
+            for name, part in itertools.product(names, range(count)):
+                out = Path(folder) / f"{name}-{part}"
+                command = [sys.executable, __file__, name, str(out), "--part", f"{part}/{count}", *flags]
+                processes[name, part] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for (name, part), process in processes.items():
+                code = process.wait()
+                rows.append({"stage": name, "part": part, "code": code, "s": round(time.perf_counter() - start, 1)})
+    return True, f"compiled in {rows[-1]['s']} s by {count} processes at a time"
+
+
+def ceilings(scale: Scale, rows: Rows) -> Result:
     """What memory and arithmetic can do at best."""
     copy, gemm = copy_bandwidth(scale), gemm_rate(scale)
-    rows = [
-        {"ceiling": "copy", "value": round(copy, 1), "unit": "GB/s"},
-        {"ceiling": f"GEMM {scale.gemm_size}", "value": round(gemm, 2), "unit": "TFLOP/s"},
-    ]
-    return True, f"copy {copy:,.0f} GB/s, GEMM {gemm:,.1f} TFLOP/s", rows
+    rows.append({"ceiling": "copy", "value": round(copy, 1), "unit": "GB/s"})
+    rows.append({"ceiling": f"GEMM {scale.gemm_size}", "value": round(gemm, 2), "unit": "TFLOP/s"})
+    return True, f"copy {copy:,.0f} GB/s, GEMM {gemm:,.1f} TFLOP/s"
 
 
-def attention(scale: Scale) -> Result:
+def attention(scale: Scale, rows: Rows) -> Result:
     """Decode and prefill attention over shapes and block sizes, as shares of the ceilings."""
     from attention_cases import make_batch
 
@@ -82,7 +110,7 @@ def attention(scale: Scale) -> Result:
 
     copy, gemm = copy_bandwidth(scale), gemm_rate(scale)
     heads = (16, 8, 128) if scale.on_gpu else (2, 1, 16)
-    dtype, rows = scale.dtypes[0], []
+    dtype = scale.dtypes[0]
     shapes = [(b, n, 1) for b, n in scale.decode_shapes] + [(1, n, n) for n in scale.prefill_tokens]
     for (num_seqs, total, new), size in itertools.product(shapes, scale.block_sizes):
         backend = select_backend(
@@ -98,7 +126,9 @@ def attention(scale: Scale) -> Result:
         backend.prepare(batch)
         q = torch.randn(num_seqs * new, heads[0], heads[2], device=scale.device).to(dtype)
         seconds = best_seconds(
-            lambda q=q, k=k_cache, v=v_cache, b=batch, s=backend: s.attend(q, k, v, b, AttentionLayer(scale=0.1)), scale
+            lambda q=q, k=k_cache, v=v_cache, b=batch, s=backend: s.attend(q, k, v, b, AttentionLayer(scale=0.1)),
+            scale,
+            graphed=backend.capabilities.graph_safe,
         )
         kv_bytes = 2 * num_seqs * total * heads[1] * heads[2] * dtype.itemsize
         flops = 4 * num_seqs * heads[0] * heads[2] * (new * (2 * total - new + 1) // 2)
@@ -116,10 +146,10 @@ def attention(scale: Scale) -> Result:
         if row["kind"] == "decode":
             best[row["block"]] = max(best.get(row["block"], 0.0), row["share"])
     shares = ", ".join(f"{share:.0%} at block {size}" for size, share in best.items())
-    return True, f"best decode share of copy: {shares}", rows
+    return True, f"best decode share of copy: {shares}"
 
 
-def memory(scale: Scale) -> Result:
+def memory(scale: Scale, rows: Rows) -> Result:
     """What profile-memory predicts against what the engine measured, and whether the pool was really there."""
     from pagedcli.models.footprint import footprint
     from pagedcli.models.formats import AS_STORED
@@ -131,7 +161,7 @@ def memory(scale: Scale) -> Result:
         options = {"gpu_memory_utilization": 0.95} if scale.on_gpu else {"attention_backend": "reference"}
         engine = make_engine(scale, Path(folder), **options)
         spec = read_spec(Path(folder))
-    plan, rows = engine.plan, []
+    plan = engine.plan
     itemsize = scale.dtypes[0].itemsize
     predicted = footprint(spec, AS_STORED, "triton" if scale.on_gpu else "torch", itemsize).num_bytes
     rows.append({"term": "weights", "predicted": predicted, "measured": plan.weight_bytes})
@@ -155,17 +185,15 @@ def memory(scale: Scale) -> Result:
     return (
         fits and exact,
         f"{plan.num_blocks:,} blocks of {plan.limits.block_size}; weights and pool as predicted: {exact}",
-        rows,
     )
 
 
-def workload(scale: Scale) -> Result:
+def workload(scale: Scale, rows: Rows) -> Result:
     """nano-vllm's workload: output tokens per second, load and warm-up outside the clock."""
     prompts, params = nano_workload(scale)
     top_id = min(10000, scale.model["vocab_size"] - 1)
     num_output = sum(each.max_tokens or 0 for each in params)
     loops = [("graphs", True), ("graphs", True), ("graphs", False), ("eager", True), ("eager", False)]
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for block_size in reversed(scale.block_sizes):
             engine = make_engine(scale, Path(folder), block_size=block_size)
@@ -190,12 +218,11 @@ def workload(scale: Scale) -> Result:
                     "launched ahead": launched, "preemptions": preemptions,
                 })  # fmt: skip
             del engine, captured
-            if scale.on_gpu:
-                torch.cuda.empty_cache()
+            free_memory(scale)
     best = max(rows, key=lambda row: row["output tok/s"])
     order = "one step ahead" if best["one step ahead"] else "in order"
     how = f"{best['kernels']}, {order}, block {best['block']}"
-    return True, f"best {best['output tok/s']:,} output tok/s ({how})", rows
+    return True, f"best {best['output tok/s']:,} output tok/s ({how})"
 
 
 def _counts(engine: Any) -> tuple[int, int, int]:
@@ -203,28 +230,35 @@ def _counts(engine: Any) -> tuple[int, int, int]:
     return engine.stats.num_steps, engine.num_steps_ahead, engine.stats.num_preemptions
 
 
-RUN: dict[str, Callable[[Scale], Result]] = {
+RUN: dict[str, Callable[[Scale, Rows], Result]] = {
     stage.__name__: stage
     for stage in (
-        *(environment, ceilings, attention, memory, workload),
+        *(environment, ahead, ceilings, attention, memory, workload),
         *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
         *(gpu_engines.graphs, gpu_engines.requests, gpu_engines.families, gpu_engines.windows),
-        *(gpu_engines.quantized, gpu_engines.fp8),
+        *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
+        *(gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),
     )
 }
 
 
 def main() -> None:
-    name, path = sys.argv[1:3]
-    scale = TINY if "--dry-run-cpu" in sys.argv[3:] else GPU
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=RUN)
+    parser.add_argument("result", type=Path, help="file for rows and verdict, one JSON line each")
+    parser.add_argument("--part", default="0/1", help="run only these cases of the stage")
+    parser.add_argument("--dry-run-cpu", action="store_true")
+    args = parser.parse_args()
+    number, count = map(int, args.part.split("/"))
+    scale = replace(TINY if args.dry_run_cpu else GPU, part=(number, count))
     if not scale.on_gpu:
         assert os.environ.get("TRITON_INTERPRET") == "1", (
             "gpu_check.py sets it: there is nothing else to run kernels on"
         )
         torch.set_num_threads(1)
-    ok, summary, rows = RUN[name](scale)
-    result = {"stage": name, "ok": ok, "summary": summary, "rows": rows}
-    Path(path).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    rows = Rows(args.result)
+    ok, summary = RUN[args.stage](scale, rows)
+    rows.write({"verdict": {"ok": ok, "summary": summary, "rows": rows}})
 
 
 if __name__ == "__main__":

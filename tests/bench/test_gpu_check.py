@@ -52,9 +52,28 @@ def test_a_dry_run_checks_kernels_loops_and_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "num_stages"), [("correctness", 9), ("speed", 5)])
+@pytest.mark.parametrize(("group", "num_stages"), [("correctness", 12), ("speed", 8)])
 def test_a_dry_run_of_every_stage(group, num_stages, tmp_path):
     assert len(check_dry_run(tmp_path, group)) == num_stages
+
+
+def test_a_stage_that_is_stopped_keeps_its_rows(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import gpu_check as module
+    import gpu_common
+
+    path = tmp_path / "rows.jsonl"
+    assert module.read_rows(path) == {"rows": []}
+    rows = gpu_common.Rows(path)
+    rows.append({"us": 1.0})
+    rows.append({"us": 2.0})
+    with path.open("a") as file:
+        file.write('{"us": 3')
+    assert module.read_rows(path) == {"rows": [{"us": 1.0}, {"us": 2.0}]}
+    path.unlink()
+    rows.append({"us": 4.0})
+    rows.write({"verdict": {"ok": True, "summary": "all", "rows": rows[:2]}})
+    assert module.read_rows(path) == {"ok": True, "summary": "all", "rows": [{"us": 1.0}, {"us": 2.0}]}
 
 
 def test_a_stage_that_fails_or_takes_too_long_loses_only_its_own_results(tmp_path, monkeypatch):
