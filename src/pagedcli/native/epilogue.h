@@ -27,14 +27,15 @@ static inline int64_t padded_rows(const Linear& l) {
 
 static inline int64_t num_panels(const Linear& l) { return padded_rows(l) / PANEL; }
 
-// Panels [first, end) of a layer without bias as a layer of their own, whose results lie where they lie in the whole
-// layer's: from element first * panel_width(l) of a row on.
+// Panels [first, end) of a layer as a layer of their own, whose results lie where they lie in the whole layer's: from
+// element first * panel_width(l) of a row on.
 static inline int64_t panel_width(const Linear& l) { return l.gated ? VL : PANEL; }
 static inline Linear panels_of(const Linear& l, int64_t first, int64_t end) {
     Linear part = l;
     const int64_t width = l.gated ? l.rows / 2 : l.rows, unit = panel_width(l);
     part.rows = (std::min(width, end * unit) - first * unit) * (l.gated ? 2 : 1);
     part.weight = (const char*)l.weight + first * l.panel_bytes;
+    if (l.bias) part.bias += first * unit;
     if (l.scales) part.scales += first * PANEL;
     if (l.sums) part.sums += first * PANEL;
     part.out_stride = width;
@@ -69,11 +70,17 @@ template <class T> struct Output {
         : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows),
           stride(l.out_stride ? l.out_stride : width), plain(epilogue == STORE && !l.bias) {}
 
-    inline vf biased(vf y, int64_t row) const {
+    // Element `at` of a row of out and those after it, plus their biases, which lie from bias[first] on.
+    inline vf biased(vf y, int64_t at, int64_t first = 0) const {
         if (!l.bias) return y;
         float b[VL] = {};
-        for (int i = 0; i < VL && row + i < l.rows; i++) b[i] = l.bias[row + i];
+        for (int i = 0; i < VL && at + i < width; i++) b[i] = l.bias[first + at + i];
         return y + loadf(b);
+    }
+
+    inline vf gated(vf gate, vf up) const {
+        if (epilogue == GATE_CLAMPED) return clamped_gate<T>(gate, up);
+        return Rows<T>::round(epilogue == GATE_SILU ? silu_of(gate) : gelu_of(gate)) * up;
     }
 
     // The sums of one panel for one token.
@@ -85,9 +92,9 @@ template <class T> struct Output {
         }
         if (epilogue >= GATE_SILU) {
             const int64_t at = panel * VL;
-            vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), l.rows / 2 + at));
-            const vf active = epilogue == GATE_SILU ? silu_of(gate) : gelu_of(gate);
-            return store_some<T>(to + at, Rows<T>::round(active) * up, width - at);
+            // a row of out has as many elements as the whole layer has gates, whose biases precede those of the ups
+            const vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), at, stride));
+            return store_some<T>(to + at, gated(gate, up), width - at);
         }
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const int64_t at = panel * PANEL + v * VL;

@@ -7,7 +7,7 @@ struct Experts {
     int64_t num_experts, num_per_token;
     int64_t renormalize;           // the picked probabilities are divided by their sum
     Linear router;                 // E -> num_experts
-    const Linear *gate_up, *down;  // [num_experts], without biases
+    const Linear *gate_up, *down;  // [num_experts]
     const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none
 };
 

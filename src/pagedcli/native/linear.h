@@ -12,10 +12,11 @@
 
 // What becomes of y. Each of these rounds where separate torch operations would.
 enum Epilogue : int {
-    STORE,      // out = y
-    ADD,        // out = out + y
-    GATE_SILU,  // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
-    GATE_GELU,  // out = gelu(y_gate) * y_up
+    STORE,         // out = y
+    ADD,           // out = out + y
+    GATE_SILU,     // out = silu(y_gate) * y_up, for a weight packed with its gate and up features side by side
+    GATE_GELU,     // out = gelu(y_gate) * y_up
+    GATE_CLAMPED,  // out = clamped_gate(y_gate, y_up)
 };
 
 // The first three are also the types of activations. INT4 is rounded here; CODES4 and CODES8 are those of checkpoints.

@@ -82,6 +82,16 @@ static inline vf gelu_of(vf x) {
     return x * 0.5f * (1.f + tanh_of((x + x * x * x * 0.044715f) * SQRT_2_OVER_PI));
 }
 
+// (up + 1) * gate * sigmoid(1.702 gate) with both clamped at 7, the gate only above, rounded after each operation.
+// Source: gpt-oss.
+template <class T> static inline vf clamped_gate(vf gate, vf up) {
+    const vf limit = splat(7.f);
+    gate = select_of(gate > limit, limit, gate);  // NaN stays
+    up = select_of(up > limit, limit, select_of(up < -limit, -limit, up));
+    const vf share = Rows<T>::round(sigmoid_of(Rows<T>::round(gate * 1.702f)));
+    return Rows<T>::round(up + 1.f) * Rows<T>::round(gate * share);
+}
+
 template <class F> static inline auto with_activations(int64_t dtype, const F& f) {
     if (dtype == 0) return f(F32{});
     if (dtype == 1) return f(BF16{});
