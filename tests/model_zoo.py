@@ -96,6 +96,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**_EXPERTS, "num_experts": 8, "head_dim": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 256,
+            "rope_parameters": _YARN,
+        },
+    ),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3_5": ("Qwen3_5TextConfig", {**_DELTA, "rope_parameters": _QUARTER_ROPE}),
@@ -105,7 +115,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
-    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe"),
+    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss"),
 )
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5-moe", "qwen3_next")
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")

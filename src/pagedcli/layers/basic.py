@@ -133,8 +133,20 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-# by hidden_act of config.json
-ACTIVATIONS = {"silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+def clamped_silu_and_mul(gate_up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped. Shapes: as silu_and_mul. Source: gpt-oss."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+# by ModelSpec.hidden_act
+ACTIVATIONS = {
+    "silu": silu_and_mul,
+    "swish": silu_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+    "clamped_silu": clamped_silu_and_mul,
+}
 
 
 def route(logits: Tensor, num_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -34,9 +34,9 @@ class LayerStep:
         """Store K and V [T, G, D] of the new tokens."""
         backend.write(k, v, self.k_cache, self.v_cache, self.batch.slots, self.layer)
 
-    def attend(self, backend: AttentionBackend, q: Tensor) -> Tensor:
-        """Attention of the new tokens: q [T, H, D] -> [T, H, D]."""
-        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer)
+    def attend(self, backend: AttentionBackend, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attention of the new tokens: q [T, H, D] -> [T, H, D]; sinks [H] or None."""
+        return backend.attend(q, self.k_cache, self.v_cache, self.batch, self.layer, sinks)
 
 
 def layer_steps(
@@ -186,6 +186,7 @@ class Attention:
     table: Tensor | None  # [P, R] of models.blocks; None: no rotary embedding
     out: Callable[[Tensor], Tensor]  # H * D -> E
     fused_store: bool  # the backend's cache is filled in one pass with the rotation
+    sinks: Tensor | None  # [H] float32
     has_gate: bool  # after the query of each head, qkv lists a gate [D] of its result
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
@@ -198,7 +199,7 @@ class Attention:
         else:
             q, k, v = self._heads(qkv, step)
             layer.write(self.backend, k, v)
-        out = layer.attend(self.backend, q).flatten(1)
+        out = layer.attend(self.backend, q, self.sinks).flatten(1)
         return self.out(out if gate is None else out * gate.sigmoid())
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:

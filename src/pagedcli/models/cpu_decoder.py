@@ -24,6 +24,7 @@ from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import (
     DTYPE_CODES,
+    GATE_CLAMPED,
     GATE_GELU,
     GATE_SILU,
     GATED_DELTA,
@@ -40,7 +41,12 @@ from pagedcli.native.structs import (
 )
 from pagedcli.native.system import empty_in_huge_pages
 
-_GATES = {"silu": GATE_SILU, "swish": GATE_SILU, "gelu_pytorch_tanh": GATE_GELU}
+_GATES = {
+    "silu": GATE_SILU,
+    "swish": GATE_SILU,
+    "gelu_pytorch_tanh": GATE_GELU,
+    "clamped_silu": GATE_CLAMPED,
+}
 
 
 class CpuDecoder:
@@ -169,6 +175,8 @@ class _Builder(Parts):
             layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
         for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"):
             setattr(layer, name, self._norm(f"{key}.{name}"))
+        if (sinks := self._tensors.pop(f"{key}.sinks", None)) is not None:
+            layer.sinks = self._address(sinks)
         if (both := self.norm(f"{key}.qk_norm")) is not None:
             layer.q_norm, layer.k_norm = (self._address(weight) for weight in both.chunk(2))
         if layer.recurrent is None and (rope := self.rope(index)) is not None:
@@ -238,7 +246,9 @@ class _Builder(Parts):
         return self._keep(layer_format.native_linear(modules, bias, self._request.dtype, gated=gated))
 
     def _unquantized(self, key: str) -> LinearStruct:
-        return self._keep(AS_STORED.native_linear(self.unquantized(key), None, self._request.dtype)).struct
+        modules, bias = self.unquantized(key)
+        self.weight_bytes += bias.nbytes if bias is not None else 0
+        return self._keep(AS_STORED.native_linear(modules, bias, self._request.dtype)).struct
 
     def _keep(self, linear: NativeLinear) -> NativeLinear:
         self.kept.append(linear)
@@ -304,7 +314,7 @@ def load(request: DecoderRequest) -> CpuDecoder:
     """Raises: ModelError, see weights."""
     spec = request.spec
     ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
-    source = open_weights(request.path, request.load_format, request.seed, skipped=spec.names.skipped)
+    source = open_weights(request.path, request.load_format, request.seed, spec)
     parameters = decoder_parameters(spec, request.weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))
     decoder = CpuDecoder(request, tensors, linear_formats(parameters))

@@ -136,9 +136,9 @@ class Parts:
         layer_format = self._formats[key]
         return layer_format, take_linear(self._tensors, key, layer_format), self._tensors.pop(f"{key}.bias", None)
 
-    def unquantized(self, key: str) -> Modules:
-        """The modules of a linear layer that is never quantized, AS_STORED."""
-        return [{"weight": self._tensors.pop(key)}]
+    def unquantized(self, key: str) -> tuple[Modules, Tensor | None]:
+        """The modules of a linear layer that is never quantized, AS_STORED, and its bias."""
+        return [{"weight": self._tensors.pop(key)}], self._tensors.pop(f"{key}.bias", None)
 
     def conv(self, key: str) -> Tensor:
         """The weight [K, C] of a depthwise convolution."""
@@ -151,7 +151,7 @@ class Parts:
     def output(self) -> tuple[Tensor, Modules]:
         """The embedding [V, E] and the modules of the output layer, which are the same tensor if tied."""
         embedding = self._tensors.pop("embedding")
-        return embedding, [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")
+        return embedding, [{"weight": embedding}] if self._spec.tie_word_embeddings else self.unquantized("lm_head")[0]
 
     def experts(self, index: int) -> ExpertsSpec | None:
         """The experts of a layer; None: it has an ordinary MLP."""
@@ -241,6 +241,7 @@ class _Builder(Parts):
             table=None if rope is None else self.table(rope),
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store and is_plain,
+            sinks=self._tensors.pop(f"{key}.sinks", None),
             has_gate=spec.output_gate,
         )
 
@@ -300,10 +301,11 @@ class _Builder(Parts):
         """Without the sum over the ranks, which is taken once for all experts."""
         in_gate = self.uses_cpu_kernels and self._spec.hidden_act in ("silu", "swish")
         gate_up = self._linear(f"{key}.gate_up", gated=in_gate)
-        return GatedMlp(gate_up, None if in_gate else self._activation, self._linear(f"{key}.down"))
+        down = self._linear(f"{key}.down", with_bias=self._request.parallel.rank == 0)
+        return GatedMlp(gate_up, None if in_gate else self._activation, down)
 
     def _unquantized(self, key: str) -> LinearLayer:
-        return self._made(AS_STORED, self.unquantized(key), None)
+        return self._made(AS_STORED, *self.unquantized(key))
 
     def _linear(self, key: str, *, with_bias: bool = True, gated: bool = False) -> LinearLayer:
         layer_format, modules, bias = self.stored(key)
@@ -348,7 +350,8 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the Triton kernel computes all experts of a layer together."""
-    is_plain = not spec.mlp_bias and spec.hidden_act in ("silu", "swish")
+    has_biases = spec.mlp_bias or (spec.experts is not None and spec.experts.has_biases)
+    is_plain = not has_biases and spec.hidden_act in ("silu", "swish")
     return is_plain and linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 
@@ -370,7 +373,7 @@ def load(request: DecoderRequest) -> Decoder:
     spec = request.spec
     ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
     parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
-    source = open_weights(request.path, request.load_format, request.seed, skipped=spec.names.skipped)
+    source = open_weights(request.path, request.load_format, request.seed, spec)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)
     decoder = Decoder(request, shard_spec(spec, request.parallel), tensors, linear_formats(parameters))
     decoder.notes += source.notes

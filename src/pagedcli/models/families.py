@@ -88,7 +88,7 @@ def _gemma(fields: FamilyConfig) -> dict[str, Any]:
     }
 
 
-def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "mlp") -> ExpertsSpec:
+def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "mlp", **others: Any) -> ExpertsSpec:
     step, num_layers = max(1, fields.decoder_sparse_step), fields.num_hidden_layers
     dense = fields.mlp_only_layers or []
     return ExpertsSpec(
@@ -99,6 +99,7 @@ def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "
         shared_intermediate_size=fields.shared_expert_intermediate_size,
         dense_layers=frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step),
         names=names,
+        **others,
     )
 
 
@@ -309,6 +310,37 @@ FAMILIES = {
         "never",
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
         traits=lambda fields: {"qk_norm_all": True, "experts": _experts(fields)},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        8,
+        64,
+        131072,
+        (None, None),
+        "alternating",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+        traits=lambda fields: {
+            "sinks": True,
+            "float_norms": True,
+            "hidden_act": "clamped_silu",
+            "experts": _experts(fields, router="router", has_biases=True, alternating=True),
+        },
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

@@ -109,9 +109,8 @@ def decoder_parameters(
         else:
             parameters |= _attention(spec, key, f"{name}.self_attn", weight_format)
         if spec.experts is None or i in spec.experts.dense_layers:
-            parameters |= _mlp(
-                spec, key, f"{name}.{names.mlp}", spec.intermediate_size, weight_format, names.projections
-            )
+            sizes = spec.intermediate_size, weight_format, names.projections, spec.mlp_bias
+            parameters |= _mlp(spec, key, f"{name}.{names.mlp}", *sizes)
         else:
             count = spec.experts.num_experts if num_experts is None else num_experts
             parameters |= _experts(spec, spec.experts, count, key, f"{name}.{spec.experts.names}", weight_format)
@@ -127,6 +126,8 @@ def _attention(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat
     parameters = dict(_linear(f"{key}.qkv", qkv, spec.hidden_size, spec.qkv_bias, weight_format))
     out = {f"{name}.{spec.names.attention_out}": spec.hidden_size}
     parameters |= _linear(f"{key}.out", out, q_rows, spec.attention_out_bias, weight_format)
+    if spec.sinks:
+        parameters[f"{key}.sinks"] = _exact({f"{name}.sinks": (spec.num_heads,)})
     if spec.qk_norm:
         sizes = {f"{name}.{norm}.weight": spec.head_dim for norm in spec.names.head_norms}
         parameters[f"{key}.qk_norm"] = _norm(spec, sizes)
@@ -143,25 +144,29 @@ def _mlp(
     inner: int,
     weight_format: WeightFormat,
     projections: tuple[str, ...],
+    has_bias: bool,
 ) -> dict[str, Parameter]:
     *gate_up_names, down = projections
     gate_up = {f"{name}.{each}": 2 * inner // len(gate_up_names) for each in gate_up_names}
     if spec.fused_projections:
         gate_up = {f"{name}.gate_up_proj": 2 * inner}
-    parameters = dict(_linear(f"{key}.gate_up", gate_up, spec.hidden_size, spec.mlp_bias, weight_format))
+    parameters = dict(_linear(f"{key}.gate_up", gate_up, spec.hidden_size, has_bias, weight_format))
     rows = {f"{name}.{down}": spec.hidden_size}
-    return parameters | dict(_linear(f"{key}.down", rows, inner, spec.mlp_bias, weight_format))
+    return parameters | dict(_linear(f"{key}.down", rows, inner, has_bias, weight_format))
 
 
 def _experts(
     spec: ModelSpec, experts: ExpertsSpec, count: int, key: str, name: str, weight_format: WeightFormat
 ) -> dict[str, Parameter]:
-    parameters = {f"{key}.router": Parameter({f"{name}.gate.weight": (experts.num_experts, spec.hidden_size)})}
+    router, projections = f"{name}.{experts.router}", _EXPERT_PROJECTIONS[experts.names]
+    parameters = {f"{key}.router": Parameter({f"{router}.weight": (experts.num_experts, spec.hidden_size)})}
+    if experts.has_biases:
+        parameters[f"{key}.router.bias"] = Parameter({f"{router}.bias": (experts.num_experts,)}, stored=VECTOR)
     for i in range(count):
-        sizes = experts.intermediate_size, weight_format, _EXPERT_PROJECTIONS[experts.names]
+        sizes = experts.intermediate_size, weight_format, projections, experts.has_biases
         parameters |= _mlp(spec, f"{key}.experts.{i}", f"{name}.experts.{i}", *sizes)
     if experts.shared_intermediate_size is not None:
-        sizes = experts.shared_intermediate_size, weight_format, _EXPERT_PROJECTIONS[experts.names]
+        sizes = experts.shared_intermediate_size, weight_format, projections, spec.mlp_bias
         parameters |= _mlp(spec, f"{key}.shared_expert", f"{name}.shared_expert", *sizes)
         parameters[f"{key}.shared_gate"] = Parameter({f"{name}.shared_expert_gate.weight": (1, spec.hidden_size)})
     return parameters

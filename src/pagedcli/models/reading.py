@@ -76,6 +76,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
     rope = next(rope for rope in reversed(layer_ropes) if rope is not None)
     traits = {
         "qk_norm": False,
+        "hidden_act": activation,
         "qkv_bias": fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
         "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
         **family.traits(fields),
@@ -99,7 +100,6 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpe
         tie_word_embeddings=fields.tie_word_embeddings,
         attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
-        hidden_act=activation,
         max_position_embeddings=max(max_positions, rope.stretched_length),
         windows=_windows(fields, family, where),
         eos_token_ids=stop_ids(path, eos),
@@ -139,6 +139,9 @@ def _refuse_unknown(config: dict[str, Any], where: Path) -> None:
     for name in ("clip_qkv", "use_bidirectional_attention"):
         if config.get(name):
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
+    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if config.get(name, only) != only:
+            raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported (only {only})")
 
 
 def _layer_ropes(

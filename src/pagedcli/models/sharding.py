@@ -72,6 +72,8 @@ def _parts(key: str, parameter: Parameter, spec: ModelSpec, parallel: ParallelCo
         return {name: Part(0, *parallel.part_of(spec.vocab_size)) for name in parameter.shapes}
     out_dim, out_per = stored.out_dim, stored.out_per
     in_dim, in_per = stored.in_dim, stored.in_per
+    if key.endswith(".sinks"):
+        return {name: Part(0, *parallel.part_of(spec.num_heads)) for name in parameter.shapes}
     if layer == "qkv" and out_dim is not None and out_per is not None:
         heads = {name: _head_rows(name, spec, parallel) for name in parameter.shapes}
         return {name: _part(out_dim, rows, out_per, stored) for name, rows in heads.items()}

@@ -18,6 +18,9 @@ class ExpertsSpec:
     intermediate_size: int  # width of an expert
     renormalize: bool  # the picked probabilities are divided by their sum
     shared_intermediate_size: int | None = None  # width of an expert for every token, weighted by a gate of its own
+    has_biases: bool = False  # of the router and the experts' projections
+    router: str = "gate"  # how the checkpoint names it
+    alternating: bool = False  # stacked in the checkpoint as [experts, in, out], in which gates and ups alternate
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP
     names: Literal["mlp", "block_sparse_moe"] = "mlp"  # how the checkpoint names it
 
@@ -73,6 +76,7 @@ class ModelSpec:
     float_norms: bool = False  # a norm multiplies by its weight before it rounds to the model's dtype
     norm_offset: bool = False  # the weights of norms are stored less 1
     query_scale: float | None = None  # of attention scores; None: 1/sqrt(head_dim)
+    sinks: bool = False  # each query head has a learned logit that joins its softmax, see AttentionBackend.attend
     soft_cap: float | None = None  # attention scores become soft_cap * tanh(score / soft_cap)
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     embedding_multiplier: float = 1.0
@@ -93,7 +97,9 @@ class ModelSpec:
         """What each layer that attends asks of the attention backend. Of the fallback, as far as its config says."""
         scale = self.query_scale or self.head_dim**-0.5
         windows = self.windows or (None,) * (self.num_layers - len(self.recurrent_layers))
-        return tuple(AttentionLayer(scale=scale, window=window, soft_cap=self.soft_cap) for window in windows)
+        return tuple(
+            AttentionLayer(scale=scale, window=window, soft_cap=self.soft_cap, sinks=self.sinks) for window in windows
+        )
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

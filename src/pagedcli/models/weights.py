@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pagedcli.errors import ModelError
 from pagedcli.models.config_json import read_json
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION
 from pagedcli.models.parameters import Parameter
+from pagedcli.models.spec import ModelSpec
 
 # rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
 _UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".input_zero_point")
@@ -37,10 +39,12 @@ class WeightSource(Protocol):
         ...
 
 
-def open_weights(path: Path, load_format: str, seed: int, *, skipped: tuple[str, ...] = ()) -> WeightSource:
-    """The weights of a folder, or seeded noise with load_format dummy. `skipped`: what the names of tensors begin with
-    that are not read."""
-    return DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path, skipped)
+def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> WeightSource:
+    """The weights of a model's folder, or seeded noise with load_format dummy."""
+    if load_format == "dummy":
+        return DummyWeights(seed)
+    alternating = spec.experts is not None and spec.experts.alternating
+    return CheckpointWeights(path, spec.names.skipped, alternating=alternating)
 
 
 class DummyWeights:
@@ -101,8 +105,8 @@ class CheckpointWeights:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, skipped: tuple[str, ...] = ()) -> None:
-        self._path, self._skipped = path, skipped
+    def __init__(self, path: Path, skipped: tuple[str, ...] = (), *, alternating: bool = False) -> None:
+        self._path, self._skipped, self._alternating = path, skipped, alternating
 
     def load(
         self, parameters: Mapping[str, Parameter], *, ignored: frozenset[str], dtype: torch.dtype, device: torch.device
@@ -116,7 +120,7 @@ class CheckpointWeights:
             files = {name: stack.enter_context(_open(self._path / name)) for name in self._file_names()}
             where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
             self._skip(where)
-            views = _expert_views(files, where)
+            views = _expert_views(files, where, alternating=self._alternating)
             expected = {name: shape for parameter in parameters.values() for name, shape in parameter.shapes.items()}
             optional = {name for each in parameters.values() if each.stored.optional for name in each.shapes}
             self._check_names(expected.keys(), where, ignored | (optional - where.keys()))
@@ -217,41 +221,53 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A matrix within a stacked tensor: rows `first` to `end` of matrix number `index`."""
+    """What belongs to one module within a tensor that stacks those of all experts: [experts, out, ...]."""
 
     name: str  # of the stacked tensor
-    index: int
-    first: int
-    end: int
+    index: int  # of the expert
+    rows: slice  # output features
+    transposed: bool  # the tensor is [experts, in, out]
 
     def read(self, file: Any) -> Tensor:
-        tensor: Tensor = file.get_slice(self.name)[self.index, self.first : self.end]
+        stacked = file.get_slice(self.name)
+        if self.transposed or self.rows.step:
+            whole: Tensor = stacked[self.index]
+            return (whole.T if self.transposed else whole)[self.rows]
+        tensor: Tensor = stacked[self.index, self.rows]
         return tensor
 
 
-# Experts that some checkpoints stack: the name of the tensor -> the names of each expert's matrices, as they lie in it
-_STACKED_EXPERTS = {
-    "experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "experts.down_proj": ("down_proj",),
-}
+# Experts that some checkpoints stack: the name of the tensor -> the names of each expert's modules, as they lie in it
+_STACKED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_STACKED_SUFFIXES = {"": "weight", "_bias": "bias"}
 
 
-def _expert_views(files: Mapping[str, Any], where: dict[str, str]) -> dict[str, _View]:
-    """The matrices of stacked experts, by the names they have in checkpoints that store each alone.
+def _expert_views(files: Mapping[str, Any], where: dict[str, str], *, alternating: bool) -> dict[str, _View]:
+    """The tensors of stacked experts, by the names they have in checkpoints that store each alone. `alternating`: see
+    ExpertsSpec.
 
     Changes: where, in which these names replace those of the stacks."""
     views = {}
-    for stack in [name for name in where if name.endswith(tuple(_STACKED_EXPERTS))]:
-        file_name = where.pop(stack)
-        end = next(end for end in _STACKED_EXPERTS if stack.endswith(end))
-        prefix, names = stack.removesuffix(end.partition(".")[2]), _STACKED_EXPERTS[end]
-        num_experts, num_rows, _ = files[file_name].get_slice(stack).get_shape()
-        rows = num_rows // len(names)
-        for index in range(num_experts):
-            for place, name in enumerate(names):
-                view = f"{prefix}{index}.{name}.weight"
-                views[view], where[view] = _View(stack, index, place * rows, (place + 1) * rows), file_name
+    for stack, file_name in list(where.items()):
+        found = _STACK.fullmatch(stack)
+        shape = files[file_name].get_slice(stack).get_shape() if found is not None else []
+        if found is None or len(shape) < 2:
+            continue
+        prefix, modules, suffix = found[1], _STACKED_EXPERTS[found[2]], _STACKED_SUFFIXES[found[3]]
+        transposed = alternating and suffix == "weight"
+        num_rows, count = shape[2 if transposed and len(shape) > 2 else 1], len(modules)
+        del where[stack]
+        for index in range(shape[0]):
+            for place, module in enumerate(modules):
+                rows = slice(place * num_rows // count, (place + 1) * num_rows // count)
+                if alternating and count > 1:
+                    rows = slice(place, None, count)
+                view = f"{prefix}experts.{index}.{module}.{suffix}"
+                views[view], where[view] = _View(stack, index, rows, transposed), file_name
     return views
+
+
+_STACK = re.compile(f"(.*\\.)({'|'.join(map(re.escape, _STACKED_EXPERTS))})({'|'.join(_STACKED_SUFFIXES)})")
 
 
 def _kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
