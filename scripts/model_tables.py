@@ -48,6 +48,7 @@ _WINDOWS = {
     "as listed": "the layers of layer_types, if switched on",
     "if used": "every layer, if switched on",
     "alternating": "alternating layers",
+    "alternating, full first": "alternating layers",
 }
 # Where published checkpoints differ from their class's defaults in what decides whether they run
 _PUBLISHED: dict[str, dict[str, Any]] = {

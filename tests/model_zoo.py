@@ -96,6 +96,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**_EXPERTS, "num_experts": 8, "head_dim": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_rope_theta": [10000.0, 0],
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -115,7 +125,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
-    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss"),
+    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "granite_swa"),
 )
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5-moe", "qwen3_next")
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")

@@ -57,8 +57,8 @@ def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(cas
     actual = paged_logits(model, ReferenceAttention(), sequences, **options)
     theirs = transformers_logits(path, sequences, dtype=torch.bfloat16)
 
-    def error(logits):
-        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).pow(2).mean().sqrt()
+    def error(logits):  # the median: a token that rounding sends to another expert is far off
+        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).abs().median()
 
     assert actual[0].dtype == torch.bfloat16
     assert 0 < error(actual) < 1.2 * error(theirs)
@@ -70,7 +70,7 @@ def test_weight_bytes_are_those_of_the_checkpoint(case):
 
     assert model.weight_bytes == sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
     half = load(path, dtype=torch.bfloat16).weight_bytes
-    if model.spec.float_norms:  # they stay in float32
+    if model.spec.float_norms or model.spec.sinks:  # they stay in float32
         assert model.weight_bytes // 2 < half < 1.02 * model.weight_bytes // 2
     else:
         assert half == model.weight_bytes // 2

@@ -83,12 +83,13 @@ def test_two_ranks_give_the_tokens_of_one_and_a_killed_worker_ends_the_run(model
         engine.step()
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "gemma3", "gpt_oss"])
 def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, close):
     """Every expert is split within, the shared one too; gemma's norms come after the sum over the ranks."""
     path, prompts = tiny_model(family, tmp_path / "m"), ragged_prompts(4)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    alone, split = (make_engine(path, num_gpu_blocks_override=40), close(make_engine(path, tensor_parallel_size=2)))
+    alone = make_engine(path, num_gpu_blocks_override=80)
+    split = close(make_engine(path, tensor_parallel_size=2, num_gpu_blocks_override=80))
     assert run(split, prompts, params) == run(alone, prompts, params)
     assert split.model.weight_bytes < 0.6 * alone.model.weight_bytes
 

@@ -24,6 +24,7 @@ MODELS = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
     "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4}),
+    "granite_swa": ("granite_swa", {}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     "starcoder2": ("starcoder2", {}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4}),

@@ -46,6 +46,7 @@ class FamilyConfig(msgspec.Struct):
     logits_scaling: float = 1.0
     no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
     no_rope_layer_interval: int = 4
+    layer_rope_theta: list[float] | None = None  # 0: the layer has no rotary embedding
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     query_pre_attn_scalar: float = 256
@@ -141,14 +142,14 @@ class Family:
     head_dim: int | None  # None: hidden_size / num_heads
     max_position_embeddings: int
     special_ids: tuple[int | None, int | None]  # bos, eos
-    sliding: Literal["never", "all", "by layer", "as listed", "alternating", "if used"]
+    sliding: Literal["never", "all", "by layer", "as listed", "alternating", "alternating, full first", "if used"]
     qkv_bias: bool | None = None  # None: attention_bias of config.json
     out_bias: bool | None = None  # None: attention_bias of config.json
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
     activations: tuple[str, ...] = ("silu", "swish")  # that it may have
     # which layers have which rotary embedding: all the same one; none in those where no_rope_layers is 0; one for full
-    # attention and one for windows
-    ropes: Literal["same", "as listed", "by window"] = "same"
+    # attention and one for windows; one of each theta in layer_rope_theta
+    ropes: Literal["same", "as listed", "by window", "by theta"] = "same"
     partial_rope: bool = False  # partial_rotary_factor is read
     defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
@@ -207,6 +208,23 @@ FAMILIES = {
         traits=lambda _: {"qk_norm_all": True, "layer_norms": "after", "float_norms": True},
     ),
     "granite": Family("GraniteForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None, traits=_granite),
+    "granite_swa": Family(
+        "GraniteSWAForCausalLM",
+        4,
+        None,
+        8192,
+        (100257, 100257),
+        "alternating, full first",
+        mlp_bias=None,
+        ropes="by theta",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 4,
+        },
+        traits=lambda fields: _granite(fields) | {"sinks": True},
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         4,

@@ -151,10 +151,15 @@ def _layer_ropes(
     layers = range(fields.num_hidden_layers)
     if family.ropes == "by window":
         by_kind = _ropes_by_window(config, max_positions, where)
-        return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields))
+        return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields, family))
     rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
     if family.ropes == "same":
         return (rope,) * len(layers)
+    if family.ropes == "by theta":
+        thetas = fields.layer_rope_theta or [rope.theta] * len(layers)
+        if len(thetas) != len(layers) or min(thetas) < 0 or not 0 < max(thetas) < math.inf:
+            raise ModelError(f"{where}: layer_rope_theta has no theta, or 0, for each of {len(layers)} layers")
+        return tuple(replace(rope, theta=theta) if theta else None for theta in thetas)
     has_rope = fields.no_rope_layers or [(i + 1) % max(1, fields.no_rope_layer_interval) for i in layers]
     if len(has_rope) != len(layers) or not any(has_rope):
         raise ModelError(f"{where}: no_rope_layers does not say of each of {len(layers)} layers whether it has one")
@@ -179,17 +184,19 @@ def _ropes_by_window(config: dict[str, Any], max_positions: int, where: Path) ->
     return {kind: read_rope_spec({"rope_parameters": form}, max_positions, where) for kind, form in forms.items()}
 
 
-def _sliding_layers(fields: FamilyConfig) -> list[bool]:
+def _sliding_layers(fields: FamilyConfig, family: Family) -> list[bool]:
     """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
     if fields.layer_types is not None:
         return [kind == "sliding_attention" for kind in fields.layer_types]
-    return [bool((i + 1) % max(1, fields.sliding_window_pattern)) for i in range(fields.num_hidden_layers)]
+    place = 0 if family.sliding == "alternating, full first" else 1
+    return [bool((i + place) % max(1, fields.sliding_window_pattern)) for i in range(fields.num_hidden_layers)]
 
 
 def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | None, ...]:
     """The window of each layer in tokens; empty when none has one (Qwen: only layers from max_window_layers on)."""
     window = _default(fields.sliding_window, 4096)
-    may_slide = family.sliding in ("all", "alternating") or fields.use_sliding_window
+    alternates = family.sliding in ("alternating", "alternating, full first")
+    may_slide = family.sliding == "all" or alternates or fields.use_sliding_window
     if family.sliding == "never" or window is None or not may_slide:
         return ()
     if window < 1:
@@ -197,8 +204,8 @@ def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | N
     layers = range(fields.num_hidden_layers)
     if family.sliding in ("all", "if used"):
         slides = [True for _ in layers]
-    elif family.sliding == "alternating" or fields.layer_types is not None:
-        slides = _sliding_layers(fields)
+    elif alternates or fields.layer_types is not None:
+        slides = _sliding_layers(fields, family)
     elif family.sliding == "as listed":
         raise ModelError(f"{where}: use_sliding_window is true, but layer_types does not say in which layers")
     else:
