@@ -247,7 +247,7 @@ def products(scale: Scale, rows: Rows) -> Result:
 
 def sampling_errors(scale: Scale) -> Iterator[Row]:
     """The error of a choice is how far its uniform number lies outside the token's share of the cumulative mass."""
-    from pagedcli.layers import triton_layers
+    from pagedcli.layers import triton_sampling
 
     rows, vocab = (64, 151936) if scale.on_gpu else (4, 5000)
     for dtype in scale.mine(scale.dtypes):
@@ -255,7 +255,7 @@ def sampling_errors(scale: Scale) -> Iterator[Row]:
         temperature = torch.rand(rows, device=scale.device) + 0.3
         temperature[::2] = 0
         uniform = torch.rand(rows, device=scale.device)
-        tokens = triton_layers.choose_tokens(logits, temperature, uniform)
+        tokens = triton_sampling.choose_tokens(logits, temperature, uniform)
         greedy = temperature == 0
         right = bool((logits.gather(1, tokens[:, None])[:, 0] == logits.max(-1).values)[greedy].all())
         yield compared("greedy", dtype, float(not right), 0.0)

@@ -74,7 +74,8 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     from pagedcli.attention import triton_paged
     from pagedcli.layers import triton_layers as layer_kernels
     from pagedcli.layers import triton_products as product_kernels
-    from pagedcli.layers.sampling import choose_tokens
+    from pagedcli.layers import triton_sampling as sampling_kernels
+    from pagedcli.layers.sampling import Limits, choose_tokens
 
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -85,7 +86,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     assert decided.backend == "triton", decided.refused
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
-        for module in (attention_kernels, layer_kernels, product_kernels):
+        for module in (attention_kernels, layer_kernels, product_kernels, sampling_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))
@@ -105,8 +106,8 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
             hidden = model.forward(ids, ids, batch, cache)
             logits = model.compute_logits(hidden[: len(lengths)])
             numbers = torch.zeros(len(lengths), device=GPU)
-            for floor in (None, numbers):
-                choose_tokens(logits, numbers, numbers, floor, num_drawn=len(lengths))
+            for limits in (None, Limits(numbers.int(), numbers, numbers)):
+                choose_tokens(logits, numbers, numbers, limits, num_drawn=len(lengths))
     return launches
 
 

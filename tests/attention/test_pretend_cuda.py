@@ -335,6 +335,7 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
     from pagedcli.attention import triton_kernels as attention
     from pagedcli.layers import triton_layers as layers
     from pagedcli.layers import triton_products as products
+    from pagedcli.layers import triton_sampling as sampling
 
     changing = {
         attention.store_kvcache_kernel: ["slots_ptr"],
@@ -343,8 +344,8 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
         attention.prefill_kernel: ["item_token_ptr", "table_ptr", "table_stride"],
         layers.rotate_and_store_kernel: ["slots_ptr"],
         products.linear_kernel: ["num_tokens"],
-        layers.sample_chunks_kernel: ["mass_ptr"],
-        layers.sample_rows_kernel: ["mass_ptr"],
+        sampling.sample_chunks_kernel: ["mass_ptr"],
+        sampling.sample_rows_kernel: ["mass_ptr"],
     }
     numbers = torch.zeros(64, dtype=torch.int32)
     for kernel, names in changing.items():

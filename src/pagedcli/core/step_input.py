@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -111,16 +111,28 @@ class LogitChange:
         )
 
 
+class RowSampling(NamedTuple):
+    """How one token is picked from each of R rows."""
+
+    temperature: Floats  # [R] float32, 0: greedy
+    uniform: Floats  # [R] float32 in [0, 1]
+    top_k: Ints  # [R] int32, 0: all
+    top_p: Floats  # [R] float32, 1: all
+    min_p: Floats  # [R] float32, 0: all
+
+    @classmethod
+    def greedy(cls, num_rows: int) -> "RowSampling":
+        """The likeliest token of each row."""
+        zero, one = (np.full(num_rows, value, dtype=np.float32) for value in (0, 1))
+        return cls(zero, zero.copy(), np.zeros(num_rows, dtype=np.int32), one, zero.copy())
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
     """How R rows of logits become tokens."""
 
-    temperature: Floats  # [R] float32, 0: greedy
-    uniform: Floats  # [R] float32 in [0, 1]
-    limited: list[int]  # K rows with top-k, top-p or min-p
-    top_k: Ints  # [K] int64, 0: all
-    top_p: Floats  # [K] float32
-    min_p: Floats  # [K] float32
+    rows: RowSampling
+    has_limits: bool  # whether a row has top-k, top-p or min-p
     changes: list[LogitChange]
     with_logprobs: list[int]  # rows
     num_logprobs: list[int]  # for each of these, how many of the likeliest tokens
@@ -131,8 +143,8 @@ class SamplingInput:
     @classmethod
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
         """For the next token of each sequence, after its pending ones."""
-        temperature, draws = (np.zeros(len(seqs), dtype=np.float32) for _ in range(2))
-        limited, changes, with_logprobs, beams = [], [], [], []
+        rows = RowSampling.greedy(len(seqs))
+        has_limits, changes, with_logprobs, beams = False, [], [], []
         for row, seq in enumerate(seqs):
             if seq.is_greedy:
                 continue
@@ -140,21 +152,19 @@ class SamplingInput:
             if seq.is_beam:
                 beams.append(row)
             elif not params.greedy:
-                temperature[row] = params.temperature
-                draws[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
+                rows.temperature[row] = params.temperature
+                rows.uniform[row] = uniform(seq.seed, seq.sample_index, seq.num_tokens)
                 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-                    limited.append(row)
+                    has_limits = True
+                    rows.top_k[row], rows.top_p[row] = max(params.top_k, 0), params.top_p
+                    rows.min_p[row] = params.min_p
             if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
                 changes.append(LogitChange.of(row, seq))
             if params.logprobs is not None and not seq.is_beam:
                 with_logprobs.append(row)
         return cls(
-            temperature=temperature,
-            uniform=draws,
-            limited=limited,
-            top_k=np.array([max(seqs[row].params.top_k, 0) for row in limited], dtype=np.int64),
-            top_p=np.array([seqs[row].params.top_p for row in limited], dtype=np.float32),
-            min_p=np.array([seqs[row].params.min_p for row in limited], dtype=np.float32),
+            rows=rows,
+            has_limits=has_limits,
             changes=changes,
             with_logprobs=with_logprobs,
             num_logprobs=[seqs[row].params.logprobs or 0 for row in with_logprobs],
@@ -166,12 +176,12 @@ class SamplingInput:
     @property
     def num_rows(self) -> int:
         """Number of tokens to sample."""
-        return self.temperature.shape[0]
+        return self.rows.temperature.shape[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether sampling needs only temperature and the uniform number."""
-        return not (self.limited or self.changes or self.with_logprobs or self.beams) and self.logits_rows is None
+        """Whether `rows` say everything."""
+        return not (self.changes or self.with_logprobs or self.beams) and self.logits_rows is None
 
 
 # ---------------------------------------------------------------------- what comes out

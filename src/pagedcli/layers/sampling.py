@@ -1,6 +1,8 @@
-"""Sampling from logits in plain torch, without synchronizing with the device. Faster kernels are tested against this
-definition: inverse transform sampling in vocabulary order.
+"""Sampling from logits: the definition, in plain torch, which runs on CPUs. The kernels for GPUs (triton_sampling) are
+tested against it. Tokens are drawn by inverse transform sampling in vocabulary order.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,27 +16,47 @@ _ROWS = 32  # whose 64-bit numbers are in memory at once
 NUM_LIKELIEST = 1024  # on a CPU top-p is first tried on this many tokens: sorting a whole vocabulary is slow
 
 
+class Limits(NamedTuple):
+    """Which tokens of each row may be drawn. Greedy rows ignore them."""
+
+    top_k: Tensor  # [R] int32, 0: all
+    top_p: Tensor  # [R] float32, 1: all
+    min_p: Tensor  # [R] float32, 0: all
+
+
 def choose_tokens(
-    logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Tensor | None = None, *, num_drawn: int
+    logits: Tensor, temperature: Tensor, uniform: Tensor, limits: Limits | None = None, *, num_drawn: int
 ) -> Tensor:
     """One token per row: the argmax if the temperature is 0, else sampled from the softmax over the kept tokens.
 
-    Shapes:  logits [R, V], any floating dtype; temperature, uniform [R] float32, uniform in [0, 1]; floor [R] float32
-             or None: tokens with a smaller logit are dropped; num_drawn: rows with a temperature, known on the host;
-             returns [R] int64, INVALID for invalid logits.
+    Shapes:  logits [R, V], any floating dtype; temperature, uniform [R] float32, uniform in [0, 1]; limits: None if no
+             row has any; num_drawn: rows with a temperature, known on the host; returns [R] int64, INVALID for invalid
+             logits.
     """
     if num_drawn == 0:
         return likeliest_tokens(logits)
     if logits.is_cuda and fused_layers():
-        from pagedcli.layers.triton_layers import choose_tokens as choose_tokens_in_one_pass
+        from pagedcli.layers.triton_sampling import choose_tokens as choose_tokens_without_a_sort
 
-        return choose_tokens_in_one_pass(logits, temperature, uniform, floor)
+        return choose_tokens_without_a_sort(logits, temperature, uniform, limits)
+    floor = None if limits is None else _floors(logits, temperature, limits)
     if num_drawn == logits.shape[0]:
         return draw_tokens(logits, temperature, uniform, floor)
     tokens = likeliest_tokens(logits)
     drawn = temperature.nonzero().flatten()
     rows = (x if x is None else x[drawn] for x in (logits, temperature, uniform, floor))
     return tokens.index_copy_(0, drawn, draw_tokens(*rows))  # type: ignore[arg-type]
+
+
+def _floors(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
+    """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
+    limited = (limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)
+    rows = (limited & (temperature > 0)).nonzero().flatten()
+    floor = torch.full((logits.shape[0],), float("-inf"), device=logits.device)
+    if not rows.shape[0]:
+        return floor
+    kept = smallest_kept(logits.index_select(0, rows), temperature[rows], Limits(*(limit[rows] for limit in limits)))
+    return floor.index_copy_(0, rows, kept)
 
 
 def likeliest_tokens(logits: Tensor) -> Tensor:
@@ -102,49 +124,39 @@ def draw_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, floor: Ten
     return tokens.where(total.isfinite(), INVALID)  # a softmax over NaN or +inf is NaN
 
 
-def smallest_kept(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    *,
-    most_k: int | None,
-    only_min_p: bool,
-) -> Tensor:
+def smallest_kept(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
     """The smallest logit that min-p, then top-k, then top-p keep; ties at the border are all kept.
 
-    Shapes:  logits [R, V]; the others [R], top_k int64 (0: all); returns [R] float32. On the host: most_k is the
-             largest top_k if every row has one; only_min_p: no row uses top-k or top-p.
+    min-p keeps tokens with a probability of at least `min_p` times the largest. Top-k keeps a logit if fewer than
+    `top_k` tokens have a larger one. Top-p keeps a logit if the tokens with a larger one have less than `top_p` of
+    the probability of all tokens that min-p keeps and top-k counts, which are `top_k` even with ties.
+
+    Shapes:  logits [R, V]; the others [R], temperature above 0; returns [R] float32.
     """
+    top_k, top_p, min_p = limits
     scores = logits.float()
     # a ratio of probabilities is a difference of logits; log 0 keeps all
     floor = scores.max(-1).values + temperature * min_p.log()
-    if only_min_p:
+    if not bool(((top_k > 0) | (top_p < 1)).any()):
         return floor
     scaled = scores / temperature[:, None]
     log_mass = scaled.amax(-1) - scaled.log_softmax(-1).amax(-1)  # torch cuts the sum of a single row among threads
     vocab_size = logits.shape[1]
-    count = min(most_k or vocab_size, vocab_size)
+    count = min(int(top_k.max()), vocab_size) if bool(top_k.all()) else vocab_size
     if count == vocab_size > NUM_LIKELIEST and not logits.is_cuda:
         likeliest = scores.topk(NUM_LIKELIEST).values
-        kept, sufficed = _kept_of_likeliest(likeliest, floor, log_mass, temperature, top_k, top_p, min_p)
+        kept, sufficed = _kept_of_likeliest(likeliest, floor, log_mass, temperature, limits)
         if bool(sufficed.all()):  # no synchronization on a CPU
             return kept
     likeliest = scores.topk(count).values if count < vocab_size else scores.sort(descending=True).values
-    return _kept_of_likeliest(likeliest, floor, log_mass, temperature, top_k, top_p, min_p)[0]
+    return _kept_of_likeliest(likeliest, floor, log_mass, temperature, limits)[0]
 
 
 def _kept_of_likeliest(
-    likeliest: Tensor,
-    floor: Tensor,
-    log_mass: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    likeliest: Tensor, floor: Tensor, log_mass: Tensor, temperature: Tensor, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     """smallest_kept from the largest logits [R, C] in descending order; and [R] whether these C sufficed."""
+    top_k, top_p, min_p = limits
     num_likeliest = likeliest.shape[1]
     rank = torch.arange(num_likeliest, device=likeliest.device)
     inside = (likeliest >= floor[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedcli.core.step_input import SamplingInput, StepInput
+from pagedcli.core.step_input import RowSampling, SamplingInput, StepInput
 from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.layers.sampling import choose_tokens
+from pagedcli.layers.sampling import Limits, choose_tokens
 from pagedcli.models.base import CausalLM
 from pagedcli.planning.decide import bucket_sizes
 from pagedcli.runner.device_state import DeviceState, packed_size, unpack
@@ -36,8 +36,15 @@ class Inputs(NamedTuple):
     num_tokens: Any  # int32
     temperature: Any  # float32
     uniform: Any  # float32
+    top_k: Any  # int32
+    top_p: Any  # float32
+    min_p: Any  # float32
     state_reads: Any  # int32; of models without recurrent state [0], as the next
     state_writes: Any  # int32
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(slots=True)
@@ -93,8 +100,7 @@ class DecodeGraphs:
     def run(self, step: StepInput, sampling: SamplingInput | None) -> Tensor:
         """Hidden states [B, E] of a step, in a buffer that the next run overwrites.
 
-        Changes: the KV cache, the block tables, and last_tokens, which are valid only if sampling needs no more
-        than temperature and a random number (sampling.is_plain).
+        Changes: the KV cache, the block tables, and last_tokens, which are valid only if sampling.is_plain.
         """
         bucket, num_seqs = self.bucket_for(step.num_seqs), step.num_seqs
         self._state.update_tables(step)
@@ -139,7 +145,7 @@ class DecodeGraphs:
         ids = state.resolve_ids(inputs.input_ids, inputs.source_rows)
         hidden = self._model.forward(ids, inputs.positions, batch, state.kv_cache)
         logits = self._model.compute_logits(hidden)
-        tokens = choose_tokens(logits, inputs.temperature, inputs.uniform, num_drawn=num_drawn)
+        tokens = choose_tokens(logits, inputs.temperature, inputs.uniform, inputs.limits, num_drawn=num_drawn)
         self._parallel.broadcast(state.last_tokens[: bucket.num_seqs].copy_(tokens))
         return hidden
 
@@ -184,8 +190,7 @@ def _padding(num_seqs: int, num_groups: int, num_state_slots: int) -> Inputs:
         slots=np.full((num_groups, num_seqs), -1, dtype=np.int32),
         table_rows=np.zeros(num_seqs, dtype=np.int64),  # any row: all of them have valid block ids
         num_tokens=np.ones(num_seqs, dtype=np.int32),
-        temperature=np.zeros(num_seqs, dtype=np.float32),  # greedy
-        uniform=np.zeros(num_seqs, dtype=np.float32),
+        **RowSampling.greedy(num_seqs)._asdict(),
         state_reads=np.full(num_states, -1, dtype=np.int32),
         state_writes=np.full(num_states, num_state_slots, dtype=np.int32),
     )
@@ -200,8 +205,7 @@ def _pad(step: StepInput, sampling: SamplingInput | None, padded: Inputs) -> Inp
         slots=step.slots,
         table_rows=step.table_rows,
         num_tokens=step.num_tokens,
-        temperature=None if sampling is None else sampling.temperature,
-        uniform=None if sampling is None else sampling.uniform,
+        **(dict.fromkeys(RowSampling._fields) if sampling is None else sampling.rows._asdict()),
         state_reads=step.state_reads,
         state_writes=step.state_writes,
     )

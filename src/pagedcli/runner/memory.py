@@ -20,7 +20,7 @@ from pagedcli.core.groups import TableShape
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
-from pagedcli.layers.sampling import choose_tokens, smallest_kept
+from pagedcli.layers.sampling import Limits, choose_tokens
 from pagedcli.planning.machine import host_memory
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
@@ -129,11 +129,9 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
 def _sample_with_most_memory(logits: Tensor) -> None:
     """top-p over equal logits: the worst case of the sort."""
     rows, device = logits.shape[0], logits.device
-    temperature, top_p = torch.ones(rows, device=device), torch.full((rows,), 0.95, device=device)
-    top_k, min_p = torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, device=device)
-    equal = logits.zero_()
-    floor = smallest_kept(equal, temperature, top_k, top_p, min_p, most_k=None, only_min_p=False)
-    choose_tokens(equal, temperature, top_p, floor, num_drawn=rows)
+    ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
+    limits = Limits(zeros.int(), top_p=0.95 * ones, min_p=zeros)
+    choose_tokens(logits.zero_(), ones, limits.top_p, limits, num_drawn=rows)
 
 
 def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:

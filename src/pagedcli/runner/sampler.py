@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedcli.core.requests import Candidates
 from pagedcli.core.sequence import TokenLogprobs
 from pagedcli.core.step_input import Bools, LogitChange, PromptLogprobs, PromptRows, SamplingInput, StepTokens
-from pagedcli.layers.sampling import INVALID, choose_tokens, smallest_kept, top_tokens
+from pagedcli.layers.sampling import INVALID, Limits, choose_tokens, top_tokens
 from pagedcli.runner.device_state import Download, Upload
 
 _ROWS = 64  # of prompts, whose logits are in memory at once
@@ -100,7 +100,7 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> Sa
     """
     if sampling.logits_rows is not None:
         logits = logits.index_select(0, upload([sampling.logits_rows])[0])
-    temperature, draws = upload([sampling.temperature, sampling.uniform])
+    temperature, draws, *limits = upload(sampling.rows)
     original = logits
     beams = set(sampling.beams)
     changes = [change for change in sampling.changes if change.row not in beams]
@@ -108,24 +108,13 @@ def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> Sa
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         for change in changes:
             change_logits(logits[change.row], change, upload)
-    num_drawn = int(np.count_nonzero(sampling.temperature))
-    floor = _floors(logits, sampling, upload) if sampling.limited else None
-    tokens = choose_tokens(logits, temperature, draws, floor, num_drawn=num_drawn)
+    num_drawn = int(np.count_nonzero(sampling.rows.temperature))
+    tokens = choose_tokens(
+        logits, temperature, draws, Limits(*limits) if sampling.has_limits else None, num_drawn=num_drawn
+    )
     logprobs = _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else ()
     candidates = _candidates(original, sampling, upload) if sampling.beams else ()
     return SampledTokens(tokens, sampling, logprobs, candidates)
-
-
-def _floors(logits: Tensor, sampling: SamplingInput, upload: Upload) -> Tensor:
-    """[R] float32: the smallest logit that the limits of each row keep, -inf where there are none."""
-    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
-    limited = np.array(sampling.limited, dtype=np.int64)
-    rows, k, p, m, temperature = upload([limited, top_k, top_p, min_p, sampling.temperature[sampling.limited]])
-    most_k = int(top_k.max()) if top_k.all() else None
-    only_min_p = not top_k.any() and bool((top_p == 1).all())
-    kept = smallest_kept(logits.index_select(0, rows), temperature, k, p, m, most_k=most_k, only_min_p=only_min_p)
-    floor = torch.full((sampling.num_rows,), float("-inf"), device=logits.device)
-    return floor.index_copy_(0, rows, kept)
 
 
 def change_logits(scores: Tensor, change: LogitChange, upload: Upload) -> None:

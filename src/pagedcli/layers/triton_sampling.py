@@ -1,0 +1,325 @@
+"""Sampling on GPUs without a sort and without synchronizing: kernels that fit into a captured graph.
+
+Each equals its twin in layers.sampling, up to float32 rounding of the cumulative sum. A row's token does not depend on
+the other rows. Imported only where triton is installed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Limits = tuple[Tensor, Tensor, Tensor]  # layers.sampling.Limits
+CHUNK = 4096  # logits per program: a row of 152k is 38 programs
+_BLOCK = 2048  # logits per round of a program that reads a whole row
+_PIVOTS = 8  # by which a round divides the candidates for a limit
+_CANDIDATES = 8192  # so few are copied out of the row
+_EXACT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of a float32 that are zero for values of these types
+
+
+def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: Limits | None = None) -> Tensor:
+    """See layers.sampling.choose_tokens; greedy, drawn and limited rows in any mixture."""
+    num_rows, vocab_size = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_chunks = -(-vocab_size // CHUNK)
+    top, mass = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    token = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    floors = temperature if limits is None else smallest_kept(logits, temperature, limits)
+    sizes = {"V": vocab_size, "C": num_chunks, "CHUNK": CHUNK, "FLOOR": limits is not None}
+    sample_chunks_kernel[(num_rows, num_chunks)](
+        logits, temperature, floors, top, token, mass, logits.stride(0), **sizes, num_warps=8
+    )
+    sample_rows_kernel[(num_rows,)](
+        logits,
+        temperature,
+        uniform,
+        floors,
+        top,
+        token,
+        mass,
+        out,
+        logits.stride(0),
+        **sizes,
+        BLOCK_C=1 << (num_chunks - 1).bit_length(),
+        num_warps=8,
+    )
+    return out
+
+
+def smallest_kept(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
+    """See layers.sampling.smallest_kept; -inf for greedy rows and for rows without limits, which cost nothing."""
+    floor = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    candidates = torch.empty((logits.shape[0], _CANDIDATES), dtype=torch.int32, device=logits.device)
+    smallest_kept_kernel[(logits.shape[0],)](
+        logits,
+        temperature,
+        *limits,
+        candidates,
+        floor,
+        logits.stride(0),
+        V=logits.shape[1],
+        **limit_constants(logits.dtype),
+        num_warps=16,
+    )
+    return floor
+
+
+def limit_constants(dtype: torch.dtype) -> dict[str, int]:
+    """Compile-time values of smallest_kept_kernel."""
+    return {"SHIFT": _EXACT_BITS.get(dtype, 0), "BLOCK": _BLOCK, "PIVOTS": _PIVOTS, "CANDIDATES": _CANDIDATES}
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+ONE = tl.constexpr(float(2**40))  # the mass of the likeliest token; a row of 2^22 such tokens fits into 63 bits
+
+
+# ---------------------------------------------------------------------- which tokens are kept
+
+
+@triton.jit
+def _ordered(x, SHIFT: tl.constexpr):
+    """Integers in the order of float32 numbers. SHIFT drops low bits that are zero in all of them."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _number(key, SHIFT: tl.constexpr):
+    """The number of an ordered integer."""
+    bits = key << SHIFT
+    bits = tl.where(bits < 0, (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mass(x, top, inverse):
+    """exp(x - top) in fixed point: sums are the same in any order."""
+    return (tl.exp2((x - top) * inverse) * ONE).to(tl.int64)
+
+
+@triton.jit
+def _row_block(logits_ptr, start, V: tl.constexpr, BLOCK: tl.constexpr):
+    column = start + tl.arange(0, BLOCK)
+    return tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32), column
+
+
+@triton.jit
+def _border(
+    logits_ptr,
+    candidates_ptr,  # [CANDIDATES] int32, overwritten
+    lowest,
+    top,
+    scale,
+    inverse,
+    target,
+    BY_MASS: tl.constexpr,
+    V: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """The largest number, at least `lowest`, such that the tokens from it on are `target` (BY_MASS: have that mass), as
+    an ordered integer; and how many (of which mass) are above it.
+
+    Each round divides the range that holds the number, at first by differences to the top in units of `scale`. Once
+    the range has few tokens, only those are read.
+    """
+    lo = _ordered(lowest, SHIFT).to(tl.int64)  # from here on they are enough,
+    hi = _ordered(top, SHIFT).to(tl.int64) + 1  # from here on they are not:
+    above = tl.full((), 0, tl.int64)  # just these
+    step = tl.arange(0, PIVOTS)
+    pivots = _ordered(top - scale * tl.exp2(step.to(tl.float32) - 2.0), SHIFT).to(tl.int64)
+    num_candidates = tl.full((), -1, tl.int32)  # -1: too many to copy them out of the row
+    while hi - lo > 1:
+        pivots = tl.minimum(tl.maximum(pivots, lo + 1), hi - 1).to(tl.int32)
+        low, high = lo.to(tl.int32), hi.to(tl.int32)
+        reached = tl.zeros([PIVOTS], dtype=tl.int64)
+        num_found = tl.full((), 0, tl.int32)
+        least, most = tl.full([BLOCK], 2**31 - 1, tl.int32), tl.full([BLOCK], -(2**31), tl.int32)
+        in_row = num_candidates < 0
+        num_read = tl.where(in_row, V, num_candidates)
+        for start in range(0, num_read, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            if in_row:
+                x = tl.load(logits_ptr + place, mask=place < num_read, other=float("-inf"))
+                key = _ordered(x.to(tl.float32), SHIFT)
+            else:
+                key = tl.load(candidates_ptr + place, mask=place < num_read, other=0)
+            inside = (place < num_read) & (key >= low) & (key < high)
+            least, most = tl.minimum(least, tl.where(inside, key, least)), tl.maximum(most, tl.where(inside, key, most))
+            weight = _mass(_number(key, SHIFT), top, inverse) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
+            weight = tl.where(inside, weight, 0)
+            reached += tl.sum(tl.where(key[None, :] >= pivots[:, None], weight[None, :], 0), 1)
+            if in_row:
+                found = inside.to(tl.int32)
+                target_place = num_found + tl.cumsum(found, 0) - 1
+                tl.store(candidates_ptr + target_place, key, mask=inside & (target_place < CANDIDATES))
+                num_found += tl.sum(found, 0)
+        if in_row & (num_found <= CANDIDATES):
+            num_candidates = num_found
+            tl.debug_barrier()  # all threads see the candidates
+        enough = above + reached >= target
+        lo = tl.maximum(tl.max(tl.where(enough, pivots.to(tl.int64), lo), 0), tl.min(least, 0).to(tl.int64))
+        hi = tl.minimum(tl.min(tl.where(enough, hi, pivots.to(tl.int64)), 0), tl.max(most, 0).to(tl.int64) + 1)
+        above += tl.max(tl.where(enough, 0, reached), 0)
+        pivots = lo + (hi - lo) * (step.to(tl.int64) + 1) // (PIVOTS + 1)
+    return lo.to(tl.int32), above
+
+
+@triton.jit
+def smallest_kept_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,  # [R] int32, 0: all
+    top_p_ptr,  # [R] float32, 1: all
+    min_p_ptr,  # [R] float32, 0: all
+    candidates_ptr,  # [R, CANDIDATES] int32, overwritten
+    floor_ptr,  # [R] float32
+    row_stride,
+    V: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """One program per row: the smallest logit that min-p, then top-k, then top-p keep."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    candidates_ptr += row * CANDIDATES
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    floor = tl.full((), float("-inf"), tl.float32)
+    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
+        tops = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in range(0, V, BLOCK):
+            x, _ = _row_block(logits_ptr, start, V, BLOCK)
+            tops = tl.maximum(tops, x)
+        top = tl.max(tops, 0)
+        if (top > float("-inf")) & (top < float("inf")):  # else the row gets no token
+            if min_p > 0.0:
+                floor = top + temperature * tl.log(min_p)
+            inverse = LOG2E / temperature
+            lowest = tl.full((), float("-inf"), tl.float32)
+            border, above = _ordered(lowest, SHIFT), tl.full((), 0, tl.int64)
+            if top_k > 0:
+                wanted = tl.minimum(top_k, V).to(tl.int64)
+                border, above = _border(
+                    logits_ptr, candidates_ptr, lowest, top, 1.0, inverse, wanted,
+                    False, V, SHIFT, BLOCK, PIVOTS, CANDIDATES,
+                )  # fmt: skip
+            last = _number(border, SHIFT)  # the last one that top-k keeps
+            if top_p < 1.0:
+                mass = tl.zeros([BLOCK], dtype=tl.int64)
+                for start in range(0, V, BLOCK):
+                    x, column = _row_block(logits_ptr, start, V, BLOCK)
+                    counted = (column < V) & (x >= floor) & (_ordered(x, SHIFT) > border)  # -0.0 counts as below 0.0
+                    mass += tl.where(counted, _mass(x, top, inverse), 0)
+                total = tl.sum(mass, 0)
+                if (top_k > 0) & (last >= floor):  # of tokens like the last one top-k counts only some
+                    total += (tl.minimum(top_k, V).to(tl.int64) - above) * _mass(last, top, inverse)
+                wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+                border, above = _border(
+                    logits_ptr, candidates_ptr, tl.maximum(last, floor), top, temperature, inverse,
+                    tl.maximum(wanted, 1), True, V, SHIFT, BLOCK, PIVOTS, CANDIDATES,
+                )  # fmt: skip
+            floor = tl.maximum(floor, _number(border, SHIFT))
+    tl.store(floor_ptr + row, floor)
+
+
+# ---------------------------------------------------------------------- which token is drawn
+
+
+@triton.jit
+def _weights(logits_ptr, column, inside, floor, inverse, FLOOR: tl.constexpr):
+    """Kept logits in units of log2 after temperature."""
+    x = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+    if FLOOR:
+        x = tl.where(x < floor, float("-inf"), x)  # NaN stays
+    return x * inverse
+
+
+@triton.jit(do_not_specialize_on_alignment=["mass_ptr"])  # that depends on the number of rows
+def sample_chunks_kernel(
+    logits_ptr,
+    temperature_ptr,
+    floor_ptr,
+    top_ptr,  # [R, C] float32: the largest scaled logit of each chunk
+    token_ptr,  # [R, C] int32: its first place in the row
+    mass_ptr,  # [R, C] float32: sum of exp2(scaled logit - top)
+    row_stride,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """One program per (row, chunk): the only pass over the logits."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    inverse = tl.where(temperature > 0.0, LOG2E / temperature, 1.0)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    floor = tl.load(floor_ptr + row) if FLOOR else 0.0
+    x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse, FLOOR)
+    top = tl.max(x, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(top_ptr + row * C + chunk, top)
+    tl.store(token_ptr + row * C + chunk, tl.min(tl.where(x == top, column, V), 0))
+    tl.store(mass_ptr + row * C + chunk, tl.sum(tl.exp2(x - base), 0))
+
+
+@triton.jit
+def _likely_from(first, index, weight, N: tl.constexpr):
+    """The first index from `first` on with a weight, else the last one with a weight. Rounding may lift the target past
+    every weight, and sums that a scan adds up in a tree may fall: a token of probability 0 is never to be chosen."""
+    after = tl.min(tl.where((index >= first) & (weight > 0.0), index, N), 0)
+    return tl.where(after < N, after, tl.max(tl.where(weight > 0.0, index, 0), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["mass_ptr"])
+def sample_rows_kernel(
+    logits_ptr,
+    temperature_ptr,
+    uniform_ptr,
+    floor_ptr,
+    top_ptr,
+    token_ptr,
+    mass_ptr,
+    out_ptr,  # [R] int64, -1 where the logits are not numbers
+    row_stride,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    """One program per row: finds the chunk in which the cumulative mass passes the target, and looks only in there."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    chunk = tl.arange(0, BLOCK_C)
+    tops = tl.load(top_ptr + row * C + chunk, mask=chunk < C, other=float("-inf"))
+    top = tl.max(tops, 0)
+    if temperature > 0.0:
+        inverse = LOG2E / temperature
+        mass = tl.load(mass_ptr + row * C + chunk, mask=chunk < C, other=0.0) * tl.exp2(tops - top)
+        cumulative = tl.cumsum(mass, 0)
+        target = tl.load(uniform_ptr + row) * tl.max(cumulative, 0)
+        passed = tl.sum((cumulative <= target).to(tl.int32), 0)
+        found = _likely_from(passed, chunk, mass, BLOCK_C)
+        target -= tl.max(tl.where(chunk < found, cumulative, 0.0), 0)
+        place = tl.arange(0, CHUNK)
+        column = found * CHUNK + place
+        floor = tl.load(floor_ptr + row) if FLOOR else 0.0
+        x = _weights(logits_ptr + row * row_stride, column, column < V, floor, inverse, FLOOR)
+        weight = tl.exp2(x - top)
+        passed = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+        token = found * CHUNK + _likely_from(passed, place, weight, CHUNK)
+    else:
+        tokens = tl.load(token_ptr + row * C + chunk, mask=chunk < C, other=V)
+        token = tl.min(tl.where(tops == top, tokens, V), 0)
+    # NaN and +inf make the mass of their chunk NaN; without any weight it is 0
+    total = tl.sum(tl.load(mass_ptr + row * C + chunk, mask=chunk < C, other=0.0), 0)
+    tl.store(out_ptr + row, tl.where((total > 0.0) & (total < float("inf")), token, -1).to(tl.int64))

@@ -1,0 +1,46 @@
+"""What one decode step asks of a GPU, counted on the pretended one: kernels, operations of torch, and uploads."""
+
+from model_zoo import tiny_model
+
+from pagedcli.config import EngineConfig
+from pagedcli.runner.llm_engine import LLMEngine
+from pagedcli.sampling_params import SamplingParams
+
+NUM_ROWS = 4
+KINDS = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 0.8},
+    "top-k 20, top-p 0.95": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "repetition penalty": {"temperature": 0.7, "repetition_penalty": 1.05, "top_p": 0.8, "top_k": 20},
+    "presence and frequency penalty": {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "logit bias": {"temperature": 0, "logit_bias": {7: 2.0}},
+    "min tokens": {"temperature": 0, "min_tokens": 30, "ignore_eos": False},
+    "grammar": {"temperature": 0},
+}
+
+
+class FirstEight:
+    """A guide that allows eight tokens."""
+
+    allowed_tokens = b"\xff" + bytes(39)
+
+    def accept(self, token_id):
+        return False
+
+
+def counts_of_a_step(gpu, folder, family, kind="greedy", *, num_rows=NUM_ROWS, num_layers=2, **sizes):
+    """Kernels, operations, uploads and steps ahead of one decode step of so many such requests."""
+    path = tiny_model(family, folder / f"{family}-{num_layers}", num_hidden_layers=num_layers, **sizes)
+    config = {"max_num_seqs": num_rows, "num_gpu_blocks_override": 90, "max_model_len": 128}
+    engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cuda", **config))
+    options = {"ignore_eos": True, "max_tokens": 30, "seed": 1, **KINDS[kind]}
+    for number in range(num_rows):
+        make = FirstEight if kind == "grammar" else None
+        engine.add_request(str(number), [5 + number, 6, 7], SamplingParams(**options), make_guide=make)
+    for _ in range(6):
+        engine.step()
+    before, ahead = gpu.counts.copy(), engine.num_steps_ahead
+    engine.step()
+    found = gpu.counts - before
+    return {**{name: found[name] for name in ("kernels", "operations", "uploads")},
+            "ahead": engine.num_steps_ahead - ahead}  # fmt: skip

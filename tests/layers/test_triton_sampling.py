@@ -1,0 +1,282 @@
+"""Sampling against a definition written out in float64: what the limits keep, how often each token is drawn, ties, and
+logits that are no numbers; in torch, and by Triton kernels through the interpreter. The kernels compile for every GPU.
+
+The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
+"""
+
+import itertools
+
+import pytest
+import torch
+from interpreter import INTERPRETED, interpreted, plain, run_interpreted
+
+from pagedcli.layers import sampling
+from pagedcli.layers.sampling import Limits
+
+pytest.importorskip("triton")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@plain
+def test_equality_through_the_interpreter():
+    run_interpreted(__file__, "-m", "not slow", at_least=35)
+
+
+@plain
+@pytest.mark.slow
+def test_distributions_through_the_interpreter():
+    run_interpreted(__file__, "-m", "slow", at_least=1)
+
+
+def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def limits_of(*rows):
+    """From (top_k, top_p, min_p) of each row."""
+    top_k, top_p, min_p = zip(*rows, strict=True)
+    return Limits(torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p))
+
+
+def one(values, row):
+    return type(values)(*(value[row : row + 1] for value in values))
+
+
+def choose(logits, temperature, uniform, limits=None):
+    """By the implementation that this process tests."""
+    if INTERPRETED:
+        from pagedcli.layers import triton_sampling
+
+        return triton_sampling.choose_tokens(logits, temperature, uniform, limits)
+    num_drawn = int(temperature.count_nonzero())
+    return sampling.choose_tokens(logits, temperature, uniform, limits, num_drawn=num_drawn)
+
+
+def smallest_kept(logits, temperature, limits):
+    if INTERPRETED:
+        from pagedcli.layers import triton_sampling
+
+        return triton_sampling.smallest_kept(logits, temperature, limits)
+    return sampling.smallest_kept(logits, temperature, limits)
+
+
+def defined(logits, temperature, top_k, top_p, min_p):
+    """The smallest kept logit of one row [V], and the share of the probability above it: the definition, in float64."""
+    row = logits.double()
+    probs = (row / temperature).softmax(-1)
+    order = row.sort(descending=True, stable=True).indices.tolist()
+    kept = [token for token in order if probs[token] >= min_p * probs[order[0]]]
+    kept = kept[: int(top_k)] if top_k else kept
+    total = sum(float(probs[token]) for token in (kept if top_k or min_p else order))
+    smallest, above, shares = row[order[0]], 0.0, []
+    for value, group in itertools.groupby(kept, key=lambda token: float(row[token])):
+        shares.append(above / total)
+        if above < top_p * total or top_p == 1:
+            smallest = value
+        above += sum(float(probs[token]) for token in group)
+    return float(smallest), shares
+
+
+ROWS = [
+    (0, 0.5, 0.0), (0, 0.95, 0.0), (0, 0.001, 0.0), (0, 1e-30, 0.0), (0, 0.9999, 0.0), (1, 1.0, 0.0), (2, 1.0, 0.0),
+    (20, 0.95, 0.0), (50, 0.8, 0.02), (10**9, 1.0, 0.0), (10**9, 0.7, 0.0), (0, 1.0, 0.1), (0, 1.0, 1.0),
+    (0, 0.9, 0.05), (7, 0.6, 1.0), (3, 1e-6, 0.0), (0, 1.0, 1e-6), (40, 1.0, 0.3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "spread"),
+    [
+        (torch.float32, 5, 12.0), (torch.float32, 2500, 0.01), (torch.float32, 300, 12.0), (torch.float16, 1, 1.0),
+        (torch.float16, 300, 1.0), (torch.bfloat16, 300, 0.01), (torch.bfloat16, 2500, 1.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_limits_keep_what_is_defined_alone_and_in_a_crowd(vocab_size, spread, dtype):
+    logits = noise(len(ROWS), vocab_size, dtype=dtype, scale=spread)
+    temperature = torch.linspace(0.3, 2.0, len(ROWS))
+    limits = limits_of(*ROWS)
+    found = smallest_kept(logits, temperature, limits)
+    for row, (top_k, top_p, min_p) in enumerate(ROWS):
+        expected, shares = defined(logits[row], float(temperature[row]), top_k, top_p, min_p)
+        kept, right = (int((logits[row].float() >= floor).sum()) for floor in (found[row], expected))
+        if kept != right:  # allowed only where a share is the limit, up to the rounding of sums in float32
+            assert top_p < 1, (row, kept, right)
+            assert min(abs(share - top_p) for share in shares) < 2e-6, (row, kept, right)
+    for row in range(0, len(ROWS), 4):
+        alone = smallest_kept(logits[row : row + 1], temperature[row : row + 1], one(limits, row))
+        assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_at_the_border_are_all_kept_and_top_k_counts_k_of_them(dtype):
+    logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 0.0, -0.0, float("-inf")]]).to(dtype)
+    # of 1 + 3 ties top-k 2 counts e^3 + e^2 = 27.5, of which 0.73 is the largest alone, and all of them 42.2
+    for (top_k, top_p), smallest in {
+        (2, 1.0): 2, (4, 1.0): 2, (5, 1.0): 0, (7, 1.0): float("-inf"), (2, 0.73): 3, (2, 0.74): 2, (0, 0.43): 3,
+        (0, 0.5): 2, (4, 0.47): 3, (4, 0.48): 2, (6, 0.96): 0,
+    }.items():  # fmt: skip
+        assert float(smallest_kept(logits, torch.ones(1), limits_of((top_k, top_p, 0.0)))) == smallest, (top_k, top_p)
+    uniform = torch.linspace(0, 1, 12)
+    drawn = choose(logits.expand(12, -1), torch.ones(12), uniform, limits_of(*[(2, 1.0, 0.0)] * 12))
+    assert sorted(set(drawn.tolist())) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_rows_are_kept_whole_and_drawn_evenly(dtype):
+    logits = torch.full((1, 3000), -2.5, dtype=dtype)
+    floors = smallest_kept(logits.expand(len(ROWS), -1), torch.ones(len(ROWS)), limits_of(*ROWS))
+    assert (floors <= -2.5).all()
+    uniform = (torch.arange(10) + 0.5) / 10
+    tokens = choose(logits.expand(10, -1), torch.ones(10), uniform, limits_of(*[(3, 0.1, 0.5)] * 10))
+    assert (tokens - uniform * 3000).abs().max() <= 1.5
+
+
+def test_the_whole_range_of_float32_is_searched():
+    logits = torch.tensor([[3e38, 1e38, 5.0, 1e-30, 1e-42, 0.0, -1e-42, -1e-30, -7.0, -3e38]])
+    for top_k in range(1, 11):
+        assert float(smallest_kept(logits, torch.ones(1), limits_of((top_k, 1.0, 0.0)))) == float(logits[0, top_k - 1])
+
+
+def test_more_candidates_than_are_copied_are_searched_where_they_are():
+    logits = 1 + noise(1, 30000, scale=1e-3)
+    found = smallest_kept(logits, torch.ones(1), limits_of((25000, 1.0, 0.0)))
+    assert torch.equal(found, logits.topk(25000).values[:, -1])
+    floor = float(smallest_kept(logits, torch.ones(1), limits_of((0, 0.75, 0.0))))
+    probs = logits.double().softmax(-1)
+    assert abs(float(probs[logits > floor].sum()) - 0.75) < 5e-5
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 5, 4096, 4097, 10000])
+def test_choice_equals_its_twin(vocab_size, dtype):
+    rows = 12
+    logits = noise(rows, vocab_size, dtype=dtype, scale=3.0)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.5] * 3)
+    uniform = torch.tensor([0.0, 0.999999, 1.0, *torch.rand(9, generator=torch.Generator().manual_seed(1)).tolist()])
+    limits = limits_of(*[(0, 1.0, 0.0), (20, 0.9, 0.0), (0, 0.9, 0.05)] * 4)
+    for given in (None, limits):
+        ours = choose(logits, temperature, uniform, given)
+        expected = sampling.choose_tokens(logits, temperature, uniform, given, num_drawn=9)
+        assert ours[temperature == 0].tolist() == expected[temperature == 0].tolist()
+        for row in range(rows):
+            if ours[row] != expected[row]:  # allowed only where the target lies on the border, up to float32 rounding
+                scores = logits[row].double() / temperature[row].double()
+                if given is not None:
+                    floor, _ = defined(logits[row], float(temperature[row]), *(float(limit[row]) for limit in given))
+                    scores = scores.masked_fill(logits[row] < floor, float("-inf"))
+                cumulative = scores.softmax(-1).cumsum(-1)
+                border = cumulative[min(ours[row], expected[row])]
+                assert abs(border - uniform[row]) < 1e-5, row
+        for i in range(rows):
+            alone = [x[i : i + 1] for x in (logits, temperature, uniform)]
+            assert choose(*alone, given and one(given, i)).tolist() == [int(ours[i])]
+
+
+def test_choice_keeps_to_the_limits_and_takes_the_first_of_equals():
+    logits = torch.zeros(3, 9000)
+    logits[:, [17, 5000, 8999]] = 1.0
+    limits = limits_of((3, 1.0, 0.0), (1, 0.5, 0.0), (0, 1.0, 0.0))
+    for u, expected in ((0.0, 17), (0.4, 5000), (0.9, 8999), (1.0, 8999)):
+        assert choose(logits, torch.ones(3), torch.full((3,), u), limits)[:2].tolist() == [expected] * 2
+    assert choose(logits, torch.zeros(3), torch.ones(3), limits).tolist() == [17] * 3
+    logits[0] = float("-inf")
+    logits[0, 8000] = -1e30
+    assert int(choose(logits, torch.ones(3), torch.zeros(3))[0]) == 8000
+
+
+LIMITED = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.2), (4, 0.9, 0.1)]
+
+
+@pytest.mark.parametrize("row", LIMITED, ids=str)
+def test_rows_that_are_not_numbers_get_the_invalid_token_and_their_neighbours_their_own(row):
+    good = noise(2, 5000, scale=3.0)
+    bad = [good.clone() for _ in range(5)]
+    bad[0][:, 7] = float("nan")
+    bad[1][:, 4500] = float("nan")  # in the second chunk
+    bad[2][:, 4999] = float("inf")
+    bad[3][:] = float("-inf")
+    bad[4][:] = float("nan")
+    logits = torch.cat([*bad, good]).repeat_interleave(2, 0)
+    temperature = torch.tensor([0.0, 0.8]).repeat(12)
+    uniform = torch.linspace(0.1, 0.9, 24)
+    tokens = choose(logits, temperature, uniform, limits_of(*[row] * 24))
+    assert (tokens[:20] == sampling.INVALID).all()
+    assert (tokens[20:] >= 0).all()
+    assert torch.equal(tokens[20:], choose(logits[20:], temperature[20:], uniform[20:], limits_of(*[row] * 4)))
+
+
+def chi_square(rows, num_draws):
+    """That so many draws of each of these rows follow the float64 definition: no statistic in 10,000 is as large."""
+    logits = noise(30, dtype=torch.bfloat16, scale=1.5)
+    logits[20:] = logits[4]  # ties
+    for seed, (temperature, row) in enumerate(rows):
+        uniform = torch.rand(num_draws, generator=torch.Generator().manual_seed(seed))
+        temperatures = torch.full((num_draws,), temperature)
+        tokens = choose(logits.expand(num_draws, -1), temperatures, uniform, limits_of(*[row] * num_draws))
+        floor, _ = defined(logits, temperature, *row)
+        kept = logits.double() >= floor
+        expected = (logits.double() / temperature).masked_fill(~kept, float("-inf")).softmax(-1)
+        counts = torch.bincount(tokens, minlength=30)
+        assert not counts[~kept].any()
+        expected, counts = expected[kept] * num_draws, counts[kept]
+        statistic = float(((counts - expected) ** 2 / expected).sum())
+        freedom = len(counts) - 1
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8, (row, statistic, freedom)
+
+
+KINDS = [
+    (0.7, (0, 1.0, 0.0)),
+    (0.8, (12, 1.0, 0.0)),
+    (1.0, (0, 0.9, 0.0)),
+    (1.5, (0, 1.0, 0.1)),
+    (1.1, (25, 0.8, 0.01)),
+]
+
+
+@plain
+def test_a_hundred_thousand_draws_follow_the_definition():
+    chi_square(KINDS, 100_000)
+
+
+@interpreted
+def test_draws_of_the_kernels_follow_the_definition():
+    chi_square(KINDS, 300)
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_hundred_thousand_draws_of_the_kernels_follow_the_definition():
+    chi_square(KINDS, 20_000)  # of each of five kinds
+
+
+# ---------------------------------------------------------------------- compilation
+
+
+@plain
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dtype, tmp_path):
+    from triton_compile import NAMES, SHARED_LIMIT, Compiled
+
+    from pagedcli.layers import triton_sampling as kernels
+
+    data, wide, short = f"*{NAMES[dtype]}", "*fp32", "*i32"
+    sizes = {"V": 151936, "C": 38, "CHUNK": kernels.CHUNK}
+    partial = {"top_ptr": wide, "token_ptr": short, "mass_ptr": wide, "row_stride": "i32"}
+    chunks = {"logits_ptr": data, "temperature_ptr": wide, "floor_ptr": wide, **partial}
+    rows = {**chunks, "uniform_ptr": wide, "out_ptr": "*i64"}
+    limits = {"logits_ptr": data, "temperature_ptr": wide, "top_k_ptr": short, "top_p_ptr": wide, "min_p_ptr": wide}
+    limits |= {"candidates_ptr": short, "floor_ptr": wide, "row_stride": "i32"}
+    cases = [(kernels.smallest_kept_kernel, limits, {"V": 151936, **kernels.limit_constants(dtype)}, 16)]
+    for floor in (True, False):
+        cases.append((kernels.sample_chunks_kernel, chunks, {**sizes, "FLOOR": floor}, 8))
+        cases.append((kernels.sample_rows_kernel, rows, {**sizes, "FLOOR": floor, "BLOCK_C": 64}, 8))
+    for function, types, constants, num_warps in cases:
+        kernel = Compiled(function, types, constants, capability, num_warps, tmp_path)
+        assert kernel.spilled_bytes == 0, function
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability], function

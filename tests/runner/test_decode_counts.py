@@ -1,0 +1,41 @@
+"""What a decode step asks of a GPU is what docs/performance.md says: kernels, operations of torch, uploads."""
+
+import re
+from pathlib import Path
+
+import pytest
+from interpreter import interpreted, plain, run_interpreted
+
+pytest.importorskip("triton")
+DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+
+
+@plain
+def test_on_a_pretended_gpu():
+    run_interpreted(__file__, at_least=1)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
+        yield gpu
+
+
+def documented(title):
+    """The table under a heading: {first column: the last number of each other column}."""
+    rows = re.findall(r"^\| ([^|]+) \|(.+)\|$", DOC.split(f"## {title}\n")[1].split("\n## ")[0], re.M)[1:]
+    return {name: [re.findall(r"[\d.]+|yes|no", cell)[-1] for cell in cells.split("|")] for name, cells in rows}
+
+
+@interpreted
+def test_the_counts_of_every_kind_of_request(gpu, tmp_path):
+    from decode_counts import KINDS, counts_of_a_step
+
+    table = documented("What a decode step asks of a GPU")
+    assert table.keys() <= KINDS.keys()
+    for kind, expected in table.items():
+        found = counts_of_a_step(gpu, tmp_path, "qwen3", kind)
+        counts = [str(found[name]) for name in ("kernels", "operations", "uploads")]
+        assert [*counts, "yes" if found["ahead"] else "no"] == expected, kind
