@@ -1,7 +1,5 @@
 """What one decode step asks of a GPU, counted on the pretended one: kernels, operations of torch, and uploads."""
 
-from model_zoo import tiny_model
-
 from pagedcli.config import EngineConfig
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
@@ -28,9 +26,8 @@ class FirstEight:
         return False
 
 
-def counts_of_a_step(gpu, folder, family, kind="greedy", *, num_rows=NUM_ROWS, num_layers=2, **sizes):
+def counts_of_a_step(gpu, path, kind="greedy", *, num_rows=NUM_ROWS):
     """Kernels, operations, uploads and steps ahead of one decode step of so many such requests."""
-    path = tiny_model(family, folder / f"{family}-{num_layers}", num_hidden_layers=num_layers, **sizes)
     config = {"max_num_seqs": num_rows, "num_gpu_blocks_override": 90, "max_model_len": 128}
     engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cuda", **config))
     options = {"ignore_eos": True, "max_tokens": 30, "seed": 1, **KINDS[kind]}

@@ -1,4 +1,4 @@
-"""The Triton kernels of layers and sampling without a GPU: equal to their torch twins through the interpreter, and
+"""The Triton kernels of layers without a GPU: equal to their torch twins through the interpreter, and
 compiled for two GPUs without spills.
 
 The interpreter must be chosen before triton is imported, so those tests run in a process of their own.
@@ -125,11 +125,7 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     from pagedcli.layers import triton_layers
     from pagedcli.layers import triton_layers as kernels
 
-    data, wide, short = f"*{NAMES[dtype]}", "*fp32", "*i32"
-    sampling = {"V": 151936, "C": 38, "CHUNK": triton_layers.CHUNK, "FLOOR": True}
-    partial = {"top_ptr": wide, "token_ptr": short, "mass_ptr": wide, "row_stride": "i32"}
-    choice = {"logits_ptr": data, "temperature_ptr": wide, "floor_ptr": wide, **partial}
-    rows = {**choice, "uniform_ptr": wide, "out_ptr": "*i64"}
+    data, short = f"*{NAMES[dtype]}", "*i32"
     norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
     rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
     rotate = {**dict.fromkeys(rotated, data), "positions_ptr": "*i64", "slots_ptr": short}
@@ -137,10 +133,6 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     cases = [
         (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, "ADD": True}, 32),
         (kernels.silu_and_mul_kernel, {"gate_up_ptr": data, "out_ptr": data}, {"WIDTH": 3072, "BLOCK": 1024}, 4),
-        (kernels.sample_chunks_kernel, choice, sampling, 8),
-        (kernels.sample_chunks_kernel, choice, {**sampling, "FLOOR": False}, 8),
-        (kernels.sample_rows_kernel, rows, {**sampling, "BLOCK_C": 64}, 8),
-        (kernels.sample_rows_kernel, rows, {**sampling, "BLOCK_C": 64, "FLOOR": False}, 8),
     ]
     for heads, head_dim in (((16, 8), 128), ((8, 4), 256), ((12, 2), 96)):
         constants = {**triton_layers.rotate_constants(*heads, 16, head_dim), "NORM": True, "FP8": False}

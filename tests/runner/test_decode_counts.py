@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from interpreter import interpreted, plain, run_interpreted
+from model_zoo import tiny_model
 
 pytest.importorskip("triton")
 DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
@@ -13,6 +14,11 @@ DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
 @plain
 def test_on_a_pretended_gpu():
     run_interpreted(__file__, at_least=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("qwen3", tmp_path_factory.mktemp("counts"), num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -30,12 +36,12 @@ def documented(title):
 
 
 @interpreted
-def test_the_counts_of_every_kind_of_request(gpu, tmp_path):
+def test_the_counts_of_every_kind_of_request(model, gpu):
     from decode_counts import KINDS, counts_of_a_step
 
     table = documented("What a decode step asks of a GPU")
     assert table.keys() <= KINDS.keys()
     for kind, expected in table.items():
-        found = counts_of_a_step(gpu, tmp_path, "qwen3", kind)
+        found = counts_of_a_step(gpu, model, kind)
         counts = [str(found[name]) for name in ("kernels", "operations", "uploads")]
         assert [*counts, "yes" if found["ahead"] else "no"] == expected, kind
