@@ -52,7 +52,7 @@ ONLY_IN = {
     "rich": {"cli", "show", "app"},
     "textual": {"app"},
     "flash_attn": {"attention"},
-    "pyarrow": {"batch", "distributed"},
+    "pyarrow": {"batch", "distributed", "show"},
     "ray": {"distributed"},
     "httpx": {"audit"},
 }

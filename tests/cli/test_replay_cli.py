@@ -178,7 +178,10 @@ def test_trace_prints_steps_records_and_keeps_rows(prompts, tmp_path):
 def test_trace_of_one_step_as_json(prompts):
     result = pagedcli("trace", prompts, *FAST, "--step", "2", "--format", "json")
     assert json.loads(result.stdout)["step"] == 2
-    assert "there is no step 500" in pagedcli("trace", prompts, *FAST, "--step", "500", expect=2).stderr
+    assert (
+        "this run has no step 500: the last one is "
+        in pagedcli("trace", prompts, *FAST, "--step", "500", expect=2).stderr
+    )
 
 
 def test_trace_without_a_terminal_is_plain_on_stderr(prompts):

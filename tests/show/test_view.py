@@ -10,10 +10,13 @@ from rich.console import Console
 from scripted import Simulation
 
 from pagedcli.events import RequestAdded, RequestRefused, StepFinished, StepScheduled
-from pagedcli.show.panels import PlainView, StepPrinter, block_ids_text, print_step_tables
+from pagedcli.show.panels import PlainView, block_ids_text
+from pagedcli.show.step_tables import StepPrinter, print_step_tables
+from pagedcli.show.tables import Format
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment
+from pagedcli.views.step_rows import StepChoice
 from pagedcli.views.words import describe
 
 
@@ -84,7 +87,7 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
     sim.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
     sim.add([0, 2, 3, 4, 5, 6, 7, 8, 9, 10], 5)
     out = console(140)
-    printer = StepPrinter(out)
+    printer = StepPrinter(out, width=140)
     again = Simulation(8, 4, emit=printer.on_event, max_num_batched_tokens=100)
     for seq in sim.seqs:
         again.add(seq.token_ids, 5)
@@ -92,8 +95,9 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
     text = printed(out)
     assert "step 0, as its forward pass sees the cache" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "0 request-0 prefill 8 0 8/8 0/5 2 25.0 % 0×2 1×2" in rows
-    assert "1 request-1 prefill 2 8 10/10 0/5 3 37.5 % 0×2 1×2 2" in rows  # reuses both blocks of the first
+    assert "0 request-0 prefill 8 0 8/8 0/5 2 25.0 % P1" in rows
+    assert "1 request-1 prefill 2 8 10/10 0/5 3 37.5 % P1 2" in rows  # reuses both blocks of the first
+    assert "P1 2 2 0 1" in rows
     assert "2 request-2 prefill 10 0 10/10 0/5 3 37.5 % 3-5" in rows  # another first token: nothing is shared
     assert "in use 6 (2 shared) + cached 0 + empty 2 = 8 blocks of 4 (128 B)" in rows
     assert "blocks by ref count 1: 4, 2: 2" in rows
@@ -102,7 +106,7 @@ def test_tables_of_a_step_hold_block_tables_ref_counts_and_hit_rates():
 
 def test_one_step_as_json():
     out = console(80)
-    printer = StepPrinter(out, only_step=1, as_json=True)
+    printer = StepPrinter(out, chosen=StepChoice(1, 1), format=Format.JSON)
     sim = Simulation(8, 4, emit=printer.on_event)
     sim.add([1, 2, 3, 4, 5], 5)
     sim.run()
@@ -117,7 +121,7 @@ def test_one_step_as_json():
 def test_the_reason_of_a_waiting_sequence_is_shown():
     moment = moment_of(60, max_num_seqs=2, steps=3)
     out = console(140)
-    print_step_tables(moment, out)
+    print_step_tables(moment, out, out.width)
     assert "not scheduled: sequence limit (2 run)" in printed(out)
     assert "place 2 in the queue" in printed(out)
 
@@ -146,7 +150,7 @@ def test_text_from_requests_cannot_steer_the_terminal():
     evil = "\x1b[2J\x1b]0;owned\x07\u202e"
     moment.state.seqs[0].request_id = evil
     out = console(120, 40)
-    print_step_tables(moment, out)
+    print_step_tables(moment, out, out.width)
     assert "\x1b" not in printed(out)
     assert "\u202e" not in printed(out)
     moment.state.seqs[0].row_id = evil

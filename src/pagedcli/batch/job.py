@@ -4,8 +4,8 @@ Used by cli.session, which reports progress. The methods are the steps, in order
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -54,6 +54,7 @@ class Job:
     summary_json: Path | None = None  # the run's last lines for machines
     record: Path | None = None  # the trace
     num_verified: int = 0  # rows to generate again at the end
+    others: Mapping[str, Path] = field(default_factory=dict)  # more files that are written: what each is -> its path
 
     @property
     def output_file(self) -> Path | None:
@@ -79,6 +80,7 @@ class Job:
             raise UsageError(f"the output is {self.output}, which is a folder", hint="-o takes the name of a file")
         reads = input_files(self.input_name)
         others = {"--metrics": self.metrics, "--summary-json": self.summary_json, "--record": self.record}
+        others |= self.others
         writes = others if self.output_file is None else {**output_files(self.output_file), **others}
         check_distinct(reads, writes)
         if self.output_file is not None:

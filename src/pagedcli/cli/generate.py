@@ -1,5 +1,6 @@
 """`pagedcli generate`: a JSONL file of prompts in, one JSON row per prompt out."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import typer
 
 from pagedcli.batch.job import Job
+from pagedcli.cli.dump_kv import Dump, DumpFiles, table_width
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, Flags, config_flags
 from pagedcli.cli.run_flags import GenerateOptions, ShownFormat
 from pagedcli.cli.session import parse_shard, run_job
@@ -14,6 +16,7 @@ from pagedcli.cli.summary import config_document, config_rows
 from pagedcli.config import LoadedConfig, load_config
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event, only_wanted
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import say
 
 
@@ -44,6 +47,9 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         raise typer.Exit(_dry_run(options.input_name, loaded, options.format_))
     if options.output_file == "":
         raise UsageError("the output has no name: -o ''", hint="-o takes the name of a file; - is stdout")
+    dump = Dump.of(options.dump_kv, options.steps, options.every)
+    dump_files = dump.named_files(overwrite=options.overwrite, resume=options.resume)
+    tables_format = _tables_format(dump, options.format_)
     job = Job(
         loaded,
         options.input_name,
@@ -55,14 +61,17 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         summary_json=options.summary_json,
         record=options.record,
         num_verified=options.verify,
+        others={} if dump_files is None else dump_files.paths,
     )
     if options.ray or options.ray_address is not None:
         raise typer.Exit(_run_on_cluster(job, options))
     job.check_files()
     with ExitStack() as stack:
-        emit = _observers(stack, options, rows_on_stdout=job.output is None)
+        observers = _observers(stack, options, dump_files)
+        if dump.as_tables:
+            observers.append(_step_printer(dump, tables_format, rows_on_stdout=job.output is None))
         trace_tokens = options.record_tokens or options.kv_events is not None
-        code = run_job(job, emit=emit, trace_tokens=trace_tokens, terminal_is_taken=options.dump_kv)
+        code = run_job(job, emit=_to_all(observers), trace_tokens=trace_tokens, terminal_is_taken=dump.as_tables)
     raise typer.Exit(code)
 
 
@@ -71,7 +80,7 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
 
     if job.output is None:
         raise UsageError("--ray writes a folder of parts: specify it with -o")
-    unsupported = options.dump_kv or options.kv_events is not None
+    unsupported = options.dump_kv is not None or options.kv_events is not None
     if job.record is not None or job.metrics is not None or unsupported or job.shard != (0, 1) or job.num_verified:
         raise UsageError(
             "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
@@ -84,22 +93,43 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
     return run_cluster_job(job, job.output, options.ray_address, options.workers)
 
 
-def _observers(stack: ExitStack, options: GenerateOptions, *, rows_on_stdout: bool) -> Emit | None:
-    """Where the engine's events go; None: nowhere."""
+def _tables_format(dump: Dump, format_: ShownFormat) -> Format:
+    """Raises: UsageError if --dump-kv cannot print it, or its flags are given without it."""
+    if dump.chooses and not dump.as_tables and dump.file is None:
+        raise UsageError("--steps and --every need --dump-kv")
+    if dump.as_tables and format_ in (ShownFormat.CSV, ShownFormat.YAML):
+        hint = "--dump-kv FILE.csv writes the tables as data" if format_ is ShownFormat.CSV else "use table, json or md"
+        raise UsageError(f"--dump-kv does not print --format {format_}", hint=hint)
+    return Format(format_) if dump.as_tables else Format.TABLE
+
+
+def _step_printer(dump: Dump, format_: Format, *, rows_on_stdout: bool) -> Emit:
+    from rich.console import Console
+
+    from pagedcli.show.step_tables import StepPrinter
+
+    width = table_width(stderr=rows_on_stdout)
+    console = Console(stderr=rows_on_stdout)
+    return StepPrinter(console, chosen=dump.chosen, format=format_, width=width).on_event
+
+
+def _observers(stack: ExitStack, options: GenerateOptions, dump_files: DumpFiles | None) -> list[Emit]:
+    """What writes or publishes the engine's events."""
     observers: list[Emit] = []
     if options.record is not None:
         from pagedcli.trace.files import TraceWriter
 
         writer = stack.enter_context(TraceWriter(options.record, overwrite=options.overwrite, resume=options.resume))
         observers.append(only_wanted(writer, tokens=options.record_tokens, row_ids=not options.no_ids))
-    if options.dump_kv:
-        from rich.console import Console
-
-        from pagedcli.show.panels import StepPrinter
-
-        observers.append(StepPrinter(Console(stderr=rows_on_stdout)).on_event)
+    if dump_files is not None:
+        observers.append(stack.enter_context(dump_files.written()))
     if options.kv_events is not None:
         observers.append(_publisher(stack, options.kv_events))
+    return observers
+
+
+def _to_all(observers: Sequence[Emit]) -> Emit | None:
+    """An observer that passes each event on to all; None: there is none."""
     if not observers:
         return None
 
@@ -126,7 +156,6 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
 
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
     from pagedcli.cli.plan import run_plan
-    from pagedcli.show.tables import Format
 
     if format_ is ShownFormat.YAML:
         raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
@@ -142,7 +171,7 @@ def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:
 
         print(yaml.safe_dump(config_document(loaded), sort_keys=False, allow_unicode=True), end="")
     else:
-        from pagedcli.show.tables import Column, Format, Table, print_tables
+        from pagedcli.show.tables import Column, Table, print_tables
 
         columns = [Column("key", "key"), Column("value", "value"), Column("from", "from")]
         print_tables([Table("config", "Effective configuration", columns, config_rows(loaded))], Format(format_))

@@ -118,7 +118,14 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 class _Command(TyperCommand):
-    """Help with one section per group of flags; flag names are never truncated."""
+    """Help with one section per group of flags; flag names are never truncated. --dump-kv may have a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any("--dump-kv" in parameter.opts for parameter in self.get_params(ctx)):
+            from pagedcli.cli.dump_kv import with_value
+
+            args = with_value(args, self.make_parser(ctx))
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

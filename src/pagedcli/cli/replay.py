@@ -1,6 +1,5 @@
 """`pagedcli replay`: step through a recorded run, in either direction."""
 
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,22 +9,26 @@ import msgspec
 import typer
 from rich.console import Console
 
+from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
 from pagedcli.cli.recording import replay_capture
 from pagedcli.errors import TraceError, UsageError
-from pagedcli.events import BlockEvicted, StepFinished
+from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
 from pagedcli.files import check_files, whole_file
 from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import one_line, plural, printable_json
-from pagedcli.show.panels import StepPrinter
 from pagedcli.show.perfetto import export_perfetto
+from pagedcli.show.step_tables import StepPrinter
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import TerminalJson, is_interactive, say
 from pagedcli.trace.check import check_trace
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState
 from pagedcli.views.moment import Moment, Replay
 from pagedcli.views.names import NamedRequest, find_request
 from pagedcli.views.stats import pool_counts
+from pagedcli.views.step_rows import StepChoice
 
 
 class StepFormat(StrEnum):
@@ -33,6 +36,7 @@ class StepFormat(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    MD = "md"
 
 
 class Export(StrEnum):
@@ -53,7 +57,10 @@ def replay(
     *,
     step: Annotated[int | None, option(metavar="N", help="Print the tables of step N and exit.")] = None,
     follow: Follow = None,
-    no_live: Annotated[bool, typer.Option("--no-live", help="Print the tables of every step.")] = False,
+    no_live: Annotated[bool, typer.Option("--no-live", help="The same as --dump-kv without a file.")] = False,
+    dump_kv: DumpKv = None,
+    steps: Steps = None,
+    every: Every = 1,
     check: Annotated[bool, typer.Option("--check", help="Verify that the whole trace is consistent.")] = False,
     export: Annotated[Export | None, option(help="Export the run, e.g. for ui.perfetto.dev.")] = None,
     output_file: Annotated[
@@ -75,15 +82,21 @@ def replay(
       pagedcli replay run.jsonl --step 812 --follow code-Mirano
       pagedcli replay run.jsonl --check
       pagedcli replay run.jsonl --export perfetto -o run.json    (open at ui.perfetto.dev)
-      pagedcli replay run.jsonl --no-live --format json | jq .blocks
+      pagedcli replay run.jsonl --dump-kv --steps 100-120 | less -S
+      pagedcli replay run.jsonl --dump-kv kv.parquet    (every step as data: sequences, blocks, lookups, hit rates)
+      pagedcli replay run.jsonl --dump-kv --format json | jq .blocks
 
     Exit codes: 0 success, 1 the trace is inconsistent or damaged, 2 wrong usage.
     """  # fmt: skip
     if output_file is not None and export is None:
         raise UsageError("-o needs --export")
+    if check and format_ is StepFormat.MD:
+        raise UsageError("--check does not print --format md", hint="use table or json")
+    dump = Dump.of(dump_kv, steps, every, step=step)
     if is_capture(trace):
-        if check or follow is not None or export is not None:
-            raise UsageError(f"{trace} is a recording of KV events: --check, --follow and --export do not apply")
+        if check or follow is not None or export is not None or dump_kv is not None or steps is not None:
+            flags = "--check, --follow, --export, --dump-kv and --steps"
+            raise UsageError(f"{trace} is a recording of KV events: {flags} do not apply")
         replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
         return
     request = None if follow is None else find_request(TraceReader(trace), follow, str(trace))
@@ -91,19 +104,14 @@ def replay(
         _check(trace, format_)
     elif export is not None:
         _export(trace, output_file, overwrite=overwrite)
-    elif step is not None or no_live or format_ is StepFormat.JSON:
-        _print_steps(trace, step, request, format_)
+    elif dump.file is not None:
+        _write_tables(trace, dump, overwrite=overwrite)
+    elif dump.as_tables or dump.chooses or no_live or format_ is not StepFormat.TABLE:
+        _print_steps(trace, dump.chosen, request, format_)
     elif is_interactive():
         _play(trace, request)
     else:
         _print_lines(trace, request)
-
-
-def table_console() -> Console:
-    """The stdout console for step tables, wide enough for block tables if it is not a terminal."""
-
-    free = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if free else 160)
 
 
 def _check(trace: Path, format_: StepFormat) -> None:
@@ -140,17 +148,33 @@ def _export(trace: Path, output_file: str | None, *, overwrite: bool) -> None:
     _say_notes(reader.notes)
 
 
-def _print_steps(trace: Path, step: int | None, follow: NamedRequest | None, format_: StepFormat) -> None:
+def _print_steps(trace: Path, chosen: StepChoice, follow: NamedRequest | None, format_: StepFormat) -> None:
     reader = TraceReader(trace)
-    printer = StepPrinter(table_console(), follow=follow, only_step=step, as_json=format_ is StepFormat.JSON)
+    printer = StepPrinter(Console(), follow=follow, chosen=chosen, format=Format(format_), width=table_width())
     for event in printer.fold.steps(reader):
         printer.show(event)
-        if step is not None and printer.num_printed:
+        if isinstance(event, StepScheduled) and chosen.is_over(event.step):
             return
     _say_notes(reader.notes)
-    state = printer.moment.state
-    if step is not None:
-        raise UsageError(f"{trace} has no step {step}: the last one is {state.step_number}")
+    if chosen.first and not printer.num_printed:
+        raise no_such_step(chosen, str(trace), printer.moment.state)
+
+
+def no_such_step(chosen: StepChoice, where: str, state: PoolState) -> UsageError:
+    """The error for a step after the last one."""
+    return UsageError(f"{where} has no step {chosen.first}: the last one is {state.step_number}")
+
+
+def _write_tables(trace: Path, dump: Dump, *, overwrite: bool) -> None:
+    files = dump.named_files(overwrite=overwrite)
+    assert files is not None, "a file was named"
+    check_files({"the trace": trace}, files.paths, overwrite=overwrite)
+    reader = TraceReader(trace)
+    with files.written() as folding:
+        for event in folding.steps(reader):
+            if isinstance(event, StepScheduled) and dump.chosen.is_over(event.step):
+                break
+    _say_notes(reader.notes)
 
 
 def _print_lines(trace: Path, follow: NamedRequest | None) -> None:

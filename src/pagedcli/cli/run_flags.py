@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pagedcli.cli.dump_kv import DumpKv, Every, Steps
 from pagedcli.cli.options import ConfigFile, option
 from pagedcli.errors import UsageError
 
@@ -18,7 +19,7 @@ _file, _inspection, _cluster = (
 
 
 class ShownFormat(StrEnum):
-    """The values of --format, for --show-config and --dry-run."""
+    """The values of --format, for --show-config, --dry-run and --dump-kv."""
 
     TABLE = "table"
     JSON = "json"
@@ -31,6 +32,9 @@ _INPUT_HELP = "Input file or folder: JSONL (also .gz) or .parquet; - reads stdin
 _SHARD_HELP = "Process only shard I of N: every N-th row, starting with the I-th."
 _VERIFY_HELP = "At the end generate N rows again, each alone, and compare tokens and log-probabilities."
 _KV_EVENTS_HELP = "Publish KV-cache events in vLLM's format, e.g. on tcp://127.0.0.1:5557; replay is on the next port."
+_FORMAT_HELP = (
+    "Format for --show-config, --dry-run and --dump-kv; yaml only for --show-config, and no csv for --dump-kv."
+)
 _SHOW_HELP = "Show the effective configuration and the source of each value, then exit."
 
 Resume = Annotated[bool, _file("--resume", help="Continue an interrupted run.")]
@@ -62,9 +66,9 @@ class GenerateOptions:
         Path | None, _inspection(help="Write the run's summary to this file.", metavar="FILE.json")
     ] = None
     verify: Annotated[int, _inspection(metavar="N", min=0, help=_VERIFY_HELP, show_default=True)] = 0
-    dump_kv: Annotated[
-        bool, _inspection("--dump-kv", help="Print each step's block tables, ref counts and prefix hits.")
-    ] = False
+    dump_kv: DumpKv = None
+    steps: Steps = None
+    every: Every = 1
     record: Record = None
     record_tokens: RecordTokens = False
     no_ids: NoIds = False
@@ -83,7 +87,7 @@ class GenerateOptions:
     show_config: Annotated[bool, typer.Option("--show-config", help=_SHOW_HELP)] = False
     format_: Annotated[
         ShownFormat,
-        typer.Option("--format", help="Format for --show-config and --dry-run; yaml only for --show-config."),
+        typer.Option("--format", help=_FORMAT_HELP),
     ] = ShownFormat.TABLE
 
     @property

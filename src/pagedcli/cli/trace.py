@@ -15,18 +15,22 @@ from rich.console import Console
 from pagedcli.batch.job import Job
 from pagedcli.batch.prompts import open_source
 from pagedcli.batch.requests import decode_line, read_head
+from pagedcli.cli.dump_kv import Dump, DumpFiles, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import ENGINE_KEYS, RUN_KEYS, SAMPLING_KEYS, ConfigFile, Flags, config_flags, option
-from pagedcli.cli.replay import Follow, StepFormat, table_console
+from pagedcli.cli.replay import Follow, StepFormat, no_such_step
 from pagedcli.cli.run_flags import NoIds, Overwrite, Record, RecordTokens, Resume
 from pagedcli.cli.session import EXIT_ERROR_ROWS, EXIT_OK, run_job
 from pagedcli.config import load_config
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.events import Emit, Event, only_wanted
-from pagedcli.show.panels import PlainView, StepPrinter, print_ending
+from pagedcli.show.panels import PlainView, print_ending
+from pagedcli.show.step_tables import StepPrinter
+from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
 from pagedcli.trace.files import TraceWriter
 from pagedcli.trace.state import PoolState
 from pagedcli.views.names import NamedRequest, unknown_request
+from pagedcli.views.step_rows import StepChoice
 from pagedcli.views.whole_run import Findings, WholeRun
 
 _view = partial(option, panel="View")
@@ -41,7 +45,10 @@ def trace(
     no_ids: NoIds = False,
     follow: Follow = None,
     step: Annotated[int | None, _view(metavar="N", help="Print only the tables of step N.")] = None,
-    no_live: Annotated[bool, _view("--no-live", help="Print the tables of every step.")] = False,
+    no_live: Annotated[bool, _view("--no-live", help="The same as --dump-kv without a file.")] = False,
+    dump_kv: DumpKv = None,
+    steps: Steps = None,
+    every: Every = 1,
     paused: Annotated[bool, _view("--paused", help="Start paused at the first step.")] = False,
     output_file: Annotated[
         str | None, option("-o", "--output-file", help="Write the rows to this file. Default: discard them.")
@@ -50,7 +57,7 @@ def trace(
     overwrite: Overwrite = False,
     config: ConfigFile = None,
     format_: Annotated[
-        StepFormat, _view("--format", help="Format for --step and --no-live.", show_default=True)
+        StepFormat, _view("--format", help="Format of the tables.", show_default=True)
     ] = StepFormat.TABLE,
     flags: Flags,
 ) -> None:
@@ -64,24 +71,30 @@ def trace(
     Examples:
       pagedcli trace prompts.jsonl
       pagedcli trace prompts.jsonl --num-gpu-blocks-override 64 --record run.jsonl.zst
-      pagedcli trace prompts.jsonl --no-live | less
+      pagedcli trace prompts.jsonl --dump-kv | less -S
       pagedcli trace prompts.jsonl --step 12 --format json | jq .sequences
     """  # fmt: skip
     if prompts == "-" and sys.stdin.isatty():
         raise UsageError("cannot trace prompts typed on a terminal: its keys are the view's", hint="pass a JSONL file")
     if paused and not is_interactive(with_stdout=False):
         raise UsageError("--paused needs a terminal, whose keys run the steps", hint="omit it")
-    as_tables = no_live or step is not None or format_ is StepFormat.JSON
+    dump = Dump.of(dump_kv, steps, every, step=step)
+    dump_files = dump.named_files(overwrite=overwrite, resume=resume)
+    only_tables = dump_files is None and (dump.chooses or format_ is not StepFormat.TABLE)
+    as_tables = dump.as_tables or no_live or only_tables
     output = Path(output_file if output_file is not None else os.devnull)
     if output_file == "-":
         raise UsageError("-o - would mix rows with the view", hint="pass a file, or use pagedcli generate --record")
-    job = Job(load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record)
+    others = {} if dump_files is None else dump_files.paths
+    job = Job(
+        load_config(config, flags), prompts, output, resume=resume, overwrite=overwrite, record=record, others=others
+    )
     job.check_files()
     request = None if follow is None else _named(follow, job)
     whole_run = WholeRun()
-    run = partial(_run, job, whole_run, record_tokens=record_tokens, record_ids=not no_ids)
+    run = partial(_run, job, whole_run, dump_files=dump_files, record_tokens=record_tokens, record_ids=not no_ids)
     if as_tables:
-        code = _print_steps(run, whole_run, request, step, as_json=format_ is StepFormat.JSON)
+        code = _print_steps(run, whole_run, request, dump.chosen, Format(format_))
     elif is_interactive(with_stdout=False):
         code = _run_under_application(run, whole_run, request, paused=paused)
     else:
@@ -107,12 +120,12 @@ def _named(name: str, job: Job) -> NamedRequest:
 
 
 def _print_steps(
-    run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, step: int | None, *, as_json: bool
+    run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, chosen: StepChoice, format: Format
 ) -> int:
-    printer = StepPrinter(table_console(), whole_run, follow=follow, only_step=step, as_json=as_json)
+    printer = StepPrinter(Console(), whole_run, follow=follow, chosen=chosen, format=format, width=table_width())
     code = run(printer)
-    if step is not None and not printer.num_printed:
-        raise UsageError(f"there is no step {step}: the last one was {printer.moment.state.step_number}")
+    if chosen.first and not printer.num_printed:
+        raise no_such_step(chosen, "this run", printer.moment.state)
     return code
 
 
@@ -161,6 +174,7 @@ def _run(
     whole_run: WholeRun,
     view: EventView,
     *,
+    dump_files: DumpFiles | None,
     record_tokens: bool,
     record_ids: bool,
     terminal_is_taken: bool = False,
@@ -175,6 +189,8 @@ def _run(
         if job.record is not None:
             writer = stack.enter_context(TraceWriter(job.record, overwrite=job.overwrite, resume=job.resume))
             emit = both(only_wanted(writer, tokens=record_tokens, row_ids=record_ids), view.on_event)
+        if dump_files is not None:
+            emit = both(stack.enter_context(dump_files.written()), emit)
 
         def findings() -> Findings | None:
             state = view.settled()

@@ -1,27 +1,25 @@
-"""A moment of a run as text: figures, tables of a step, lines while it runs. Nothing depends on colour alone.
+"""A moment of a run as text: figures, lines while it runs. Nothing depends on colour alone.
 
-Draws what Moment holds and decides nothing. Only this file and the application import rich.
+Draws what Moment holds and decides nothing. The tables of a step are in step_tables.
 """
 
 import time
 from collections.abc import Sequence
 from typing import Self
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pagedcli.errors import TraceError
-from pagedcli.events import Event, StepFinished, StepScheduled
-from pagedcli.printable import byte_text, one_line, percent_text, plural, printable_json
+from pagedcli.events import Event, StepFinished
+from pagedcli.printable import byte_text, one_line, percent_text, plural
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.stats import ROLLING_STEPS, HitCounts, memory_use, pool_counts
-from pagedcli.views.words import lookup_outcome, waiting_reason
+from pagedcli.views.words import waiting_reason
 
 
 def percent(part: float | None) -> str:
@@ -81,6 +79,17 @@ def block_ids_text(state: PoolState, block_table: Sequence[int | None], width: i
         if len(text) <= width:
             return text
     return f"…{len(block_table)}…"
+
+
+def id_ranges(block_ids: Sequence[int]) -> str:
+    """`0-3 7 9`: block ids in order, adjacent ones as a range."""
+    runs: list[list[int]] = []
+    for block_id in block_ids:
+        if runs and runs[-1][1] + 1 == block_id:
+            runs[-1][1] = block_id
+        else:
+            runs.append([block_id, block_id])
+    return " ".join(_run_text(first, last, 1) for first, last in runs)
 
 
 def _run_text(first: int, last: int, ref_count: int) -> str:
@@ -156,27 +165,10 @@ def work_lines(moment: Moment) -> Text:
     return Text("\n".join(lines), overflow="ellipsis")
 
 
-def _one_line_histogram(state: PoolState) -> str:
+def ref_counts_line(state: PoolState) -> str:
+    """`blocks by ref count  1: 4, 2: 2`."""
     counts = ", ".join(f"{ref}: {count:,}" for ref, count in state.ref_count_histogram().items())
     return f"blocks by ref count  {counts or 'none in use'}"
-
-
-def print_step_tables(moment: Moment, console: Console) -> None:
-    """Print a moment in full: sequences with block tables, lookups of the step, ref counts, hit rates, pool."""
-    state = moment.state
-    step = state.step
-    title = "before the first step" if step is None else f"step {step.step}"
-    console.print(Text(f"── {title}, as its forward pass sees the cache", "bold"))
-    if state.seqs:
-        console.print(_full_sequence_table(moment, wide=console.width >= 110))
-    if step is not None and step.lookups:
-        console.print(_lookup_table(state))
-    console.print(pool_line(state))
-    console.print(Text(_one_line_histogram(state)))
-    console.print(hit_lines(moment))
-    for line in moment.last_words(50, of_step=state.step_number):
-        console.print(Text(line, "dim"))
-    console.print()
 
 
 def print_summary(moment: Moment, console: Console) -> None:
@@ -192,88 +184,6 @@ def print_summary(moment: Moment, console: Console) -> None:
     console.print(pool_line(state))
     console.print(hit_lines(moment))
     console.print(work_lines(moment))
-
-
-def _full_sequence_table(moment: Moment, *, wide: bool) -> Table:
-    """Every sequence, or the followed ones; columns implied by others are omitted if space is short."""
-    state, step = moment.state, moment.state.step
-    new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
-    rows = []
-    for place, seq in enumerate(state.waiting() + state.running()):
-        if moment.follow is not None and seq.seq_id not in moment.follow_seq_ids:
-            continue
-        row = {
-            "seq": str(seq.seq_id), "request": one_line(seq.label), "state": seq.status,
-            "new": str(new_tokens.get(seq.seq_id, 0)), "cached": str(seq.num_cached_tokens),
-            "tokens": f"{seq.num_computed_tokens}/{seq.num_tokens}",
-            "out": f"{seq.num_output_tokens}/{seq.max_new_tokens}", "blocks": str(len(seq.held_block_ids)),
-            "of pool": percent(len(seq.held_block_ids) / state.num_blocks),
-            "block table (×: ref count) / why it waits": block_ids_text(state, seq.block_table)
-            if seq.running
-            else why_waiting(state, seq, place),
-        }  # fmt: skip
-        rows.append({name: cell for name, cell in row.items() if wide or name not in ("cached", "blocks", "of pool")})
-    rows.sort(key=lambda row: row["state"] not in ("prefill", "decode"))
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in rows[0] if rows else ():
-        is_text = name in ("request", "state") or name.startswith("block table")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not name.startswith("block table"))
-    for row in rows:
-        table.add_row(*row.values())
-    return table
-
-
-def _lookup_table(state: PoolState) -> Table:
-    assert state.step is not None
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("lookup of seq", "reason", "blocks asked", "blocks hit", "tokens hit", "first miss", "outcome"):
-        table.add_column(name, justify="left" if name in ("reason", "outcome") else "right")
-    for lookup in state.step.lookups:
-        table.add_row(
-            str(lookup.seq_id), lookup.reason, str(lookup.blocks_asked), str(lookup.blocks_hit), str(lookup.tokens_hit),
-            "-" if lookup.first_miss is None else f"block {lookup.first_miss}", lookup_outcome(lookup),
-        )  # fmt: skip
-    return table
-
-
-class StepPrinter:
-    """Prints each step (or one) as its forward pass sees the cache: as tables, or as one JSON object per line.
-
-    `views` fold the same events.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        *views: View[PoolState],
-        follow: NamedRequest | None = None,
-        only_step: int | None = None,
-        as_json: bool = False,
-    ) -> None:
-        self.moment = Moment(follow=follow)
-        self.fold = pool_fold(self.moment, *views)
-        self.num_printed = 0
-        self._console = console
-        self.only_step = only_step
-        self._as_json = as_json
-
-    def on_event(self, event: Event) -> None:
-        """Handle an event of the engine. Raises TraceError if it contradicts earlier ones."""
-        self.fold(event)
-        self.show(event)
-
-    def settled(self) -> PoolState:
-        """The state after all events so far."""
-        return self.moment.state
-
-    def show(self, event: Event) -> None:
-        """Print the step once this event completes what its forward pass sees."""
-        if isinstance(event, StepScheduled) and self.only_step in (None, event.step):
-            self.num_printed += 1
-            if self._as_json:
-                self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
-            else:
-                print_step_tables(self.moment, self._console)
 
 
 class PlainView:

@@ -138,12 +138,12 @@ def as_markdown(table: Table) -> str:
     """A GitHub table below a heading."""
     rules = ["---:" if column.is_number else "---" for column in table.columns]
     rows = [[column.header for column in table.columns], rules, *shown_cells(table)]
-    lines = ["| " + " | ".join(_markdown(cell) for cell in row) + " |" for row in rows]
-    notes = [f"\n{_markdown(one_line(note))}" for note in table.notes]
-    return "\n".join([f"### {_markdown(one_line(table.title))}", "", *lines, *notes]) + "\n"
+    lines = ["| " + " | ".join(markdown_text(cell) for cell in row) + " |" for row in rows]
+    notes = [f"\n{markdown_text(one_line(note))}" for note in table.notes]
+    return "\n".join([f"### {markdown_text(one_line(table.title))}", "", *lines, *notes]) + "\n"
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Text escaped for a Markdown cell: no HTML, links or cell separators."""
     return re.sub(r"([\\|<\[`])", r"\\\1", text)
 

@@ -81,9 +81,9 @@ class Fold(Generic[S]):
             yield event
 
 
-def pool_fold(*views: View[PoolState]) -> Fold[PoolState]:
+def pool_fold(*views: View[PoolState], keep_finished: bool = True) -> Fold[PoolState]:
     """A fold of our engine's events into the exact pool."""
-    return Fold(PoolState(), *views, laws=Laws(PoolLaws(), SlotLaws()))
+    return Fold(PoolState(keep_finished=keep_finished), *views, laws=Laws(PoolLaws(), SlotLaws()))
 
 
 def fold(source: EventSource, *views: View[PoolState]) -> PoolState:

@@ -313,15 +313,20 @@ _KEPT_REFUSALS = 1000
 
 
 class PoolState(BlockLedger):
-    """The engine's ledgers, rebuilt from its events. `apply` is the only way to change it."""
+    """The engine's ledgers, rebuilt from its events. `apply` is the only way to change it.
+
+    `keep_finished=False` forgets finished sequences when the next step begins, so that a long run needs no more memory.
+    """
 
     _on: ClassVar[dict[type[ev.Event], Handler]]
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_finished: bool = True) -> None:
         super().__init__()
+        self._keep_finished = keep_finished
         self.engine: ev.EngineStarted | None = None
         self.seqs: dict[int, SeqState] = {}  # waiting and running, in order of arrival
         self.finished: dict[int, SeqState] = {}
+        self.num_finished = 0  # sequences, forgotten ones included
         self.refused: list[ev.RequestRefused] = []  # the first ones
         self.num_refused = 0
         self.step: StepRecord | None = None  # the current one, or the last
@@ -436,6 +441,7 @@ class PoolState(BlockLedger):
             seq.count_with()
             seq.status, seq.block_table, seq.finished_step = "finished", [], self.step_number
         self.finished.update(self.seqs)
+        self.num_finished += len(self.seqs)
         self.seqs, self._together = {}, {}
         self.num_running = self._num_entries = self._num_computed = 0
 
@@ -573,6 +579,8 @@ class PoolState(BlockLedger):
 
     def on_step_started(self, event: ev.StepStarted) -> None:
         self.step = StepRecord(event.step, event.time_ns)
+        if not self._keep_finished:
+            self.finished.clear()
 
     def on_step_scheduled(self, event: ev.StepScheduled) -> None:
         """Each sequence has computed so many tokens more.
@@ -631,6 +639,7 @@ class PoolState(BlockLedger):
         seq.finish_reason = event.reason
         seq.finished_step = self.step_number
         self.finished[seq.seq_id] = seq
+        self.num_finished += 1
         if self.step is not None:
             self.step.num_finished += 1
 

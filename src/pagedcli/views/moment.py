@@ -95,9 +95,13 @@ class Moment(View[PoolState]):
         other.pool_trend, other.hit_trend = self.pool_trend.copy(), self.hit_trend.copy()
         return other
 
-    def last_words(self, most: int, *, of_step: int | None = None) -> list[str]:
+    def last_words(self, most: int, *, of_step: int | None = None, with_lookups: bool = True) -> list[str]:
         """The last events as text, oldest first; the evictions of a step share a line."""
-        entries = [entry for entry in self._events if of_step is None or entry[0] == of_step]
+        entries = [
+            (step, event)
+            for step, event in self._events
+            if of_step in (None, step) and (with_lookups or not isinstance(event, ev.PrefixLookedUp))
+        ]
         return self._in_words(entries[-4 * most :])[-most:]
 
     def new_words(self) -> list[str]:
@@ -127,7 +131,7 @@ class Moment(View[PoolState]):
         counts = pool_counts(state)
         return (
             f"step {'-' if state.step is None else state.step.step}: {state.num_running} running, "
-            f"{len(state.waiting())} waiting, {len(state.finished)} finished; blocks {counts['in_use']:,} in use "
+            f"{len(state.waiting())} waiting, {state.num_finished} finished; blocks {counts['in_use']:,} in use "
             f"({counts['shared']:,} shared) + {counts['cached']:,} cached + {counts['empty']:,} empty"
             + ("" if rate is None else f"; {rate:,.0f} tok/s")
         )
@@ -160,7 +164,7 @@ class Moment(View[PoolState]):
                 "run": _rates(stats.run), f"last_{ROLLING_STEPS}_steps": _rates(stats.rolling),
             },
             "memory": dataclasses.asdict(memory_use(state)),
-            "num_finished": len(state.finished),
+            "num_finished": state.num_finished,
             "num_failed_steps": facts.num_failed_steps,
             "num_preemptions": facts.num_preemptions,
             "num_dropped_tokens": stats.num_dropped_tokens,

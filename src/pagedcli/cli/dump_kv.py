@@ -1,0 +1,132 @@
+"""--dump-kv of generate, trace and replay: the tables of each step, printed, or as data in files."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from pagedcli.cli.options import option
+from pagedcli.errors import UsageError
+from pagedcli.files import check_new
+from pagedcli.show.data_files import DataFiles, data_paths, next_part
+from pagedcli.show.terminal import say
+from pagedcli.trace.fold import Fold, pool_fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.step_rows import StepChoice, StepRows
+
+_FLAG = "--dump-kv"
+_ENDINGS = (".csv", ".jsonl", ".parquet")
+_INPUTS = ("prompts", "trace", "input_file")  # parameters that name what a command reads
+_TABLES = ""  # the value of a bare --dump-kv
+
+_DUMP_HELP = (
+    "Print each step's block tables, ref counts and prefix hits. With a file, kv.csv say, write them as data instead:"
+    " kv.steps.csv, kv.sequences.csv, kv.blocks.csv, kv.lookups.csv. The next word is the file if it ends in .csv,"
+    " .jsonl or .parquet and another word names the input; --dump-kv=FILE always is one."
+)
+_panel = "Tables of the steps (docs/reading-the-tables.md)"
+DumpKv = Annotated[str | None, option(_FLAG, help=_DUMP_HELP, metavar="[FILE]", panel=_panel)]
+Steps = Annotated[
+    str | None, option("--steps", help="Only these steps, e.g. 100-120, 100- or 100.", metavar="A-B", panel=_panel)
+]
+Every = Annotated[
+    int,
+    option(
+        "--every", help="Only every N-th of them; lookups are all written.", metavar="N", min=1, panel=_panel,
+        show_default=True,
+    ),
+]  # fmt: skip
+
+
+def with_value(arguments: Sequence[str], parser: Any) -> list[str]:
+    """The arguments with the value of --dump-kv attached, as `--dump-kv=FILE` or, of a bare one, `--dump-kv=`.
+
+    The word after it is its file if it is named like one and the others still name an input:
+    `generate in.jsonl --dump-kv kv.csv`, but `generate --dump-kv in.jsonl`.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if _FLAG not in arguments[:end]:
+        return list(arguments)
+    place = arguments.index(_FLAG, 0, end)
+    before, after = list(arguments[:place]), list(arguments[place + 1 :])
+    if place + 1 < end and after[0].endswith(_ENDINGS):
+        taken = [*before, f"{_FLAG}={after[0]}", *after[1:]]
+        values, _, _ = parser.parse_args(args=list(taken))
+        if any(isinstance(values.get(name), str) for name in _INPUTS):
+            return taken
+    return [*before, f"{_FLAG}={_TABLES}", *after]
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """What --dump-kv, --steps and --every ask for."""
+
+    chosen: StepChoice
+    as_tables: bool  # --dump-kv without a file
+    file: Path | None  # --dump-kv FILE
+
+    @classmethod
+    def of(cls, dump_kv: str | None, steps: str | None, every: int, *, step: int | None = None) -> "Dump":
+        """`step`: only this one. Raises: UsageError."""
+        if step is not None and (steps is not None or every != 1):
+            raise UsageError("--step cannot be combined with --steps or --every")
+        chosen = StepChoice.parse(steps, every) if step is None else StepChoice(step, step)
+        file = Path(dump_kv) if dump_kv else None
+        if file is not None:
+            data_paths(file)
+        return cls(chosen, dump_kv == _TABLES, file)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether only some steps are wanted."""
+        return self.chosen != StepChoice()
+
+    def named_files(self, *, overwrite: bool, resume: bool = False) -> "DumpFiles | None":
+        """The files to write; what a resumed run adds is a part of its own. Raises: UsageError if one exists."""
+        if self.file is None:
+            return None
+        file = next_part(self.file) if resume else self.file
+        files = DataFiles(file, overwrite=overwrite)
+        if not overwrite:
+            for path in files.paths.values():
+                check_new(_FLAG, path)
+        return DumpFiles(files, self.chosen)
+
+
+class DumpFiles:
+    """The data files of one run."""
+
+    def __init__(self, files: DataFiles, chosen: StepChoice) -> None:
+        self._files = files
+        self._rows = StepRows(files.write, chosen)
+        self.chosen = chosen
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """What each is in a message -> its path."""
+        return {f"{_FLAG} ({table})": path for table, path in self._files.paths.items()}
+
+    @contextmanager
+    def written(self) -> Iterator[Fold[PoolState]]:
+        """A fold of a run's events; its rows are in the files once the block ends. Raises: PagedcliError."""
+        try:
+            yield pool_fold(self._rows, keep_finished=False)
+        except BaseException:
+            self._files.discard()
+            raise
+        if self._files.close():
+            say(f"KV tables: {self._files.names}")
+            if not self._rows.num_steps:
+                say("note: the run has none of the chosen steps: these tables have no rows")
+
+
+def table_width(*, stderr: bool = False) -> int | None:
+    """The width of tables: the terminal's, or $COLUMNS where that is set; None in pipes and files."""
+    stream = sys.stderr if stderr else sys.stdout
+    is_limited = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
+    return Console(stderr=stderr).width if is_limited else None

@@ -1,0 +1,190 @@
+"""The tables of views.step_rows as files: `kv.parquet` names `kv.steps.parquet`, `kv.blocks.parquet` and so on.
+
+Written row by row in bounded memory under temporary names; they appear when the run ends. Used by --dump-kv FILE.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+
+from pagedcli.batch.parquet import require_pyarrow
+from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.files import PendingFile
+from pagedcli.views.step_rows import TABLES, DataColumn, Row
+
+_BUFFER_BYTES = 1 << 16
+_GROUP_ROWS = 1 << 16  # rows of a Parquet row group
+
+
+def data_paths(path: Path) -> dict[str, Path]:
+    """Table -> its file. Raises: UsageError for an extension other than .csv, .jsonl and .parquet."""
+    if path.suffix not in _WRITERS:
+        raise UsageError(f"--dump-kv cannot write {path}", hint="its name must end in .csv, .jsonl or .parquet")
+    return {table: path.with_name(f"{path.stem}.{table}{path.suffix}") for table in TABLES}
+
+
+def next_part(path: Path) -> Path:
+    """The first of `kv.csv`, `kv.part2.csv` ... without files: what a resumed run adds."""
+    part, number = path, 1
+    while any(each.exists() for each in data_paths(part).values()):
+        number += 1
+        part = path.with_name(f"{path.stem}.part{number}{path.suffix}")
+    return part
+
+
+class RowWriter(Protocol):
+    """Writes the rows of one table to an open file. Raises: OSError, in every method."""
+
+    def write(self, rows: Iterable[Row]) -> None: ...
+
+    def close(self) -> None:
+        """Write what is left. The file stays open."""
+        ...
+
+
+class CsvRows:
+    """CSV with a header. Lists are JSON, e.g. `[0, 1, null]`."""
+
+    def __init__(self, file: BinaryIO, columns: Sequence[DataColumn]) -> None:
+        self._text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        self._rows = csv.writer(self._text, lineterminator="\n")
+        self._rows.writerow([column.name for column in columns])
+
+    def write(self, rows: Iterable[Row]) -> None:
+        self._rows.writerows([_csv_cell(value) for value in row] for row in rows)
+
+    def close(self) -> None:
+        self._text.detach()  # flushes
+
+
+def _csv_cell(value: Any) -> Any:
+    if isinstance(value, list):
+        return msgspec.json.encode(value).decode()
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else value
+
+
+class JsonRows:
+    """One JSON object per line, with every column."""
+
+    def __init__(self, file: BinaryIO, columns: Sequence[DataColumn]) -> None:
+        self._file = file
+        self._names = [column.name for column in columns]
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray()
+
+    def write(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._encoder.encode_into(dict(zip(self._names, row, strict=True)), self._buffer, len(self._buffer))
+            self._buffer += b"\n"
+        if len(self._buffer) >= _BUFFER_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(self._buffer)
+        self._buffer.clear()
+
+
+class ParquetRows:
+    """Parquet with typed columns, one row group per 65,536 rows."""
+
+    def __init__(self, file: BinaryIO, columns: Sequence[DataColumn]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        types = {
+            "int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_(),
+            "ints": pa.list_(pa.int64()), "texts": pa.list_(pa.string()),
+        }  # fmt: skip
+        self._schema = pa.schema([(column.name, types[column.type]) for column in columns])
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+        self._waiting: list[Row] = []
+
+    def write(self, rows: Iterable[Row]) -> None:
+        self._waiting.extend(rows)
+        while len(self._waiting) >= _GROUP_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        if self._waiting:
+            self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        group, self._waiting = self._waiting[:_GROUP_ROWS], self._waiting[_GROUP_ROWS:]
+        cells = zip(*group, strict=True)
+        arrays = [pa.array(values, field.type) for values, field in zip(cells, self._schema, strict=True)]
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+
+
+_WRITERS: dict[str, Any] = {".csv": CsvRows, ".jsonl": JsonRows, ".parquet": ParquetRows}
+
+
+class DataFiles:
+    """Takes rows by table; the first call opens all files, even without rows, and `close` lets them appear.
+
+    A file that cannot be written ends the dump, not the run: `close` says so.
+    Raises: UsageError for another extension, or Parquet without pyarrow.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.paths = data_paths(path)
+        if path.suffix == ".parquet":
+            require_pyarrow()
+        self._path = path
+        self._overwrite = overwrite
+        self._files: dict[str, PendingFile] = {}
+        self._rows: dict[str, RowWriter] = {}  # empty before the first rows, and after a problem
+        self._problem: OSError | None = None
+
+    @property
+    def names(self) -> str:
+        """All files, for messages: `kv.{steps,sequences,blocks,lookups}.csv`."""
+        return str(self._path.with_name(f"{self._path.stem}.{{{','.join(self.paths)}}}{self._path.suffix}"))
+
+    def write(self, table: str, rows: Iterable[Row]) -> None:
+        if self._problem is not None:
+            return
+        try:
+            if not self._files:
+                self._open()
+            self._rows[table].write(rows)
+        except OSError as error:
+            self._problem = error
+
+    def _open(self) -> None:
+        for table, path in self.paths.items():
+            self._files[table] = PendingFile(path, overwrite=self._overwrite)
+            self._rows[table] = _WRITERS[path.suffix](self._files[table].file, TABLES[table])
+
+    def close(self) -> bool:
+        """Give the files their names. Returns False if nothing was to be written. Raises: PagedcliError if they could
+        not be written completely."""
+        files, self._files = self._files, {}
+        try:
+            if self._problem is not None:
+                raise self._problem
+            for rows in self._rows.values():
+                rows.close()
+            for file in files.values():
+                file.commit()
+        except OSError as error:
+            for file in files.values():
+                file.discard()
+            problem, self._problem = error, None
+            raise PagedcliError(f"cannot write {self.names}: {problem.strerror or problem}") from error
+        return bool(files)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        for file in self._files.values():
+            file.discard()
+        self._files = {}

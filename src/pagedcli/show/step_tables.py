@@ -1,0 +1,335 @@
+"""A step as tables: sequences with block tables and ref counts, shared prefixes, lookups, hit rates.
+
+Used by --dump-kv, --step and --steps. The same cells at every width: what does not fit continues on a further line.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from pagedcli.events import Event, PrefixLookedUp, StepScheduled
+from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.show.panels import block_ids_text, id_ranges, percent, pool_line, ref_counts_line, why_waiting
+from pagedcli.show.tables import Column, Format, Row, Table, as_markdown, count, markdown_text, shown_cells
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.views.moment import Moment
+from pagedcli.views.names import NamedRequest
+from pagedcli.views.shared_prefixes import SharedPrefix, shared_prefixes
+from pagedcli.views.stats import ROLLING_STEPS, HitCounts
+from pagedcli.views.step_rows import StepChoice
+
+_STYLES = {
+    "prefill": "cyan", "decode": "green", "waiting": "yellow", "preempted": "bold red",
+}  # fmt: skip
+_SHARED = "magenta"  # what several sequences hold, as in the application
+_LEAST_ROOM = 30  # cells for wrapped text; with less it gets a line of its own
+
+# ---------------------------------------------------------------------- tables of a step
+
+
+def step_tables(moment: Moment) -> list[Table]:
+    """The tables of a moment; those without rows are left out."""
+    state = moment.state
+    tables_of = {seq.seq_id: seq.block_table for seq in state.running()}
+    prefixes, longest = shared_prefixes(tables_of)
+    tables = [_sequences(moment, longest), _prefixes(prefixes), _lookups(moment), _hits(moment)]
+    return [table for table in tables if table.rows]
+
+
+def _sequences(moment: Moment, longest: Mapping[int, SharedPrefix]) -> Table:
+    """Every sequence, or the followed ones: those that run before those that wait."""
+    state, step = moment.state, moment.state.step
+    new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+    rows: list[Row] = []
+    for seq in _shown(moment, state.running()):
+        num_held = len(seq.held_block_ids)
+        held = {"num_blocks": num_held, "share": num_held / state.num_blocks}
+        rows.append(_cells(seq, new_tokens) | held | {"blocks": _table_text(seq, longest.get(seq.seq_id), state)})
+    for place, seq in enumerate(state.waiting()):
+        if _shown(moment, [seq]):
+            held = {"num_blocks": 0, "share": 0.0}
+            rows.append(_cells(seq, new_tokens) | held | {"blocks": why_waiting(state, seq, place)})
+    columns = [
+        Column("seq_id", "seq", count), Column("label", "request"), Column("status", "state"),
+        Column("num_new_tokens", "new", count), Column("num_cached_tokens", "cached", count),
+        Column("computed", "tokens", str), Column("generated", "out", str), Column("num_blocks", "blocks", count),
+        Column("share", "of pool", percent),
+        Column("blocks", "block table (×: ref count), or why it waits", words=True),
+    ]  # fmt: skip
+    return Table("sequences", "Sequences", columns, rows)
+
+
+def _shown(moment: Moment, seqs: Sequence[SeqState]) -> list[SeqState]:
+    return [seq for seq in seqs if moment.follow is None or seq.seq_id in moment.follow_seq_ids]
+
+
+def _cells(seq: SeqState, new_tokens: Mapping[int, int]) -> dict[str, object]:
+    return {
+        "seq_id": seq.seq_id, "label": one_line(seq.label) or "-", "status": seq.status,
+        "num_new_tokens": new_tokens.get(seq.seq_id, 0), "num_cached_tokens": seq.num_cached_tokens,
+        "computed": f"{seq.num_computed_tokens}/{seq.num_tokens}",
+        "generated": f"{seq.num_output_tokens}/{seq.max_new_tokens}",
+    }  # fmt: skip
+
+
+def _table_text(seq: SeqState, prefix: SharedPrefix | None, state: PoolState) -> str:
+    """Its block table, whose shared beginning is told by its name."""
+    if prefix is None:
+        return block_ids_text(state, seq.block_table) or "-"
+    return f"{prefix.name} {block_ids_text(state, seq.block_table[prefix.end :])}".rstrip()
+
+
+def _prefixes(prefixes: Sequence[SharedPrefix]) -> Table:
+    """The ref count of each of its blocks is the number of sequences that share it."""
+    rows = [
+        {
+            "name": each.name, "num_seqs": len(each.seq_ids), "num_blocks": each.end,
+            "blocks": f"{each.parent or ''} {id_ranges(each.block_ids)}".strip(),
+        }
+        for each in prefixes
+    ]  # fmt: skip
+    columns = [
+        Column("name", "prefix"), Column("num_seqs", "sequences", count), Column("num_blocks", "blocks", count),
+        Column("blocks", "its part of a block table"),
+    ]  # fmt: skip
+    return Table("prefixes", "Shared prefixes", columns, rows)
+
+
+def _lookups(moment: Moment) -> Table:
+    state, step = moment.state, moment.state.step
+    lookups = [] if step is None else step.lookups
+    if moment.follow is not None:
+        lookups = [each for each in lookups if each.seq_id in moment.follow_seq_ids]
+    columns = [
+        Column("seq_id", "seq", count), Column("label", "request"), Column("reason", "lookup"),
+        Column("num_tokens", "tokens", count), Column("blocks_asked", "full blocks", count),
+        Column("blocks_hit", "blocks hit", count), Column("tokens_hit", "tokens hit", count),
+        Column("first_miss", "first miss", count), Column("why", "why no more"),
+    ]  # fmt: skip
+    return Table("lookups", "Prefix lookups of this step", columns, [_lookup_row(each, state) for each in lookups])
+
+
+def _lookup_row(event: PrefixLookedUp, state: PoolState) -> Row:
+    seq = state.seq(event.seq_id)
+    return {
+        "seq_id": event.seq_id, "label": "-" if seq is None else one_line(seq.label) or "-", "reason": event.reason,
+        "num_tokens": event.num_tokens, "blocks_asked": event.blocks_asked, "blocks_hit": event.blocks_hit,
+        "tokens_hit": event.tokens_hit, "first_miss": event.first_miss, "why": _why_no_more(event),
+    }  # fmt: skip
+
+
+def _why_no_more(event: PrefixLookedUp) -> str:
+    if event.miss_reason is None:
+        return "every full block found"
+    if event.miss_reason == "no_match":
+        partial = plural(event.partial_tokens, "more token")
+        return f"not cached, {partial} shared" if event.partial_tokens else "not cached"
+    return {"caching_off": "prefix caching is off", "no_full_block": "no full block"}[event.miss_reason]
+
+
+def _hits(moment: Moment) -> Table:
+    run, rolling = moment.stats.run, moment.stats.rolling
+    rows = [
+        _hit_row("from other requests", run.from_others, rolling.from_others),
+        _hit_row("own (preempted, n > 1)", run.own, rolling.own),
+    ]
+    columns = [
+        Column("hits", "hits"),
+        Column("run_tokens", "run: tokens", percent), Column("run_blocks", "run: blocks", percent),
+        Column("recent_tokens", f"last {ROLLING_STEPS} steps: tokens", percent),
+        Column("recent_blocks", "blocks", percent),
+    ]  # fmt: skip
+    return Table("hit_rates", "Prefix hits", columns, rows)
+
+
+def _hit_row(name: str, run: HitCounts, recent: HitCounts) -> Row:
+    return {
+        "hits": name, "run_tokens": run.token_rate, "run_blocks": run.block_rate,
+        "recent_tokens": recent.token_rate, "recent_blocks": recent.block_rate,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- layout
+
+
+def laid_out(table: Table, width: int | None) -> list[Text]:
+    """A table's lines: title, header, rule, rows. None: as wide as it is.
+
+    If it is wider than `width`, the last column wraps, if it holds text and has room; otherwise the columns continue on
+    further lines of each row, so that none is lost.
+    """
+    cells = [[column.header for column in table.columns], *shown_cells(table)]
+    widths = [max(cell_len(row[place]) for row in cells) for place in range(len(table.columns))]
+    layout = _layout(table, widths, width)
+    header, *rows = (_row_lines(row, table, widths, layout, width) for row in cells)
+    for line in header:
+        line.stylize("bold")
+    longest = max(line.cell_len for lines in (header, *rows) for line in lines)
+    rule = Text("─" * longest, "dim")
+    return [Text(one_line(table.title), "bold"), *header, rule, *(line for lines in rows for line in lines)]
+
+
+def _layout(table: Table, widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """The places of the columns by line of a row."""
+    places, last = list(range(len(widths))), len(widths) - 1
+    before_last = sum(widths[:-1]) + 2 * last
+    if width is None or before_last + widths[-1] <= width:
+        return [places]
+    if not table.columns[last].is_number and width - before_last >= _LEAST_ROOM:
+        return [places]
+    lines, used = [[0]], widths[0]
+    for place in places[1:]:
+        if used + 2 + widths[place] <= width:
+            lines[-1].append(place)
+            used += 2 + widths[place]
+        else:
+            lines.append([place])
+            used = _indent(widths) + widths[place]
+    return lines
+
+
+def _indent(widths: Sequence[int]) -> int:
+    """Of all lines of a row but the first: the rest stands below its second column."""
+    return widths[0] + 2
+
+
+def _row_lines(
+    row: Sequence[str], table: Table, widths: Sequence[int], layout: Sequence[Sequence[int]], width: int | None
+) -> list[Text]:
+    lines: list[Text] = []
+    for number, places in enumerate(layout):
+        line = Text(" " * (_indent(widths) if number else 0), no_wrap=True)
+        for place in places:
+            cell, column = row[place], table.columns[place]
+            if place != places[0]:
+                line.append("  ")
+            if place == places[-1] and not column.is_number:
+                lines += _wrapped(line, _styled(cell, column), width)
+                break
+            space = " " * (widths[place] - cell_len(cell))
+            line.append_text(Text(space) + _styled(cell, column) if column.is_number else _styled(cell, column))
+            if not column.is_number and place != places[-1]:
+                line.append(space)
+        else:
+            lines.append(line)
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+def _wrapped(before: Text, cell: Text, width: int | None) -> list[Text]:
+    """A line whose last cell continues below its beginning."""
+    indent = before.cell_len
+    if width is None or indent + cell.cell_len <= width:
+        return [before + cell]
+    parts = cell.wrap(Console(width=width), max(1, width - indent))
+    return [(Text(" " * indent) if number else before) + part for number, part in enumerate(parts)]
+
+
+def _styled(cell: str, column: Column) -> Text:
+    text = Text(cell)
+    if column.key == "status" and cell in _STYLES:
+        text.stylize(_STYLES[cell])
+    elif column.key in ("blocks", "name"):
+        for match in re.finditer(r"\S+×\d+|(?<!\S)P\d+(?!\S)", cell):
+            text.stylize(_SHARED, *match.span())
+    return text
+
+
+# ---------------------------------------------------------------------- printing
+
+
+def print_step_tables(moment: Moment, console: Console, width: int | None) -> None:
+    """Print a moment in full, at a width or (None) without limit."""
+    state = moment.state
+    console.print(Text(_title(state), "bold"), soft_wrap=True)
+    for line in (pool_line(state), Text(ref_counts_line(state))):
+        for part in [line] if width is None else line.wrap(console, width):
+            console.print(part, soft_wrap=True)
+    for table in step_tables(moment):
+        console.print()
+        for line in laid_out(table, width):
+            console.print(line, soft_wrap=True)
+    events = moment.last_words(50, of_step=state.step_number, with_lookups=False)
+    if events:
+        console.print()
+    for words in events:
+        line = Text(words, "dim")
+        for part in [line] if width is None else line.wrap(console, width):
+            console.print(part, soft_wrap=True)
+    console.print()
+
+
+def _title(state: PoolState) -> str:
+    title = "before the first step" if state.step is None else f"step {state.step.step}"
+    return f"── {title}, as its forward pass sees the cache"
+
+
+def step_markdown(moment: Moment) -> str:
+    """A moment in Markdown: a heading, the pool, tables, events."""
+    state = moment.state
+    title = "Before the first step" if state.step is None else f"Step {state.step.step}"
+    events = moment.last_words(50, of_step=state.step_number, with_lookups=False)
+    parts = [
+        f"## {title}, as its forward pass sees the cache\n",
+        f"{pool_line(state).plain}  \n{ref_counts_line(state)}\n",
+        *(as_markdown(table) for table in step_tables(moment)),
+        *(["\n".join(f"- {markdown_text(words)}" for words in events) + "\n"] if events else []),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+class StepPrinter:
+    """Prints the chosen steps as their forward pass sees the cache: as tables, Markdown, or one JSON object per line.
+
+    `views` fold the same events. `width`: of the tables, None: without limit.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *views: View[PoolState],
+        follow: NamedRequest | None = None,
+        chosen: StepChoice | None = None,
+        format: Format = Format.TABLE,
+        width: int | None = None,
+    ) -> None:
+        self.moment = Moment(follow=follow)
+        self.fold = pool_fold(self.moment, *views)
+        self.num_printed = 0
+        self.chosen = chosen or StepChoice()
+        self._console = console
+        self._print: Callable[[], None] = {
+            Format.JSON: self._print_json, Format.MD: self._print_markdown, Format.TABLE: self._print_tables,
+        }[format]  # fmt: skip
+        self._width = width
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event of the engine. Raises TraceError if it contradicts earlier ones."""
+        self.fold(event)
+        self.show(event)
+
+    def settled(self) -> PoolState:
+        """The state after all events so far."""
+        return self.moment.state
+
+    def show(self, event: Event) -> None:
+        """Print the step once this event completes what its forward pass sees."""
+        if isinstance(event, StepScheduled) and self.chosen.shows(event.step):
+            self.num_printed += 1
+            self._print()
+
+    def _print_json(self) -> None:
+        self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
+
+    def _print_markdown(self) -> None:
+        self._console.file.write(step_markdown(self.moment))
+
+    def _print_tables(self) -> None:
+        print_step_tables(self.moment, self._console, self._width)

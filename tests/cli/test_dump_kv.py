@@ -1,0 +1,150 @@
+"""`--dump-kv` of generate, trace and replay: one name, one meaning, tables or data."""
+
+import json
+
+import pytest
+from cli_harness import FAST, PROMPTS, pagedcli, rows_of
+from typer.testing import CliRunner
+
+from pagedcli.cli.dump_kv import with_value
+from pagedcli.cli.main import app
+
+TABLES = ("steps", "sequences", "blocks", "lookups")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Prompts, their rows, a trace, and the tables of the run as data."""
+    folder = tmp_path_factory.mktemp("dump")
+    (folder / "in.jsonl").write_text(PROMPTS)
+    files = ("--record", folder / "run.jsonl", "--dump-kv", folder / "kv.jsonl")
+    result = pagedcli("generate", folder / "in.jsonl", "-o", folder / "out.jsonl", *FAST, *files)
+    assert f"KV tables: {folder}/kv.{{steps,sequences,blocks,lookups}}.jsonl" in result.stderr
+    assert result.stdout == ""
+    return folder
+
+
+def tables(path):
+    found = {table: rows_of(path.with_name(f"{path.stem}.{table}.jsonl")) for table in TABLES}
+    for row in found["steps"]:
+        del row["start_ms"]
+    return found
+
+
+def test_all_three_commands_write_the_same_data_and_print_the_same_tables(run, tmp_path):
+    pagedcli("replay", run / "run.jsonl", "--dump-kv", tmp_path / "replay.jsonl")
+    traced = ("trace", run / "in.jsonl", *FAST)
+    pagedcli(*traced, "--dump-kv", tmp_path / "trace.jsonl")
+    assert tables(run / "kv.jsonl") == tables(tmp_path / "replay.jsonl") == tables(tmp_path / "trace.jsonl")
+    printed = pagedcli("replay", run / "run.jsonl", "--dump-kv").stdout
+    assert printed == pagedcli(*traced, "--dump-kv").stdout
+    assert printed == pagedcli("generate", run / "in.jsonl", "-o", "/dev/null", *FAST, "--dump-kv").stdout
+    assert printed == pagedcli("replay", run / "run.jsonl", "--no-live").stdout
+    assert printed.count("as its forward pass sees the cache") == len(rows_of(run / "kv.steps.jsonl"))
+
+
+def test_a_bare_flag_takes_no_prompts_file_for_its_own(run):
+    given = run / "in.jsonl"
+    before = sorted(path.name for path in run.iterdir())
+    for arguments in (
+        ("generate", "--dump-kv", given, "-o", "/dev/null", *FAST),
+        ("generate", "-o", "/dev/null", *FAST, "--dump-kv", given),
+        ("trace", "--dump-kv", given, *FAST),
+        ("replay", "--dump-kv", run / "run.jsonl"),
+    ):
+        assert "Sequences\n" in pagedcli(*arguments).stdout
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ("in.jsonl --dump-kv kv.csv", "kv.csv"),
+        ("--dump-kv kv.csv in.jsonl", "kv.csv"),
+        ("--dump-kv in.jsonl", ""),
+        ("in.jsonl --dump-kv", ""),
+        ("--dump-kv -o out.jsonl in.jsonl", ""),
+        ("in.jsonl -o out.jsonl --dump-kv --steps 3", ""),
+        ("-i in.jsonl --dump-kv kv.parquet", "kv.parquet"),
+        ("--dump-kv in.jsonl.gz", ""),
+        ("--dump-kv -- in.jsonl", ""),
+        ("in.jsonl --dump-kv=kv.txt", "kv.txt"),
+        ("--dump-kv=kv.jsonl in.jsonl", "kv.jsonl"),
+        ("in.jsonl", None),
+    ],
+)
+def test_the_next_word_is_the_file_if_another_one_names_the_input(arguments, value):
+    words = with_value(arguments.split(), FakeParser())
+    given = [word.partition("=")[2] for word in words if word.startswith("--dump-kv")]
+    assert given == ([] if value is None else [value])
+    assert [word.partition("=")[0] for word in words] == [
+        word.partition("=")[0] for word in arguments.split() if word != value
+    ]
+
+
+class FakeParser:
+    """Of a command with prompts, -i, -o and --steps."""
+
+    def parse_args(self, args):
+        values, words = {}, iter(args)
+        for word in words:
+            if word in ("-i", "-o", "--steps"):
+                values[{"-i": "input_file"}.get(word, word)] = next(words)
+            elif not word.startswith("-"):
+                values["prompts"] = word
+        return values, [], []
+
+
+def test_other_formats_and_what_is_refused(run):
+    trace = run / "run.jsonl"
+    lines = pagedcli("replay", trace, "--dump-kv", "--format", "json").stdout.splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [row["step"] for row in rows_of(run / "kv.steps.jsonl")]
+    generated = ("generate", run / "in.jsonl", "-o", "/dev/null", *FAST, "--dump-kv", "--format", "md")
+    assert pagedcli(*generated).stdout == pagedcli("replay", trace, "--format", "md").stdout
+    for arguments, message in (
+        (
+            ("generate", run / "in.jsonl", "--dump-kv", "--format", "csv"),
+            "--dump-kv FILE.csv writes the tables as data",
+        ),
+        (("generate", run / "in.jsonl", "--steps", "3"), "--steps and --every need --dump-kv"),
+        (("replay", trace, "--dump-kv=kv.txt"), "its name must end in .csv, .jsonl or .parquet"),
+        (("replay", trace, "--dump-kv", "--steps", "9-3"), "--steps is '9-3'"),
+        (("replay", trace, "--step", "3", "--every", "2"), "--step cannot be combined with --steps or --every"),
+        (("replay", trace, "--steps", "900-"), "has no step 900: the last one is"),
+        (("replay", trace, "--dump-kv", run / "kv.jsonl"), "kv.steps.jsonl already exists"),
+        (("explain", trace, "--dump-kv"), "No such option"),
+    ):
+        result = CliRunner().invoke(app, [str(word) for word in arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr, arguments
+
+
+def test_some_steps_only(run, tmp_path):
+    trace = run / "run.jsonl"
+    printed = pagedcli("replay", trace, "--dump-kv", "--steps", "1-3", "--every", "2").stdout
+    assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("── ")] == ["── step 1", "── step 3"]
+    pagedcli("replay", trace, "--dump-kv", tmp_path / "kv.jsonl", "--steps", "1-3", "--every", "2")
+    assert [row["step"] for row in rows_of(tmp_path / "kv.steps.jsonl")] == [1, 3]
+    beyond = pagedcli("replay", trace, "--dump-kv", tmp_path / "none.csv", "--steps", "900-")
+    assert "the run has none of the chosen steps" in beyond.stderr
+    assert (tmp_path / "none.blocks.csv").read_text().startswith("step,block_id,state,ref_count")
+
+
+def test_what_a_resumed_run_adds_is_a_part_of_its_own(run, tmp_path):
+    flags = ("-o", tmp_path / "out.jsonl", *FAST, "--dump-kv", tmp_path / "kv.csv")
+    pagedcli("generate", run / "in.jsonl", *flags)
+    again = pagedcli("generate", run / "in.jsonl", *flags, "--resume")
+    assert "nothing to resume" in again.stderr
+    assert not (tmp_path / "kv.part2.steps.csv").exists(), "a run without events leaves no files"
+    assert "already exists" in pagedcli("generate", run / "in.jsonl", *flags, expect=2).stderr
+    pagedcli("generate", run / "in.jsonl", *flags, "--overwrite")
+    (tmp_path / "out.jsonl").unlink()
+    (tmp_path / "out.jsonl.run.json").unlink()
+    pagedcli("generate", run / "in.jsonl", *flags, "--resume")
+    assert (tmp_path / "kv.part2.steps.csv").exists()
+
+
+def test_a_data_file_is_never_another_file_of_the_command(run, tmp_path):
+    flags = (*FAST, "-o", tmp_path / "kv.blocks.jsonl", "--dump-kv", tmp_path / "kv.jsonl")
+    message = pagedcli("generate", run / "in.jsonl", *flags, expect=2).stderr
+    assert "--dump-kv (blocks) and the output are the same file" in " ".join(message.split())

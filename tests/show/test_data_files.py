@@ -1,0 +1,293 @@
+"""The data of --dump-kv FILE is the pool at every step, equal to the fold of the events, and other programs read it."""
+
+import csv
+import json
+import random
+import tracemalloc
+
+import pyarrow.parquet as pq
+import pytest
+from scripted import Simulation
+
+from pagedcli.core.groups import TableShape
+from pagedcli.errors import PagedcliError, UsageError
+from pagedcli.events import PrefixLookedUp, StepScheduled
+from pagedcli.show.data_files import DataFiles, data_paths, next_part
+from pagedcli.trace.dispatch import View
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.step_rows import TABLES, StepChoice, StepRows, hash_text
+
+ALL = StepChoice()
+ENDINGS = ("csv", "jsonl", "parquet")
+PARSERS = {
+    "int": int, "float": float, "text": str, "bool": {"true": True, "false": False}.get, "ints": json.loads,
+    "texts": json.loads,
+}  # fmt: skip
+
+
+def rows_of(path, table):
+    """The rows of a file, typed as its columns are declared."""
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(newline="") as file:
+        types = {column.name: PARSERS[column.type] for column in TABLES[table]}
+        return [
+            {name: None if cell == "" else types[name](cell) for name, cell in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+class Expected(View[PoolState]):
+    """The pool at each step, straight from the fold."""
+
+    def __init__(self):
+        self.pools = {}
+        self.lookups = []
+
+    def on_step_scheduled(self, event: StepScheduled, state: PoolState) -> None:
+        content = {
+            block_id: (state.ref_counts[block_id], hash_text(state.hashes[block_id]))
+            for block_id in range(state.num_blocks)
+            if state.ref_counts[block_id] or state.hashes[block_id] is not None
+        }
+        seqs = {
+            seq.seq_id: (seq.status, seq.block_table.copy(), seq.num_computed_tokens, seq.num_output_tokens)
+            for seq in state.seqs.values()
+        }
+        self.pools[event.step] = content, seqs, state.num_unfilled_slots(), state.num_empty_blocks
+
+    def on_prefix_looked_up(self, event: PrefixLookedUp, state: PoolState) -> None:
+        self.lookups.append((event.seq_id, event.reason, event.blocks_hit, event.tokens_hit))
+
+
+def random_run(seed, emit):
+    """A run of its own kind for each seed: windows, caching off, policies, forks, preemptions, failing steps."""
+    rng = random.Random(seed)
+    windows = ((None,), (None,), (5,), (4, None))[seed % 4]
+    pool = TableShape(2, windows).most_blocks(22, 8) + rng.randrange(1, 12)
+    sim = Simulation(
+        pool, 2, emit=emit, trace_tokens=seed % 2 == 0, windows=windows, enable_prefix_caching=seed % 5 != 1,
+        eviction=rng.choice(("lru", "prefix-lru")), max_num_seqs=rng.randrange(2, 6), runs_ahead=seed % 3 == 0,
+        chunked_prefill_size=rng.choice((None, 3)), check=False,
+    )  # fmt: skip
+    for number in range(14):
+        prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+        row_id = f'row "{number}", ünïcode' if number % 2 else None
+        sim.add(prompt, rng.randrange(2, 9), n=1 + (number % 4 == 0), row_id=row_id, request_id=str(number))
+    sim.run()
+
+
+def dump(path, seed, chosen=ALL):
+    expected, files = Expected(), DataFiles(path)
+    random_run(seed, pool_fold(expected, StepRows(files.write, chosen)))
+    assert files.close()
+    return expected, {table: rows_of(file, table) for table, file in files.paths.items()}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_files_hold_the_pool_at_every_step(tmp_path, seed):
+    expected, tables = dump(tmp_path / f"kv.{ENDINGS[seed % 3]}", seed)
+    for name, rows in tables.items():
+        assert all(list(row) == [column.name for column in TABLES[name]] for row in rows)
+    by_step = {name: {} for name in ("sequences", "blocks")}
+    for name, steps in by_step.items():
+        for row in tables[name]:
+            steps.setdefault(row["step"], []).append(row)
+    assert [row["step"] for row in tables["steps"]] == list(expected.pools)
+    for step, (content, seqs, unfilled, empty) in expected.pools.items():
+        blocks, sequences = by_step["blocks"].get(step, []), by_step["sequences"].get(step, [])
+        assert {row["block_id"]: (row["ref_count"], row["hash"]) for row in blocks} == content
+        found = {
+            row["seq_id"]: (row["status"], row["block_table"], row["num_computed_tokens"], row["num_output_tokens"])
+            for row in sequences
+        }
+        assert found == seqs
+        held = {(seq_id, block_id) for seq_id, (_, table, _, _) in seqs.items() for block_id in table} - {
+            (seq_id, None) for seq_id in seqs
+        }
+        assert {(seq_id, row["block_id"]) for row in blocks for seq_id in row["seq_ids"]} == held
+        assert all(len(row["seq_ids"]) == len(row["requests"]) == row["ref_count"] for row in blocks)
+        in_use = [row for row in blocks if row["state"] == "in_use"]
+        assert sum(2 - row["num_tokens"] for row in in_use) == unfilled
+        (summary,) = (row for row in tables["steps"] if row["step"] == step)
+        assert (summary["used_blocks"], summary["cached_blocks"]) == (len(in_use), len(blocks) - len(in_use))
+        assert summary["empty_blocks"] == empty == summary["num_blocks"] - len(blocks)
+    found = [(row["seq_id"], row["reason"], row["blocks_hit"], row["tokens_hit"]) for row in tables["lookups"]]
+    assert found == expected.lookups
+
+
+def test_the_random_runs_have_everything():
+    seen = set()
+    for seed in range(40):
+        random_run(seed, lambda event: seen.add(type(event).__name__))
+    assert {"RequestPreempted", "SequenceForked", "BlockCopied", "WindowPassed", "BlockEvicted", "BlocksReused"} <= seen
+
+
+def test_a_choice_of_steps_keeps_every_lookup_of_its_range(tmp_path):
+    _, whole = dump(tmp_path / "whole.jsonl", 4)
+    _, some = dump(tmp_path / "some.jsonl", 4, StepChoice.parse("3-12", every=4))
+    for name in ("steps", "sequences", "blocks"):
+        assert some[name] == [row for row in whole[name] if row["step"] in (3, 7, 11)]
+    assert some["lookups"] == [row for row in whole["lookups"] if 3 <= row["step"] <= 12]
+
+
+def test_the_owner_of_a_block_at_a_step_is_one_line_of_pandas_polars_or_duckdb(tmp_path):
+    """And datasets reads every file. Each program is asked if it is installed."""
+    files = {}
+    for ending in ENDINGS:
+        expected, _ = dump(tmp_path / f"kv.{ending}", 8)
+        files[ending] = data_paths(tmp_path / f"kv.{ending}")
+    step, block = next(
+        (step, block_id)
+        for step, (content, *_) in expected.pools.items()
+        for block_id, (ref_count, _) in content.items()
+        if ref_count > 1
+    )
+    seqs = expected.pools[step][1]
+    owners = [seq_id for seq_id, (_, table, _, _) in seqs.items() if block in table]
+    missing = [
+        name
+        for name, ask in (("pandas", _pandas), ("polars", _polars), ("duckdb", _duckdb), ("datasets", _datasets))
+        if not ask(files, step, block, owners)
+    ]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+def _pandas(files, step, block, owners):
+    try:
+        import pandas as pd
+    except ImportError:
+        return False
+    read = {"csv": pd.read_csv, "jsonl": lambda path: pd.read_json(path, lines=True), "parquet": pd.read_parquet}
+    for ending, paths in files.items():
+        found = read[ending](paths["blocks"]).query(f"step == {step} and block_id == {block}").seq_ids.item()
+        assert json.loads(str(found).replace(" ", ",") if ending == "parquet" else str(found)) == owners
+        frames = [read[ending](path) for path in paths.values()]
+        assert [len(frame) for frame in frames] == [len(rows_of(path, table)) for table, path in paths.items()]
+    return True
+
+
+def _polars(files, step, block, owners):
+    try:
+        import polars as pl
+    except ImportError:
+        return False
+    read = {"csv": pl.read_csv, "jsonl": pl.read_ndjson, "parquet": pl.read_parquet}
+    for ending, paths in files.items():
+        frames = {table: read[ending](path) for table, path in paths.items()}
+        found = frames["blocks"].filter(step=step, block_id=block)["seq_ids"].item()
+        assert (json.loads(found) if ending == "csv" else list(found)) == owners
+        assert {table: len(frame) for table, frame in frames.items()} == {
+            table: len(rows_of(path, table)) for table, path in paths.items()
+        }
+    return True
+
+
+def _duckdb(files, step, block, owners):
+    try:
+        import duckdb
+    except ImportError:
+        return False
+    for paths in files.values():
+        where = f"where step = {step} and block_id = {block}"
+        ((found,),) = duckdb.sql(f"select seq_ids::int[] from '{paths['blocks']}' {where}").fetchall()
+        assert found == owners
+        for table, path in paths.items():
+            assert duckdb.sql(f"select count(*) from '{path}'").fetchall() == [(len(rows_of(path, table)),)]
+            columns = [column.name for column in TABLES[table]]
+            assert duckdb.sql(f"from '{path}' limit 0").columns == columns
+    return True
+
+
+def _datasets(files, step, block, owners):
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        return False
+    for ending, paths in files.items():
+        kind = {"jsonl": "json"}.get(ending, ending)
+        for table, path in paths.items():
+            cache = str(path.parent / "cache")
+            rows = load_dataset(kind, data_files=str(path), split="train", cache_dir=cache)
+            assert rows.column_names == [column.name for column in TABLES[table]]
+            assert len(rows) == len(rows_of(path, table))
+    return True
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_memory_does_not_grow_with_the_run(tmp_path):
+    def size(num_requests):
+        events = []
+        sim = Simulation(12, 2, emit=events.append, max_num_seqs=4, check=False)
+        for number in range(num_requests):
+            sim.add([number % 50, number % 7, 3], 4)
+            while sim.has_unfinished_requests():
+                sim.step()
+        files = DataFiles(tmp_path / "kv.csv", overwrite=True)
+        folding = pool_fold(StepRows(files.write, StepChoice(every=4)), keep_finished=False)
+        tracemalloc.start()
+        for event in events:
+            folding(event)
+        num_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        files.close()
+        return num_bytes
+
+    size(40)  # fills the window of the last 100 steps, and loads what is loaded once
+    assert size(140) < size(40) + 20_000  # a sequence that is kept takes over 300 bytes
+
+
+def test_files_appear_complete_or_not_at_all(tmp_path):
+    files = DataFiles(tmp_path / "kv.csv")
+    assert not files.close(), "nothing was written"
+    files = DataFiles(tmp_path / "kv.csv")
+    files.write("steps", [])
+    assert not any(path.exists() for path in files.paths.values())
+    files.discard()
+    assert list(tmp_path.iterdir()) == []
+    files = DataFiles(tmp_path / "kv.csv")
+    files.write("steps", [])
+    assert files.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in files.paths.values())
+    assert next_part(tmp_path / "kv.csv") == tmp_path / "kv.part2.csv"
+
+
+def test_a_full_disk_ends_the_dump_and_close_says_so(tmp_path, monkeypatch):
+    files = DataFiles(tmp_path / "kv.jsonl")
+    files.write("steps", [])
+
+    def full(rows):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files._rows["blocks"], "write", full)
+    files.write("blocks", [(1,)])
+    files.write("steps", [])
+    with pytest.raises(PagedcliError, match="No space left on device"):
+        files.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_names_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot write .*kv\.txt"):
+        DataFiles(tmp_path / "kv.txt")
+
+
+@pytest.mark.parametrize("text", ["", "x", "5-3", "-3", "1-2-3", "3-x"])
+def test_a_wrong_range_of_steps_is_refused(text):
+    with pytest.raises(UsageError, match="--steps is"):
+        StepChoice.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "shown"),
+    [("3", 1, [3]), ("3-5", 1, [3, 4, 5]), ("7-", 1, [7, 8, 9]), (None, 4, [0, 4, 8]), ("2-8", 3, [2, 5, 8])],
+)
+def test_a_range_of_steps(text, every, shown):
+    chosen = StepChoice.parse(text, every)
+    assert [step for step in range(10) if chosen.shows(step)] == shown
