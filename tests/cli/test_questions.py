@@ -169,4 +169,4 @@ def test_17_do_two_equal_prompts_in_one_step_get_two_copies(files):
     text = answer("trace", files / "same.jsonl")
     assert "duplicates so far: 0" in text
     step = answer("trace", files / "same.jsonl", "--step", "0")
-    assert re.search(r"^ +1 +same-1 +new +40 +2 +2 +32 +- +every full block found$", step, re.MULTILINE)
+    assert re.search(r"\n +1 +same-1 +new +40 +2 +2 +32 +-\s+every full block found\n", step)
