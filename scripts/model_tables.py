@@ -25,6 +25,9 @@ from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.fallback_spec import spec_of
 from pagedcli.models.families import FAMILIES
 from pagedcli.models.formats import FORMATS
+from pagedcli.models.gguf.description import FAMILIES as GGUF_FAMILIES
+from pagedcli.models.gguf.types import REFUSED as GGML_REFUSED
+from pagedcli.models.gguf.types import TYPES as GGML_TYPES
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
 from pagedcli.models.reading import native_spec
 from pagedcli.models.sharding import shard_spec
@@ -105,6 +108,26 @@ def checkpoints() -> str:
     return _table(("quant_method and format", "", "what"), rows)
 
 
+def gguf_families() -> str:
+    """Architectures of GGUF files, by the model_type that runs them."""
+    names = defaultdict(list)
+    for name, model_type in GGUF_FAMILIES.items():
+        names[model_type].append(f"`{name}`")
+    names["mixtral"] = [f"{names['llama'][0]} with experts"]
+    return _table(("general.architecture", "runs as"), [(", ".join(names[each]), f"`{each}`") for each in names])
+
+
+def gguf_types() -> str:
+    """Types of the numbers in GGUF files."""
+    rows = []
+    for kind in GGML_TYPES.values():
+        stored = "as an unquantized checkpoint" if kind.is_float else "widened"
+        rows.append((kind.name, f"{8 * kind.num_bytes / kind.block:g}", kind.codes or "floating point", stored))
+    for name, what in GGML_REFUSED.values():
+        rows.append((name, "", what, "refused"))
+    return _table(("type", "bits per weight", "a weight", ""), rows)
+
+
 def through_transformers() -> str:
     """Families that transformers' own layers run over the paged cache."""
     return ", ".join(f"`{model_type}`" for model_type in _families_of_transformers()[None])
@@ -158,7 +181,9 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-FAST: dict[str, Callable[[], str]] = {each.__name__: each for each in (native, rounding, checkpoints)}
+FAST: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (native, rounding, checkpoints, gguf_families, gguf_types)
+}
 TABLES = FAST | {each.__name__: each for each in (version, through_transformers, refused)}
 
 

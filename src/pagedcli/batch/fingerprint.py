@@ -18,6 +18,7 @@ from pagedcli.batch.tokenizer import Tokenizer
 from pagedcli.config import Config, EngineConfig
 from pagedcli.config_keys import keys_of
 from pagedcli.errors import BackendError, UsageError
+from pagedcli.models.hub import weight_files
 
 _ALWAYS = (
     *("pagedcli", "model", "model files", "dtype", "quantization", "kv_cache_dtype", "load_format", "max_model_len"),
@@ -129,7 +130,7 @@ def _model_digest(folder: Path) -> str:
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes} ".encode())
         with path.open("rb") as file:

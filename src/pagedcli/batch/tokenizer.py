@@ -18,6 +18,7 @@ import xxhash
 from pagedcli.batch.requests import Message
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import ModelError, RequestError, UsageError
+from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.sampling_params import SamplingParams
 
 # a long text is tokenized piece by piece at first: a prompt far beyond the model's length is refused after a small one
@@ -39,7 +40,7 @@ _FILES = (
 
 
 class Tokenizer:
-    """The tokenizer in a model's folder.
+    """The tokenizer in a model's folder or GGUF file.
 
     `chat_template` is Jinja text or the path of a file with it; None: the tokenizer's own.
     Raises: ModelError if the folder has no usable tokenizer; UsageError if the template cannot be read.
@@ -73,8 +74,12 @@ class Tokenizer:
         return token_id
 
     def digest(self) -> str:
-        """Hex digest of the files that define the tokenizer."""
+        """Hex digest of the files that define the tokenizer, or of a GGUF file's metadata about it."""
         digest = xxhash.xxh3_128()
+        if is_gguf(self.folder):
+            metadata = read_header(self.folder).metadata
+            found = {name: metadata[name] for name in sorted(metadata) if name.startswith("tokenizer.")}
+            digest.update(repr(found).encode())
         for name in _FILES:
             path = self.folder / name
             if path.is_file():
@@ -259,6 +264,10 @@ def text_after(before: str, text: str) -> str:
 
 
 def _load(folder: Path, *, trust_remote_code: bool) -> Any:
+    if is_gguf(folder):
+        from pagedcli.batch.gguf_tokenizer import gguf_tokenizer
+
+        return gguf_tokenizer(read_header(folder))
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

@@ -51,6 +51,7 @@ class PromptScan:
 
 def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, ModelSpec | None]":
     """The tokenizer's folder and its model; None for a folder with only a tokenizer."""
+    from pagedcli.models.gguf.header import is_gguf
     from pagedcli.models.hub import check_files
     from pagedcli.models.reading import read_spec
     from pagedcli.planning.decide import model_folder
@@ -59,7 +60,7 @@ def prompt_model(loaded: LoadedConfig, tokenizer: Path | None) -> "tuple[Path, M
     if tokenizer is not None and tokenizer.is_dir():
         check_files(tokenizer)
     folder = tokenizer if tokenizer is not None else model_folder(engine, weights=False)
-    has_model = (folder / "config.json").is_file()
+    has_model = is_gguf(folder) or (folder / "config.json").is_file()
     return folder, read_spec(folder, trust_remote_code=engine.trust_remote_code) if has_model else None
 
 

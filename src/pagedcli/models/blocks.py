@@ -96,6 +96,10 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Te
         return 1.0 / (torch.tensor(factors) * rope.theta**wavelength_steps)
     if rope.type == "llama3":
         return _llama3(rope, frequencies)
+    if rope.divisors:
+        if len(rope.divisors) != head_dim // 2:
+            raise ModelError(f"rope_freqs has {len(rope.divisors)} entries, not {head_dim // 2}")
+        return frequencies / torch.tensor(rope.divisors)
     return frequencies
 
 

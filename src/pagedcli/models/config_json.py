@@ -50,19 +50,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_supported(config: dict[str, Any], path: Path) -> None:
+def check_supported(config: dict[str, Any], where: Path) -> None:
     """Refuse what neither a native decoder nor the fallback supports. Raises ModelError with the reason."""
     if config.get("is_encoder_decoder") is True:
-        raise ModelError(f"{path} is an encoder-decoder model; only decoder-only language models run here")
+        raise ModelError(f"{where.parent} is an encoder-decoder model; only decoder-only language models run here")
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise ModelError(f"{path / 'config.json'}: architectures is {architectures!r}, not a list of names")
+        raise ModelError(f"{where}: architectures is {architectures!r}, not a list of names")
     text_config = config.get("text_config")
     for fields in (config, text_config if isinstance(text_config, dict) else {}):
         for name in _LARGEST.keys() & fields.keys():
             if isinstance(fields[name], int) and fields[name] > _LARGEST[name]:
-                where = f"{path / 'config.json'}: {name}"
-                raise ModelError(f"{where} is {fields[name]}, but must be at most {_LARGEST[name]:,}")
+                raise ModelError(f"{where}: {name} is {fields[name]}, but must be at most {_LARGEST[name]:,}")
 
 
 def stop_ids(path: Path, config_ids: Ids) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
-from pagedcli.models.parameters import Parameter, decoder_parameters
+from pagedcli.models.parameters import Parameter, decoder_parameters, joined_format
 from pagedcli.models.spec import ModelSpec
 
 Shard = Callable[[dict[str, Parameter]], dict[str, Parameter]]
@@ -78,8 +78,8 @@ def footprint(
             wide = parameter.dtype == "float32"
             vectors += _weights(parameter, math.prod(parameter.shape) * (4 if wide else itemsize), count)
             continue
-        name = next(iter(parameter.shapes)).removesuffix(".weight")
-        layer_format = AS_STORED if parameter.layer_format is None else formats.of(name)
+        modules = [name.removesuffix(".weight") for name in parameter.shapes]
+        layer_format = AS_STORED if parameter.layer_format is None else joined_format(formats, modules)
         gated = key.endswith("gate_up.weight")
         found = _weights(parameter, layer_format.kept_bytes(parameter.shape, itemsize, kernels, gated=gated), count)
         if ".experts." in key:

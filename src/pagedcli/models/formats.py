@@ -98,6 +98,7 @@ class WeightFormat(Protocol):
     """The formats of a model's linear layers."""
 
     name: str
+    mixes: bool  # whether modules of different formats may be one layer (q, k, v)
 
     @property
     def lm_head(self) -> LayerFormat:
@@ -133,6 +134,7 @@ class AsStored:
     """Floating-point weights, computed with in the model's dtype."""
 
     name = "as stored"
+    mixes = False
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
     stacks = True
     keeps_rows = True
@@ -176,10 +178,46 @@ class AsStored:
 AS_STORED = AsStored()
 
 
+class MixedLayer:
+    """Modules of different formats as one layer, widened to the model's dtype: a LayerFormat."""
+
+    stacks = False
+    keeps_rows = True
+
+    def __init__(self, formats: Sequence[LayerFormat]) -> None:
+        self._formats = tuple(formats)
+        self.name = ", ".join(dict.fromkeys(each.name for each in formats))
+        self.stored = formats[0].stored
+
+    def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
+        return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
+
+    def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
+        import torch
+
+        weights = (each.weight([module], dtype, "torch") for each, module in zip(self._formats, modules, strict=True))
+        return torch.cat([weight.to(dtype) for weight in weights if isinstance(weight, torch.Tensor)])
+
+    def torch_linear(
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
+    ) -> "LinearLayer":
+        return AS_STORED.torch_linear(self._widened(modules, dtype), bias, dtype)
+
+    def native_linear(
+        self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
+    ) -> "NativeLinear":
+        return AS_STORED.native_linear(self._widened(modules, dtype), bias, dtype, gated=gated)
+
+    def _widened(self, modules: Modules, dtype: "torch.dtype") -> Modules:
+        weight = self.weight(modules, dtype, "torch")
+        return [{"weight": weight}]  # type: ignore[dict-item]  # widened to a tensor
+
+
 class Rounded:
     """Floating-point weights that are rounded while they are packed, for kernels that round the activations, too."""
 
     stored: tuple[StoredTensor, ...] = (WEIGHT,)
+    mixes = False
     stacks = True
     keeps_rows = False  # too coarse to start a sequence from
 

@@ -1,4 +1,4 @@
-"""Finds a model's folder: in the package, on the local disk, or downloaded from the Hub."""
+"""Finds a model: a folder in the package or on the local disk, a GGUF file, or a download from the Hub."""
 
 import stat
 from importlib.resources import files
@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pagedcli.config import BUILTIN_MODEL
 from pagedcli.errors import MissingModelError, ModelError
+from pagedcli.models.gguf.header import find_gguf, is_gguf, read_header
 
 # *.py for models with custom code, which runs only with --trust-remote-code
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-_SUFFIXES = tuple(pattern.removeprefix("*") for pattern in _WANTED)
+_SUFFIXES = (*(pattern.removeprefix("*") for pattern in _WANTED), ".gguf")
 _UNWANTED = ["consolidated*", "*/*"]  # second copies of the weights in other formats
 
 
@@ -17,7 +18,7 @@ def resolve_model(
     model: str, *, revision: str | None = None, download_dir: str | Path | None = None, weights: bool = True
 ) -> Path:
     """The folder of a model: the built-in one, `model` itself if it is a folder, else the Hub id, downloaded once
-    (with weights=False without its weights).
+    (with weights=False without its weights). Of a GGUF file, or a folder with only that, the file.
 
     Raises: ModelError, different for a missing folder, a missing Hub model, a gated one, and an unreachable Hub.
     """
@@ -28,15 +29,23 @@ def resolve_model(
         path = path.parent
     if path.is_dir():
         check_files(path)
+        found = None if (path / "config.json").is_file() else find_gguf(path)
+        return path if found is None else found
+    if is_gguf(path):
         return path
     if path.is_file():
         raise MissingModelError(
-            f"{path} is a file; a model is a folder with config.json and *.safetensors",
+            f"{path} is a file; a model is a folder with config.json and *.safetensors, or a GGUF file",
             hint=f"use --model {path.parent}" if path.suffix in (".safetensors", ".json") else None,
         )
     if _looks_like_path(model):
         raise MissingModelError(f"no model folder at {path}", hint="check the path given with -m/--model")
     return _download(model, revision, download_dir, weights)
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The files with the weights of what resolve_model found."""
+    return read_header(model).files if is_gguf(model) else sorted(model.glob("*.safetensors"))
 
 
 def check_files(folder: Path) -> None:

@@ -13,6 +13,8 @@ from pagedcli.errors import ConfigError
 from pagedcli.layers.parallel import SINGLE, ParallelContext
 from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, chunk_refusal, length_refusal
 from pagedcli.models.formats import FORMATS, WeightFormat
+from pagedcli.models.gguf.formats import GgufFormat
+from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.packed_formats import CheckpointFormat
 from pagedcli.models.spec import ModelSpec
 
@@ -84,6 +86,8 @@ def weight_format(quantization: str | None, spec: ModelSpec) -> WeightFormat:
             f"quantization is {quantization}, but the checkpoint is quantized already: {spec.quantization.description}",
             hint="leave --quantization out: the checkpoint's own format is used",
         )
+    if isinstance(spec.quantization, GgufQuantization):
+        return GgufFormat(spec.quantization)
     return CheckpointFormat(spec.quantization)
 
 

@@ -34,6 +34,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output feature of each four bits of
 class CheckpointFormat:
     """The formats of the layers of a quantized checkpoint: a WeightFormat."""
 
+    mixes = False
+
     def __init__(self, quantization: Quantization) -> None:
         self.name = quantization.description
         self._formats = tuple(Packed(stored) for stored in quantization.formats)

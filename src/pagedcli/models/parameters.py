@@ -1,11 +1,11 @@
 """The decoder's tensors: stacked checkpoint tensors, or a rank's part of them. Free of torch: dtypes are names."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagedcli.errors import ModelError
-from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, StoredTensor, WeightFormat
+from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, MixedLayer, StoredTensor, WeightFormat
 from pagedcli.models.recurrent_spec import GatedDelta
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
 
@@ -217,24 +217,33 @@ def _linear(
     key: str, rows: dict[str, int], columns: int, has_bias: bool, weight_format: WeightFormat
 ) -> Iterator[tuple[str, Parameter]]:
     """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
-    layer_format, *others = {weight_format.of(name) for name in rows}
-    if others:
-        raise ModelError(
-            f"{', '.join(rows)} are stored in different formats, and they are one layer here",
-            hint="use the unquantized version of the model",
-        )
+    formats = [weight_format.of(name) for name in rows]
+    layer_format = joined_format(weight_format, list(rows))
     if layer_format.stacks:
         weights = {f"{name}.weight": (n, columns) for name, n in rows.items()}
         yield f"{key}.weight", Parameter(weights, layer_format=layer_format)
     else:
         for i, (name, n) in enumerate(rows.items()):
-            for stored in layer_format.stored:
+            for stored in formats[i].stored:
                 if stored.suffix == "bias" and has_bias:
                     continue
                 shapes = {f"{name}.{stored.suffix}": stored.shape(n, columns)}
                 yield f"{key}[{i}].{stored.suffix}", Parameter(shapes, stored=stored, layer_format=layer_format)
     if has_bias:
         yield f"{key}.bias", Parameter({f"{name}.bias": (n,) for name, n in rows.items()}, stored=VECTOR)
+
+
+def joined_format(weight_format: WeightFormat, modules: Sequence[str]) -> LayerFormat:
+    """The format of the layer that some modules make. Raises: ModelError if theirs differ and cannot be one layer."""
+    formats = [weight_format.of(name) for name in modules]
+    if len(set(formats)) == 1:
+        return formats[0]
+    if weight_format.mixes:
+        return MixedLayer(formats)
+    raise ModelError(
+        f"{', '.join(modules)} are stored in different formats, and they are one layer here",
+        hint="use the unquantized version of the model",
+    )
 
 
 def linear_formats(parameters: Mapping[str, Parameter]) -> dict[str, LayerFormat]:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> ModelSpec: by our own reader of native families, or by transformers' config classes.
+"""A Hugging Face folder or GGUF file -> ModelSpec: by our own reader of native families, or by transformers' classes.
 
 Free of torch for native families."""
 
@@ -12,18 +12,22 @@ import msgspec
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
 from pagedcli.models.families import ATTENDS, FAMILIES, Family, FamilyConfig, OptionalInt
+from pagedcli.models.gguf.description import describe, frequency_factors
+from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import read_quantization, refusal
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import ModelSpec, TensorNames
 
 
 def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The ModelSpec of a Hugging Face folder, from its config.json and generation_config.json.
+    """The ModelSpec of a Hugging Face folder, from its config.json and generation_config.json, or of a GGUF file.
 
     Raises: ModelError for a missing folder or file, broken JSON, a wrong type, or an unsupported value.
     """
+    if is_gguf(path):
+        return _gguf_spec(path)
     config = read_json(path / "config.json")
-    check_supported(config, path)
+    check_supported(config, path / "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{path / 'config.json'} has no model_type", hint="use a Hugging Face model folder")
@@ -37,6 +41,20 @@ def read_spec(path: Path, *, trust_remote_code: bool = False) -> ModelSpec:
     return read_fallback_spec(path, trust_remote_code=trust_remote_code)
 
 
+def _gguf_spec(path: Path) -> ModelSpec:
+    """The ModelSpec of a GGUF file. Raises: ModelError for what is damaged or does not run here."""
+    header = read_header(path)
+    found = describe(header)
+    check_supported(found.config, path)
+    spec = replace(native_spec(path, found.config, found.model_type, where=path), **found.traits)
+    divisors = frequency_factors(header)
+
+    def divided(rope: RopeSpec | None) -> RopeSpec | None:
+        return None if rope is None else replace(rope, divisors=divisors)
+
+    return replace(spec, rope=divided(spec.rope), layer_ropes=tuple(map(divided, spec.layer_ropes)))
+
+
 _MOST_EXPERTS = 2**12
 _POSITIVE = (
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
@@ -44,13 +62,13 @@ _POSITIVE = (
 )
 
 
-def native_spec(path: Path, config: dict[str, Any], model_type: str) -> ModelSpec:
-    """The ModelSpec of a native family.
+def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: Path | None = None) -> ModelSpec:
+    """The ModelSpec of a native family. `where`: the file that errors name; None: its config.json.
 
     Raises: ModelError for a wrong type in config.json, or a value that we cannot run.
     """
     family = FAMILIES[model_type]
-    where = path / "config.json"
+    where = where or path / "config.json"
     architectures = config.get("architectures") or [family.architecture]
     if family.nested:
         config = _text_config(config, where)

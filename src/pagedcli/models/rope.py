@@ -33,6 +33,7 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()  # longrope: factor of each wavelength up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: beyond it
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
+    divisors: tuple[float, ...] = ()  # of each frequency, as GGUF files have them in place of llama3's parameters
 
     @property
     def exact_length(self) -> int | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pagedcli.attention.layer import AttentionLayer
+from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.recurrent_spec import Recurrent, StateTensor
 from pagedcli.models.rope import RopeSpec
 from pagedcli.models.stored_quantization import Quantization
@@ -89,7 +90,9 @@ class ModelSpec:
     layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all attend
     output_gate: bool = False  # attention is multiplied by the sigmoid of a part of q_proj
     names: TensorNames = TensorNames()
-    quantization: Quantization | None = None  # how the checkpoint's linear layers are stored; None: as numbers
+    quantization: Quantization | GgufQuantization | None = (
+        None  # how the checkpoint's linear layers are stored; None: as numbers
+    )
     is_fallback: bool = False  # transformers runs the layers, not our decoder
 
     @property

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,11 @@ from pagedcli.attention.base import dtype_name
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import read_json
 from pagedcli.models.formats import DEVIATION, FLOAT8_DEVIATION
+from pagedcli.models.gguf.header import is_gguf, read_header
+from pagedcli.models.gguf.weights import GgufWeights
 from pagedcli.models.parameters import Parameter
 from pagedcli.models.spec import ModelSpec
+from pagedcli.models.stacking import kept_dtype, stacked
 
 # rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
 _UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".input_zero_point")
@@ -40,7 +43,11 @@ class WeightSource(Protocol):
 
 
 def open_weights(path: Path, load_format: str, seed: int, spec: ModelSpec) -> WeightSource:
-    """The weights of a model's folder, or seeded noise with load_format dummy."""
+    """The weights of a model's folder or GGUF file, or seeded noise with load_format dummy."""
+    if is_gguf(path):
+        if load_format == "dummy":
+            raise ModelError(f"{path} is one file with its weights", hint="use no --load-format dummy")
+        return GgufWeights(read_header(path))
     if load_format == "dummy":
         return DummyWeights(seed)
     alternating = spec.experts is not None and spec.experts.alternating
@@ -72,16 +79,16 @@ class DummyWeights:
         tensors = {}
         for key, parameter in parameters.items():
             init = parameter.stored.init if parameter.init is None else parameter.init
-            kept_dtype = _kept_dtype(parameter, dtype) or torch.float32
+            own_dtype = kept_dtype(parameter, dtype) or torch.float32
             if parameter.stored.optional or parameter.stored.out_dim is None:  # the order of groups: neighbours
                 continue
             if isinstance(init, int | float):
-                tensors[key] = torch.full(parameter.shape, init, dtype=kept_dtype, device=device)
+                tensors[key] = torch.full(parameter.shape, init, dtype=own_dtype, device=device)
                 continue
             whole = replace(parameter, parts={})
             if init == "bits":
-                bits = torch.randint(256, (math.prod(whole.shape) * kept_dtype.itemsize,), generator=generator)
-                tensor = bits.to(torch.uint8).view(kept_dtype).view(whole.shape).to(device)
+                bits = torch.randint(256, (math.prod(whole.shape) * own_dtype.itemsize,), generator=generator)
+                tensor = bits.to(torch.uint8).view(own_dtype).view(whole.shape).to(device)
                 [name] = parameter.shapes
                 tensors[key] = parameter.kept(name, tensor)
                 continue
@@ -94,8 +101,8 @@ class DummyWeights:
                 sizes = [shape[parameter.dim] for shape in parameter.shapes.values()]
                 stacked = zip(parameter.shapes, torch.split(tensor, sizes, parameter.dim), strict=True)
                 tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
-            if kept_dtype == torch.float8_e4m3fn:
-                tensor = (tensor.float() * (FLOAT8_DEVIATION / DEVIATION)).to(kept_dtype)
+            if own_dtype == torch.float8_e4m3fn:
+                tensor = (tensor.float() * (FLOAT8_DEVIATION / DEVIATION)).to(own_dtype)
             tensors[key] = tensor
         return tensors
 
@@ -132,7 +139,7 @@ class CheckpointWeights:
                     parameter.kept(name, self._read(files[where[name]], where[name], name, parameter, views))
                     for name in parameter.shapes
                 )
-                tensors[key] = _stacked(parts, parameter, _kept_dtype(parameter, dtype), device)
+                tensors[key] = stacked(parts, parameter, kept_dtype(parameter, dtype), device)
         return tensors
 
     def _file_names(self) -> list[str]:
@@ -268,30 +275,6 @@ def _expert_views(files: Mapping[str, Any], where: dict[str, str], *, alternatin
 
 
 _STACK = re.compile(f"(.*\\.)({'|'.join(map(re.escape, _STACKED_EXPERTS))})({'|'.join(_STACKED_SUFFIXES)})")
-
-
-def _kept_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype | None:
-    """The parameter's dtype in memory in a model of `dtype`; None: that of the checkpoint."""
-    name = parameter.kept_dtype(dtype_name(dtype))
-    return None if name is None else getattr(torch, name)
-
-
-def _stacked(parts: Iterator[Tensor], parameter: Parameter, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """The parts, stacked. A single matrix that needs no conversion stays in the mapped file: it is only read, so a
-    model that packs its weights never holds two copies."""
-    if len(parameter.shapes) == 1 and not parameter.stored.converts:
-        return next(parts).to(device=device, dtype=dtype)
-    if len(parameter.shapes) == 1 and len(parameter.shape) == 2:
-        part = next(parts)
-        if part.dtype == dtype and part.device == device and part.is_contiguous():
-            return part
-        parts = iter((part,))
-    target = torch.empty(parameter.shape, dtype=dtype, device=device)
-    place = 0
-    for part in parts:
-        target.narrow(parameter.dim, place, part.shape[parameter.dim]).copy_(part)
-        place += part.shape[parameter.dim]
-    return target
 
 
 def _open(file: Path) -> Any:

@@ -18,6 +18,8 @@ from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.footprint import Footprint, footprint
 from pagedcli.models.formats import FORMATS
+from pagedcli.models.gguf.quantization import GgufQuantization
+from pagedcli.models.hub import weight_files
 from pagedcli.models.loading import weight_format
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
@@ -135,7 +137,7 @@ def loading_peak(config: EngineConfig, spec: ModelSpec, plan: Plan, folder: Path
     if config.load_format == "dummy":
         table = spec.vocab_size * spec.hidden_size
         return HOST_PROCESS + max(own.num_bytes, own.parameters * itemsize) + table * itemsize
-    checkpoint = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    checkpoint = sum(file.stat().st_size for file in weight_files(folder))
     return HOST_PROCESS + own.num_bytes + checkpoint - mapped_weights(config, spec, plan)
 
 
@@ -143,7 +145,8 @@ def mapped_weights(config: EngineConfig, spec: ModelSpec, plan: Plan) -> int:
     """Bytes of weights that are read from the mapped checkpoint: an embedding table not shared with the packed output
     layer."""
     keeps_embedding = config.quantization is not None or not spec.tie_word_embeddings
-    if config.load_format == "dummy" or spec.dtype != plan.dtype or not keeps_embedding:
+    is_quantized = isinstance(spec.quantization, GgufQuantization)  # its embedding, too
+    if config.load_format == "dummy" or spec.dtype != plan.dtype or is_quantized or not keeps_embedding:
         return 0
     return rank_spec(config, spec).vocab_size * spec.hidden_size * ITEMSIZE[plan.dtype]
 

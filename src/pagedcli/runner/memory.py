@@ -183,11 +183,11 @@ def host_peak() -> int | None:
 
 
 def mapped_checkpoint() -> int:
-    """Resident bytes of this process that are pages of *.safetensors files; 0 where not readable."""
+    """Resident bytes of this process that are pages of *.safetensors and *.gguf files; 0 where not readable."""
     process = psutil.Process()
     if not hasattr(process, "memory_maps"):  # psutil has it on Linux and Windows only
         return 0
-    return sum(each.rss for each in process.memory_maps() if each.path.endswith(".safetensors"))
+    return sum(each.rss for each in process.memory_maps() if each.path.endswith((".safetensors", ".gguf")))
 
 
 # ---------------------------------------------------------------------- who else

@@ -15,6 +15,7 @@ from pagedcli.config import EngineConfig, parse_bytes
 from pagedcli.core.budget import Terms
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
+from pagedcli.models.hub import weight_files
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
@@ -204,7 +205,7 @@ def _why_not_measured(
 ) -> str | None:
     if (refusal := weights_refusal(config, spec, predicted, machine)) is not None:
         return refusal.message
-    if config.load_format != "dummy" and not any(folder.glob("*.safetensors")):
+    if config.load_format != "dummy" and not weight_files(folder):
         return f"{folder} has no weights"
     return None
 

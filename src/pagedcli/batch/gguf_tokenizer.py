@@ -1,0 +1,216 @@
+"""The tokenizer inside a GGUF file: `tokenizer.ggml.*` -> a tokenizer of transformers. Used by batch.tokenizer only.
+
+Pipelines are those of the original tokenizers, so that their ids are equal (tested).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from pagedcli.errors import ModelError
+from pagedcli.models.gguf.header import Header
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_MARK = "\u2581"  # SentencePiece's for a space
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitting:
+    """How a text is split into words before pairs are merged."""
+
+    pattern: str | None = None  # None: GPT-2's
+    single_digits: bool = False  # digits are split off first
+    composed: bool = False  # Unicode's normal form C first
+    whole_words: bool = False  # a word that is a token is taken as it is
+    adds_bos: bool = False  # if the file does not say
+
+
+_LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = (
+    rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_REST}"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIXES}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIXES}?"
+    rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
+)
+# by tokenizer.ggml.pre
+SPLITTINGS: Mapping[str, _Splitting] = {
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"),
+        _Splitting(_LLAMA3, whole_words=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Splitting(_QWEN2, composed=True)),
+    "stablelm2": _Splitting(_QWEN2),
+    "qwen35": _Splitting(_QWEN35, composed=True),
+    "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Splitting(_GPT4O)),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo"), _Splitting()),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _Splitting(single_digits=True)),
+}
+
+
+def gguf_tokenizer(header: Header) -> Any:
+    """A transformers tokenizer with the file's vocabulary, special tokens and chat template.
+
+    Raises: ModelError for a kind of tokenizer or splitting that is not known, or damaged lists.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    made = _Made(header)
+    special = {f"{name}_token": made.named(name) for name in ("bos", "eos", "unknown", "padding")}
+    renamed = {"unknown_token": "unk_token", "padding_token": "pad_token"}
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made.tokenizer(),
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+        additional_special_tokens=made.controls,
+        clean_up_tokenization_spaces=False,
+        **{renamed.get(name, name): token for name, token in special.items() if token is not None},
+    )
+
+
+class _Made:
+    """A tokenizer in the making."""
+
+    def __init__(self, header: Header) -> None:
+        self._header, self._metadata = header, header.metadata
+        self._tokens = self._list("tokens", str)
+        if not self._tokens:
+            raise self._error("it has no tokenizer.ggml.tokens")
+        self._types = self._list("token_type", int) or [_NORMAL] * len(self._tokens)
+        if len(self._types) != len(self._tokens):
+            raise self._error(f"there are {len(self._tokens)} tokens, but {len(self._types)} types of tokens")
+        # special ones too, which then keep their ids when they are added; unused ones fill the vocabulary up
+        self._vocab = {
+            token: i for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)) if kind != _UNUSED
+        }
+        if len(self._vocab) + self._types.count(_UNUSED) != len(self._tokens):
+            raise self._error("it has a token twice")
+
+    @property
+    def controls(self) -> list[str]:
+        return [token for token, kind in zip(self._tokens, self._types, strict=True) if kind == _CONTROL]
+
+    def named(self, name: str) -> str | None:
+        """The token that ends a text, begins it, ..."""
+        token_id = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
+            return None
+        token: str = self._tokens[token_id]
+        return token
+
+    def tokenizer(self) -> Tokenizer:
+        kind = self._metadata.get("tokenizer.ggml.model")
+        if kind == "gpt2":
+            tokenizer, adds_bos = self._byte_level()
+        elif kind == "llama":
+            tokenizer, adds_bos = self._sentence_pieces(), True
+        else:
+            raise self._error(f"tokenizer.ggml.model is {kind!r:.40}; gpt2 (BPE) and llama (SentencePiece) are read")
+        self._add_tokens(tokenizer, normalized=kind == "llama")
+        self._add_ends(tokenizer, adds_bos=adds_bos)
+        return tokenizer
+
+    def _byte_level(self) -> tuple[Tokenizer, bool]:
+        """GPT-2's kind: words are split by a pattern, and their bytes merged."""
+        name = self._metadata.get("tokenizer.ggml.pre")
+        if not isinstance(name, str) or name not in SPLITTINGS:
+            raise self._error(f"tokenizer.ggml.pre is {name!r:.40}, which is not known")
+        splitting = SPLITTINGS[name]
+        vocab = self._vocab
+        pairs = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
+        merges = [pair for pair in pairs if len(pair) == 2 and all(part in vocab for part in (*pair, "".join(pair)))]
+        if len(merges) < len(pairs) or not pairs:
+            raise self._error("tokenizer.ggml.merges is missing or damaged")
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.whole_words))
+        if splitting.composed:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
+        if splitting.pattern is not None:
+            steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer, splitting.adds_bos
+
+    def _sentence_pieces(self) -> Tokenizer:
+        """SentencePiece's BPE: of all neighbours those that make the token with the highest score are merged first."""
+        scores = self._list("scores", float)
+        if len(scores) != len(self._tokens) or any(map(math.isnan, scores)):
+            raise self._error(f"there are {len(self._tokens)} tokens, but {len(scores)} scores")
+        vocab = self._vocab
+        pieces = [token for token, i in vocab.items() if self._types[i] in (_NORMAL, _USER_DEFINED)]
+        has_bytes = sum(kind == _BYTE for kind in self._types) == 256
+        unknown = next((token for token, i in vocab.items() if self._types[i] == _UNKNOWN), None)
+        tokenizer = Tokenizer(
+            models.BPE(
+                vocab=vocab,
+                merges=_merges(pieces, vocab, scores),
+                unk_token=unknown,
+                fuse_unk=True,
+                byte_fallback=has_bytes,
+            )
+        )
+        adds_space = self._metadata.get("tokenizer.ggml.add_space_prefix", True)
+        spaces = normalizers.Replace(" ", _MARK)
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), spaces]) if adds_space else spaces
+        steps: list[Any] = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if adds_space:
+            steps.append(decoders.Strip(content=" ", left=1, right=0))
+        tokenizer.decoder = decoders.Sequence(steps)
+        return tokenizer
+
+    def _add_tokens(self, tokenizer: Tokenizer, *, normalized: bool) -> None:
+        """Tokens that are found in a text before anything else, in the order of their ids."""
+        for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
+            if kind not in (_CONTROL, _USER_DEFINED) or not token:
+                continue
+            special = kind == _CONTROL
+            added = AddedToken(token, special=special, normalized=normalized and not special)
+            tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
+            assert tokenizer.token_to_id(token) == i, "it is in the vocabulary"
+
+    def _add_ends(self, tokenizer: Tokenizer, *, adds_bos: bool) -> None:
+        bos, eos = self.named("bos"), self.named("eos")
+        if not self._metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
+            bos = None
+        if not self._metadata.get("tokenizer.ggml.add_eos_token", False):
+            eos = None
+        ends = [token for token in (bos, eos) if token is not None]
+        if not ends:
+            return
+        single, pair = ([*([bos] if bos else []), text, *([eos] if eos else [])] for text in ("$A", "$B"))
+        ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(ends)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=single + pair, special_tokens=ids)
+
+    def _list(self, name: str, kind: type) -> list[Any]:
+        values = self._metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise self._error(f"tokenizer.ggml.{name} is no list of {kind.__name__}")
+        return values
+
+    def _error(self, what: str) -> ModelError:
+        return self._header.error(what, "use another file of this model, or its Hugging Face folder")
+
+
+def _merges(pieces: list[str], vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Pairs of tokens that make a token, the highest score first; among equal ones in the order of ids."""
+    found = []
+    for piece in pieces:
+        own = vocab[piece]
+        for cut in range(1, len(piece)):
+            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[own], own, left, right, cut, piece))
+    found.sort()
+    return [(piece[:cut], piece[cut:]) for *_, cut, piece in found]

@@ -1,0 +1,202 @@
+"""Blocks of bytes -> numbers: one function per type of models.gguf.types, and what is common to all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedcli.layers.quantized import GroupedWeight
+from pagedcli.models.gguf.types import GgmlType
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # in halves
+_ROWS_BYTES = 2**24  # of the numbers that are computed at a time: copies of a whole weight would be the peak of loading
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The codes of blocks, and what they mean: scale * (code - zero), or scale * code - minimum.
+
+    Shapes: codes [..., groups, inputs of a group]; scales and minima [..., groups]; ... are those of the blocks.
+    """
+
+    codes: Tensor  # uint8
+    scales: Tensor  # float32
+    zero: int = 0
+    minima: Tensor | None = None  # float32; None: from `zero`
+    # scales = step * factors and minima = minimum_step * minimum_factors, with a step per block
+    step: Tensor | None = None  # float32 [..., 1]
+    factors: Tensor | None = None  # int8 [..., groups]
+    minimum_step: Tensor | None = None
+    minimum_factors: Tensor | None = None
+
+
+def grouped(raw: Tensor, kind: GgmlType) -> GroupedWeight:
+    """A quantized weight from its bytes. Shapes: raw [out, blocks, bytes of a block] uint8."""
+    blocks = _READERS[kind.name](raw)
+    rows = len(raw)
+    flat = (each if each is None else each.reshape(rows, -1) for each in (blocks.scales, blocks.minima))
+    scales, minima = flat
+    assert scales is not None, "every type has scales"
+    steps = factors = None
+    if blocks.step is not None and blocks.factors is not None:
+        minimum_step, minimum_factors = blocks.minimum_step, blocks.minimum_factors
+        if minimum_step is None or minimum_factors is None:
+            minimum_step, minimum_factors = blocks.step * blocks.zero, blocks.factors
+        steps = torch.stack((blocks.step.reshape(rows, -1), minimum_step.reshape(rows, -1)), -1)
+        factors = torch.stack((blocks.factors.reshape(rows, -1), minimum_factors.reshape(rows, -1)), -1)
+    return GroupedWeight(
+        codes=blocks.codes.reshape(rows, -1),
+        bits=kind.bits,
+        group_size=kind.group,
+        scales=scales,
+        zero=blocks.zero,
+        minima=minima,
+        steps=steps,
+        factors=factors,
+    )
+
+
+def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
+    """Numbers from their bytes, rounded to dtype once; floating-point ones as they are stored.
+
+    Shapes: raw [..., blocks, bytes of a block] uint8 -> [..., in].
+    """
+    shape = (*raw.shape[:-2], raw.shape[-2] * kind.block)
+    if kind.is_float:
+        return raw.contiguous().view(_FLOATS[kind.name]).reshape(shape)
+    rows = raw.reshape(-1, *raw.shape[-2:])
+    out = torch.empty((len(rows), shape[-1]), dtype=dtype)
+    at_once = max(1, _ROWS_BYTES // (4 * shape[-1]))
+    for start in range(0, len(rows), at_once):
+        out[start : start + at_once] = grouped(rows[start : start + at_once], kind).dequantized(torch.float32)
+    return out.reshape(shape)
+
+
+# ---------------------------------------------------------------------- their layouts
+
+
+def _half(raw: Tensor, place: int) -> Tensor:
+    """The float16 at a place of each block, [..., 1] float32."""
+    return raw[..., place : place + 2].contiguous().view(torch.float16).float()
+
+
+def _bits(raw: Tensor, bits: int, width: int) -> Tensor:
+    """Numbers of some bits, of which the lowest of `width` neighbouring bytes come first: [..., numbers]."""
+    parts = raw.reshape(*raw.shape[:-1], -1, 1, width)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(-1)
+    return ((parts >> shifts) & ((1 << bits) - 1)).flatten(-3)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """A bit for each of 32 numbers, times 16."""
+    return ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2) << 4
+
+
+def _q8_0(raw: Tensor) -> Blocks:
+    return Blocks((raw[..., 2:] ^ 128).unsqueeze(-2), _half(raw, 0), zero=128)
+
+
+def _q4_0(raw: Tensor) -> Blocks:
+    return Blocks(_bits(raw[..., 2:], 4, 16).unsqueeze(-2), _half(raw, 0), zero=8)
+
+
+def _q4_1(raw: Tensor) -> Blocks:
+    return Blocks(_bits(raw[..., 4:], 4, 16).unsqueeze(-2), _half(raw, 0), minima=-_half(raw, 2))
+
+
+def _q5_0(raw: Tensor) -> Blocks:
+    codes = _bits(raw[..., 6:], 4, 16) | _fifth_bits(raw[..., 2:6])
+    return Blocks(codes.unsqueeze(-2), _half(raw, 0), zero=16)
+
+
+def _q5_1(raw: Tensor) -> Blocks:
+    codes = _bits(raw[..., 8:], 4, 16) | _fifth_bits(raw[..., 4:8])
+    return Blocks(codes.unsqueeze(-2), _half(raw, 0), minima=-_half(raw, 2))
+
+
+def _iq4_nl(raw: Tensor) -> Blocks:
+    levels = torch.tensor(_IQ4_LEVELS) + 128
+    codes = levels.to(torch.uint8)[_bits(raw[..., 2:], 4, 16).long()]
+    return Blocks(codes.unsqueeze(-2), _half(raw, 0), zero=128)
+
+
+def _mxfp4(raw: Tensor) -> Blocks:
+    exponents = raw[..., :1].to(torch.int32)  # of a half of a power of two: the smallest two are subnormal
+    scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    levels = torch.tensor(_E2M1_LEVELS) + 12
+    codes = levels.to(torch.uint8)[_bits(raw[..., 1:], 4, 16).long()]
+    return Blocks(codes.unsqueeze(-2), scales.view(torch.float32), zero=12)
+
+
+def _with_steps(codes: Tensor, step: Tensor, factors: Tensor, *, zero: int) -> Blocks:
+    """Scales that are multiples of a step per block."""
+    codes = codes.reshape(*factors.shape, -1)
+    return Blocks(codes, step * factors, zero=zero, step=step, factors=factors.to(torch.int8))
+
+
+def _with_minima(codes: Tensor, step: Tensor, factors: Tensor, minimum_step: Tensor, minimum_factors: Tensor) -> Blocks:
+    blocks = _with_steps(codes, step, factors, zero=0)
+    blocks.minima = minimum_step * minimum_factors
+    blocks.minimum_step, blocks.minimum_factors = minimum_step, minimum_factors.to(torch.int8)
+    return blocks
+
+
+def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and eight minima of 6 bits that Q4_K and Q5_K keep in 12 bytes."""
+    low, middle, high = raw[..., :4], raw[..., 4:8], raw[..., 8:]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
+    return scales, torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
+
+
+def _q4_k(raw: Tensor) -> Blocks:
+    scales, minima = _six_bits(raw[..., 4:16])
+    return _with_minima(_bits(raw[..., 16:], 4, 32), _half(raw, 0), scales, _half(raw, 2), minima)
+
+
+def _q5_k(raw: Tensor) -> Blocks:
+    scales, minima = _six_bits(raw[..., 4:16])
+    codes = _bits(raw[..., 48:], 4, 32) | (_bits(raw[..., 16:48], 1, 32) << 4)
+    return _with_minima(codes, _half(raw, 0), scales, _half(raw, 2), minima)
+
+
+def _q6_k(raw: Tensor) -> Blocks:
+    codes = _bits(raw[..., :128], 4, 64) | (_bits(raw[..., 128:192], 2, 32) << 4)
+    return _with_steps(codes, _half(raw, 208), raw[..., 192:208].contiguous().view(torch.int8), zero=32)
+
+
+def _q2_k(raw: Tensor) -> Blocks:
+    both = raw[..., :16]
+    return _with_minima(_bits(raw[..., 16:80], 2, 32), _half(raw, 80), both & 15, _half(raw, 82), both >> 4)
+
+
+def _q3_k(raw: Tensor) -> Blocks:
+    codes = _bits(raw[..., 32:96], 2, 32) | (_bits(raw[..., :32], 1, 32) << 2)
+    factors = _bits(raw[..., 96:104], 4, 8) | (_bits(raw[..., 104:108], 2, 4) << 4)
+    return _with_steps(codes, _half(raw, 108), factors.to(torch.int8) - 32, zero=4)
+
+
+def _iq4_xs(raw: Tensor) -> Blocks:
+    levels = torch.tensor(_IQ4_LEVELS) + 128
+    codes = levels.to(torch.uint8)[_bits(raw[..., 8:], 4, 16).long()]
+    factors = _bits(raw[..., 4:8], 4, 1) | (_bits(raw[..., 2:4], 2, 1) << 4)
+    return _with_steps(codes, _half(raw, 0), factors.to(torch.int8) - 32, zero=128)
+
+
+_READERS: dict[str, Callable[[Tensor], Blocks]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

@@ -1,0 +1,66 @@
+"""The types of numbers in GGUF files: one table, which the reader, the memory forecast and the docs use. Free of torch.
+
+Source of the layouts: ggml's block structures, as the gguf package's dequantize computes them (tested against it).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """How a tensor's numbers are stored: a row is a sequence of blocks."""
+
+    name: str
+    block: int  # numbers of a block; a row is whole blocks
+    num_bytes: int  # of a block
+    group: int = 0  # neighbours that share a scale; 0: plain numbers
+    bits: int = 0  # of a code as the CPU kernels keep it
+    codes: str = ""  # what a code is
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is an ordinary floating-point type."""
+        return self.group == 0
+
+
+# By the number in the file. What is read:
+TYPES = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    30: GgmlType("BF16", 1, 2),
+    8: GgmlType("Q8_0", 32, 34, 32, 8, "8 bits with a scale"),
+    2: GgmlType("Q4_0", 32, 18, 32, 4, "4 bits with a scale"),
+    3: GgmlType("Q4_1", 32, 20, 32, 4, "4 bits with a scale and a minimum"),
+    6: GgmlType("Q5_0", 32, 22, 32, 8, "5 bits with a scale"),
+    7: GgmlType("Q5_1", 32, 24, 32, 8, "5 bits with a scale and a minimum"),
+    10: GgmlType("Q2_K", 256, 84, 16, 8, "2 bits with a scale and a minimum"),
+    11: GgmlType("Q3_K", 256, 110, 16, 8, "3 bits with a scale"),
+    12: GgmlType("Q4_K", 256, 144, 32, 4, "4 bits with a scale and a minimum"),
+    13: GgmlType("Q5_K", 256, 176, 32, 8, "5 bits with a scale and a minimum"),
+    14: GgmlType("Q6_K", 256, 210, 16, 8, "6 bits with a scale"),
+    20: GgmlType("IQ4_NL", 32, 18, 32, 8, "one of 16 levels, with a scale"),
+    23: GgmlType("IQ4_XS", 256, 136, 32, 8, "one of 16 levels, with a scale"),
+    39: GgmlType("MXFP4", 32, 17, 32, 8, "e2m1 with a power of two"),
+}
+# What is known and not read: number -> name and what it is.
+REFUSED = {
+    9: ("Q8_1", "an intermediate result of llama.cpp"),
+    15: ("Q8_K", "an intermediate result of llama.cpp"),
+    16: ("IQ2_XXS", "a codebook of vectors"),
+    17: ("IQ2_XS", "a codebook of vectors"),
+    18: ("IQ3_XXS", "a codebook of vectors"),
+    19: ("IQ1_S", "a codebook of vectors"),
+    21: ("IQ3_S", "a codebook of vectors"),
+    22: ("IQ2_S", "a codebook of vectors"),
+    24: ("I8", "whole numbers"),
+    25: ("I16", "whole numbers"),
+    26: ("I32", "whole numbers"),
+    27: ("I64", "whole numbers"),
+    28: ("F64", "64-bit floating point"),
+    29: ("IQ1_M", "a codebook of vectors"),
+    34: ("TQ1_0", "ternary weights"),
+    35: ("TQ2_0", "ternary weights"),
+    40: ("NVFP4", "e2m1 with scales of e4m3"),
+    41: ("Q1_0", "1-bit weights"),
+}
+BY_NAME = {each.name: each for each in TYPES.values()}

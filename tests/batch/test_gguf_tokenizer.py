@@ -1,0 +1,159 @@
+"""The tokenizer inside a GGUF file, against the original one."""
+
+import json
+import random
+
+import pytest
+from conftest import shared_data
+from tokenizers import Tokenizer as Original
+from tokenizers import decoders, models, normalizers, processors, trainers
+
+from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.errors import ModelError
+
+gguf = pytest.importorskip("gguf")
+
+RANGES = (
+    *((0x20, 0x7F), (0, 0x20), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x500), (0x600, 0x700), (0x900, 0xE00)),
+    *((0x1100, 0x1200), (0x2000, 0x2070), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0x1F300, 0x1F680)),
+)
+
+
+def random_texts(count, seed=0):
+    """Texts of characters of many scripts, mostly of a few of them."""
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        ranges = rng.sample(RANGES, 3)
+        texts.append("".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randint(1, 24))))
+    return texts
+
+
+def prompts():
+    lines = (shared_data("prompts") / "mt_bench_question.jsonl").read_text().splitlines()
+    others = (shared_data("prompts") / "ifeval_input_data.jsonl").read_text().splitlines()
+    return [turn for line in lines for turn in json.loads(line)["turns"]] + [
+        json.loads(line)["prompt"] for line in others
+    ]
+
+
+def write(path, **fields):
+    """A file with nothing but a tokenizer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(f"tokenizer.{name.replace('__', '.')}", value)
+        else:
+            kind = {str: "string", bool: "bool", int: "uint32"}[type(value)]
+            getattr(writer, f"add_{kind}")(f"tokenizer.{name.replace('__', '.')}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """Qwen2's tokenizer: the original folder, and the same as a GGUF file."""
+    folder = shared_data("qwen2_tokenizer")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    vocab = json.loads((folder / "vocab.json").read_text())
+    lines = (folder / "merges.txt").read_text().splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    added = {int(i): token["content"] for i, token in config["added_tokens_decoder"].items()}
+    tokens = {i: token for token, i in vocab.items()} | added
+    size = max(tokens) + 5  # padded, as embeddings are
+    path = write(
+        tmp_path_factory.mktemp("qwen2") / "model.gguf",
+        ggml__model="gpt2",
+        ggml__pre="qwen2",
+        ggml__tokens=[tokens.get(i, f"[PAD{i}]") for i in range(size)],
+        ggml__token_type=[3 if i in added else 1 if i in tokens else 5 for i in range(size)],
+        ggml__merges=merges,
+        ggml__eos_token_id=151645,
+        ggml__add_bos_token=False,
+        chat_template=config["chat_template"].removesuffix("template ends here"),
+    )
+    return Tokenizer(folder), Tokenizer(path)
+
+
+def test_byte_level_ids_equal_those_of_the_original(qwen2):
+    original, ours = qwen2
+    for text in [*prompts(), *random_texts(10_000), "<|im_start|>user\nhello<|im_end|>", " a  b\n\n c\td", ""]:
+        ids = ours.encode(text)
+        assert ids == original.encode(text), text
+        assert ours.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
+
+
+def test_special_tokens_and_the_chat_template_come_from_the_file(qwen2):
+    _, ours = qwen2
+    assert ours.eos_token_id == 151645
+    assert {151643, 151644, 151645} <= set(ours.special_token_ids)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert ours.render_chat(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ours.decode(ours.encode_chat(messages)) == "user\nHi\nassistant\n"
+    assert ours.all_token_bytes(151650)[-1] == b""
+
+
+def sentence_pieces(folder, texts):
+    """A SentencePiece-like tokenizer trained on texts, with its tokens, scores and types as a file has them."""
+    tokenizer = Original(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    mark = "\u2581"
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(mark), normalizers.Replace(" ", mark)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(mark, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200, special_tokens=["<unk>", "<s>", "</s>", *bytes_], show_progress=False
+    )
+    tokenizer.train_from_iterator((text.replace(" ", f" {mark}") for text in texts), trainer)
+    content = json.loads(tokenizer.to_str())
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < 3]
+    tokenizer = Original.from_str(json.dumps(content))
+    tokenizer.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
+    return vocab, merges
+
+
+def test_sentence_piece_ids_equal_those_of_the_original(tmp_path):
+    texts = prompts()
+    vocab, merges = sentence_pieces(tmp_path, texts[:200])
+    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+    tokens = sorted(vocab, key=vocab.get)
+    path = write(
+        tmp_path / "model.gguf",
+        ggml__model="llama",
+        ggml__tokens=tokens,
+        ggml__scores=[-float(ranks.get(token, len(ranks))) for token in tokens],
+        ggml__token_type=[2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
+        ggml__bos_token_id=1,
+        ggml__eos_token_id=2,
+    )
+    original, ours = Tokenizer(tmp_path), Tokenizer(path)
+    for text in [*texts, *random_texts(3000), "<s>a</s> b", "  two  spaces"]:
+        ids = ours.encode(text)
+        assert ids == original.encode(text), text
+        assert ours.decode(ids) == original.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"ggml__pre": "nobody-knows"}, "tokenizer.ggml.pre is 'nobody-knows', which is not known"),
+        ({"ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"ggml__tokens": ["a", "a"]}, "a token twice"),
+        ({"ggml__token_type": [1]}, "2 tokens, but 1 types"),
+        ({"ggml__merges": ["x y"]}, "merges is missing or damaged"),
+    ],
+)
+def test_a_tokenizer_that_is_not_known_or_damaged_is_refused(tmp_path, change, what):
+    fields = {"ggml__model": "gpt2", "ggml__pre": "gpt-2", "ggml__tokens": ["a", "b"], "ggml__merges": ["a b"]}
+    with pytest.raises(ModelError) as error:
+        Tokenizer(write(tmp_path / "model.gguf", **fields | change))
+    assert what in error.value.message
+    assert "model.gguf" in error.value.message

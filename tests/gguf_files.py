@@ -1,0 +1,226 @@
+"""GGUF files of tiny models, written by the gguf package, each with its twin: the same numbers as safetensors.
+
+Names, metadata and the order of rows follow llama.cpp's conversion, apart from the code under test.
+"""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+gguf = pytest.importorskip("gguf")
+
+ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen2_moe": "QWEN2MOE",
+    "qwen3_moe": "QWEN3MOE",
+    "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3",
+    "phi3": "PHI3",
+    "granite": "GRANITE",
+    "olmo2": "OLMO2",
+    "olmoe": "OLMOE",
+    "smollm3": "SMOLLM3",
+}
+LINEAR = re.compile(r"\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj\.weight$|\.w[123]\.weight$")
+
+
+def random_blocks(kind, rows, columns, rng, spread=0.05):
+    """The bytes of `rows` random rows of a type, with numbers of about `spread`."""
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (rows, columns // block, num_bytes), dtype=np.uint8)
+    if kind.name == "MXFP4":
+        raw[..., 0] = rng.integers(121, 125, raw.shape[:-1])
+        return raw.reshape(rows, -1)
+    # float16 scales of a block: their places, and the largest number in steps of them
+    places, most = {
+        "Q8_0": ((0,), 128), "Q4_0": ((0,), 8), "Q4_1": ((0, 2), 15), "Q5_0": ((0,), 16), "Q5_1": ((0, 2), 31),
+        "Q2_K": ((80, 82), 45), "Q3_K": ((108,), 128), "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31),
+        "Q6_K": ((208,), 128 * 32), "IQ4_NL": ((0,), 128), "IQ4_XS": ((0,), 32 * 128),
+    }[kind.name]  # fmt: skip
+    for number, place in enumerate(places):
+        scales = (rng.random(raw.shape[:-1]) + 0.5) * 3 * spread / most
+        if number:
+            scales *= most / 2 / (64 if kind.name in ("Q4_K", "Q5_K") else 16 if kind.name == "Q2_K" else -1)
+        raw[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def reordered(values, heads):
+    """Rows as llama's files have them: both halves of a head in turn."""
+    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def in_order(values, heads):
+    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+class _Writer:
+    def __init__(self, path, config):
+        self.config, self.model_type = config, config["model_type"]
+        self.arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[self.model_type])
+        self.names = gguf.get_tensor_name_map(self.arch, config["num_hidden_layers"])
+        self.writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[self.arch])
+
+    def name(self, name):
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return found
+
+    def heads(self, name):
+        """Heads of q or k whose rows are stored in another order."""
+        if self.arch.name not in ("LLAMA", "GRANITE", "SMOLLM3"):
+            return None
+        if ".q_proj." in name:
+            return self.config["num_attention_heads"]
+        return self.config["num_key_value_heads"] if ".k_proj." in name else None
+
+    def metadata(self):
+        w, config = self.writer, self.config
+        rope = config.get("rope_parameters") or {}
+        flat = rope.get("full_attention", rope)
+        w.add_context_length(config["max_position_embeddings"])
+        w.add_embedding_length(config["hidden_size"])
+        w.add_feed_forward_length(config["intermediate_size"])
+        w.add_block_count(config["num_hidden_layers"])
+        w.add_head_count(config["num_attention_heads"])
+        w.add_head_count_kv(config["num_key_value_heads"])
+        w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        w.add_rope_freq_base(flat.get("rope_theta", 10000.0))
+        if "sliding_attention" in rope:
+            w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if config.get("head_dim"):
+            w.add_key_length(config["head_dim"])
+            w.add_value_length(config["head_dim"])
+        w.add_bos_token_id(config["bos_token_id"])
+        w.add_eos_token_id(config["eos_token_id"])
+        self._rope(flat)
+        self._family()
+
+    def _rope(self, rope):
+        w, config, kind = self.writer, self.config, rope.get("rope_type")
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        if kind == "linear":
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(rope["factor"])
+        elif kind == "yarn":
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            w.add_rope_scaling_factor(rope["factor"])
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        elif kind == "llama3":
+            from transformers import AutoConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+            made, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**config), "cpu")
+            w.add_tensor("rope_freqs.weight", (plain / made).numpy())
+        elif kind == "longrope":
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            for name in ("long", "short"):
+                w.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+        if self.model_type == "phi3":
+            w.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+            w.add_sliding_window(config["sliding_window"] or 0)
+
+    def _family(self):
+        w, config = self.writer, self.config
+        if self.model_type.startswith("gemma"):
+            w.add_sliding_window(config["sliding_window"])
+            if self.model_type == "gemma2":
+                w.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+                w.add_final_logit_softcapping(config["final_logit_softcapping"])
+            else:
+                w.add_array(
+                    "gemma3.attention.sliding_window_pattern",
+                    [each == "sliding_attention" for each in config["layer_types"]],
+                )
+        if self.model_type == "granite":
+            w.add_attention_scale(config["attention_multiplier"])
+            w.add_embedding_scale(config["embedding_multiplier"])
+            w.add_residual_scale(config["residual_multiplier"])
+            w.add_logit_scale(config["logits_scaling"])
+        if count := config.get("num_local_experts") or config.get("num_experts"):
+            w.add_expert_count(count)
+            w.add_expert_used_count(config["num_experts_per_tok"])
+            if config.get("moe_intermediate_size"):
+                w.add_expert_feed_forward_length(config["moe_intermediate_size"])
+            if config.get("shared_expert_intermediate_size"):
+                w.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def gguf_twins(source, folder, *, type_of=lambda name: "F32", extra=lambda writer: None, name="model.gguf", seed=1):
+    """Writes folder/`name` and folder/plain from the model at `source`: with weights of the types that `type_of` names
+    by the file's names, and the same numbers in float32. Returns both paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, plain = folder / name, folder / "plain"
+    config = json.loads((source / "config.json").read_text())
+    writer, rng = _Writer(path, config), np.random.default_rng(seed)
+    writer.metadata()
+    extra(writer.writer)
+    stored, twins, experts = {}, {}, {}
+    for hf_name, tensor in load_file(source / "model.safetensors").items():
+        if (found := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", hf_name)) is not None:
+            experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = hf_name
+        values, heads = tensor.float().numpy(), writer.heads(hf_name)
+        file_name = writer.name(re.sub(r"experts\.\d+\.", "experts.", hf_name))
+        kind = gguf.GGMLQuantizationType[type_of(file_name)] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        if writer.model_type.startswith("gemma") and hf_name.endswith("norm.weight"):
+            values = values + 1
+        if heads is not None:
+            values = reordered(values, heads)
+        if kind.name in ("F32", "F16", "BF16"):
+            raw = gguf.quantize(values, kind)
+            numbers = gguf.dequantize(raw, kind)
+        else:
+            raw = random_blocks(kind, *values.shape, rng)
+            numbers = gguf.dequantize(raw, kind)
+        if heads is not None:
+            numbers = in_order(numbers, heads)
+        if writer.model_type.startswith("gemma") and hf_name.endswith("norm.weight"):
+            numbers = numbers - 1
+        stored[hf_name], twins[hf_name] = (file_name, raw, kind), torch.from_numpy(np.ascontiguousarray(numbers))
+    for numbered in experts.values():
+        parts = [stored.pop(numbered[i]) for i in range(len(numbered))]
+        stored[numbered[0]] = (parts[0][0], np.stack([raw for _, raw, _ in parts]), parts[0][2])
+    for file_name, raw, kind in stored.values():
+        if file_name.startswith("blk") and "shexp" in file_name and raw.shape[0] == 1:
+            raw = raw[0]  # as converted: one row is a vector
+        writer.writer.add_tensor(file_name, raw, raw_dtype=None if raw.dtype == np.float32 else kind)
+    writer.writer.write_header_to_file()
+    writer.writer.write_kv_data_to_file()
+    writer.writer.write_tensors_to_file()
+    writer.writer.close()
+    shutil.copytree(source, plain, dirs_exist_ok=True)
+    save_file(twins, plain / "model.safetensors", metadata={"format": "pt"})
+    return path, plain
+
+
+def split(path, folder, count):
+    """The parts of a split model, made of a file: the first has all metadata."""
+    folder.mkdir()
+    reader = gguf.GGUFReader(path)
+    paths = [folder / f"model-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    for number, part in enumerate(paths):
+        writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                sub_type = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
