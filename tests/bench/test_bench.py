@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from pagedcli.bench.rates import MachineRates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
-from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload, workload_floor
+from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload, within, workload_floor
 from pagedcli.cli.bench import BenchProgress, _warnings
 from pagedcli.cli.main import app
 from pagedcli.errors import UsageError
@@ -112,6 +112,22 @@ def test_cache_gives_the_same_tokens_without_it():
     with_cache, without = document["cache"]
     assert document["same_tokens"]
     assert (with_cache["tokens_computed"], without["tokens_computed"]) == (16, 12 + 13 + 14 + 15 + 16)
+
+
+def test_a_model_with_a_small_vocabulary_can_be_measured(tmp_path):
+    """Ids of workloads are drawn below 10,000."""
+    config = json.loads((shape_folder("qwen3-small") / "config.json").read_text()) | {"vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    small = ("-m", str(tmp_path), "--load-format", "dummy", "--dtype", "float32", "--format", "json")
+    lengths = ("--input-len", "12", "--output-len", "3")
+    assert json.loads(bench("cache", *small, *lengths))["same_tokens"]
+    assert json.loads(bench("throughput", *small, *lengths, "--num-prompts", "2", "--repeat", "1"))["throughput"]
+
+
+def test_ids_within_the_vocabulary_stay_and_others_wrap_around():
+    assert within([5, 10, 9_999], 10_000) == [5, 10, 9_999]
+    assert within([5, 10, 299, 300, 9_999], 300) == [5, 10, 299, 10, 10 + 9_989 % 290]
+    assert within([5, 10_000], 3) == [2, 2]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import msgspec
 
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
-from pagedcli.bench.workloads import Workload, workload_floor
+from pagedcli.bench.workloads import Workload, within, workload_floor
 from pagedcli.config import BUILTIN_MODEL, EngineConfig
 from pagedcli.core.budget import head_bytes
 from pagedcli.core.plan import Kernels
@@ -153,6 +153,7 @@ def generate(
     """Greedy generation of exactly these numbers of tokens, in the order of the prompts. `on_step` is called after each
     step with the number of tokens generated so far."""
     before = engine.stats.num_generated_tokens
+    prompts = [within(prompt, engine.spec.vocab_size) for prompt in prompts]
     for i, (prompt, count) in enumerate(zip(prompts, output_lens, strict=True)):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
     outputs: dict[int, RequestOutput] = {}

@@ -130,6 +130,12 @@ def _prompts(source: random.Random, lengths: list[int], prefix_len: int) -> list
     return [prefix + tokens(count) for count in lengths]
 
 
+def within(prompt: list[int], vocab_size: int) -> list[int]:
+    """The prompt of a workload for a model with a smaller vocabulary: ids outside of it wrap around."""
+    first = min(FIRST_ID, vocab_size - 1)
+    return [token if token < vocab_size else first + (token - first) % (vocab_size - first) for token in prompt]
+
+
 @dataclass(frozen=True, slots=True)
 class Floor:
     """Shortest times, in seconds."""
