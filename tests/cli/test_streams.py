@@ -16,7 +16,7 @@ from pagedcli.cli.session import StopRequest
 from pagedcli.errors import UsageError
 from pagedcli.events import StepFinished
 from pagedcli.files import PendingFile, whole_file
-from pagedcli.trace.files import TraceWriter
+from pagedcli.trace.files import TraceReader, TraceWriter
 
 
 def shell(command, *, expect, stdin=""):
@@ -162,3 +162,19 @@ def test_a_closed_terminal_says_what_becomes_of_the_rows(capsys):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_pager_that_does_not_read_takes_no_time_of_the_run(prompts):
+    """The pipe is full after a few steps; the reader begins after three seconds."""
+    flags = ("--max-tokens", "60", "--ignore-eos", "--num-gpu-blocks-override", "64", "--no-live", "--record")
+    trace = prompts.with_name("run.jsonl")
+    command = [sys.executable, "-m", "pagedcli", "trace", str(prompts), *flags, str(trace)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=4096) as process:
+        while process.poll() is None and not list(prompts.parent.glob("run*")):
+            time.sleep(0.05)
+        time.sleep(3)
+        assert process.poll() is None, "the pipe is full"
+        process.communicate()
+    times = [event.time_ns for event in TraceReader(trace) if isinstance(event, StepFinished)]
+    assert len(times) == 60
+    assert times[-1] - times[0] < 1.5e9

@@ -5,13 +5,12 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
 from pagedcli.errors import TraceError
 from pagedcli.events import EngineStarted, Event, StepScheduled
+from pagedcli.show.held_clock import HeldClock
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState
@@ -24,25 +23,6 @@ _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
 _MOST_WAIT_S = 0.5  # each look at the run takes a core from its kernels for a moment
 _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may take
-
-
-class HeldClock:
-    """A monotonic clock in nanoseconds that stands still while it is held. For one thread."""
-
-    def __init__(self) -> None:
-        self._num_held_ns = 0  # so far
-
-    def __call__(self) -> int:
-        return time.perf_counter_ns() - self._num_held_ns
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """The time within this context does not pass on the clock."""
-        now_ns = self()
-        try:
-            yield
-        finally:
-            self._num_held_ns += self() - now_ns
 
 
 class PoolDeck(Deck[Moment]):

@@ -123,7 +123,7 @@ def _print_steps(
     run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, chosen: StepChoice, format: Format
 ) -> int:
     printer = StepPrinter(Console(), whole_run, follow=follow, chosen=chosen, format=format, width=table_width())
-    code = run(printer)
+    code = run(printer, clock_ns=printer.clock_ns)
     if chosen.first and not printer.num_printed:
         raise no_such_step(chosen, "this run", printer.moment.state)
     return code

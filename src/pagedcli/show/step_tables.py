@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pagedcli.events import Event, PrefixLookedUp, StepScheduled
 from pagedcli.printable import one_line, plural, printable_json
+from pagedcli.show.held_clock import HeldClock
 from pagedcli.show.panels import block_ids_text, id_ranges, percent, pool_line, ref_counts_line, why_waiting
 from pagedcli.show.tables import Column, Format, Row, Table, as_markdown, count, markdown_text, shown_cells
 from pagedcli.trace.dispatch import View
@@ -288,7 +289,8 @@ def step_markdown(moment: Moment) -> str:
 class StepPrinter:
     """Prints the chosen steps as their forward pass sees the cache: as tables, Markdown, or one JSON object per line.
 
-    `views` fold the same events. `width`: of the tables, None: without limit.
+    `views` fold the same events. `width`: of the tables, None: without limit. An engine that runs by `clock_ns` does
+    not count the time in which a pager or a full pipe holds up the output.
     """
 
     def __init__(
@@ -303,6 +305,7 @@ class StepPrinter:
         self.moment = Moment(follow=follow)
         self.fold = pool_fold(self.moment, *views)
         self.num_printed = 0
+        self.clock_ns = HeldClock()
         self.chosen = chosen or StepChoice()
         self._console = console
         self._print: Callable[[], None] = {
@@ -323,7 +326,8 @@ class StepPrinter:
         """Print the step once this event completes what its forward pass sees."""
         if isinstance(event, StepScheduled) and self.chosen.shows(event.step):
             self.num_printed += 1
-            self._print()
+            with self.clock_ns.held():
+                self._print()
 
     def _print_json(self) -> None:
         self._console.file.write(printable_json(msgspec.json.encode(self.moment.summary())).decode() + "\n")
