@@ -44,7 +44,19 @@ _DELTA = {  # two layers of each kind, each key head serves two value heads
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+    "rope_parameters": _QUARTER_ROPE,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 32}
+_GRANITE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "shared_intermediate_size": 80,
+}
+_WIDE = {"linear_value_head_dim": 64}  # a multiple of the vectors that a kernel takes together
 
 # family -> (transformers config class, what differs from _BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,16 +130,23 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
-    "qwen3_5": ("Qwen3_5TextConfig", {**_DELTA, "rope_parameters": _QUARTER_ROPE}),
-    "qwen3_5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, **_SHARED, "rope_parameters": _QUARTER_ROPE}),
-    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, **_SHARED, "rope_parameters": _QUARTER_ROPE}),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_WIDE, **_EXPERTS, **_SHARED}),
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, **_SHARED}),
+    "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-bias": ("Lfm2Config", {"num_hidden_layers": 3, "full_attn_idxs": [0], "conv_bias": True}),
+    "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "granite-hybrid": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_local_experts": 0}),
+    "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3}),
 }
 NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3")
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
     *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "granite_swa"),
 )
-RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5-moe", "qwen3_next")
+RECURRENT_FAMILIES = (
+    *("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "bamba", "granite-hybrid", "granite-hybrid-moe"),
+)
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
 
 

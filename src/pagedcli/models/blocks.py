@@ -266,15 +266,16 @@ class Experts:
     num_per_token: int
     renormalize: bool
     shared: GatedMlp | None
-    shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1
+    shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert
 
     def __call__(self, x: Tensor, _step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
         weights, chosen = route(self.router(x), self.num_per_token, renormalize=self.renormalize)
         out = self.mixture(x, weights, chosen)
-        if self.shared is not None and self.shared_gate is not None:
-            out += self.shared_gate(x).sigmoid() * self.shared(x)
+        if self.shared is not None:
+            shared = self.shared(x)
+            out += shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared
         return self.parallel.all_reduce(out)
 
 

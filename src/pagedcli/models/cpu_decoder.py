@@ -17,7 +17,7 @@ from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.parameters import decoder_parameters, linear_formats
-from pagedcli.models.recurrent_spec import GatedDelta
+from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import ExpertsSpec
 from pagedcli.models.weights import open_weights
@@ -28,6 +28,8 @@ from pagedcli.native.structs import (
     GATE_GELU,
     GATE_SILU,
     GATED_DELTA,
+    MAMBA2,
+    SHORT_CONV,
     ExpertsStruct,
     GroupStepStruct,
     LayerStruct,
@@ -206,8 +208,11 @@ class _Builder(Parts):
             down=ctypes.addressof(down),
         )
         if experts.shared_intermediate_size is not None:
-            linears = *self._mlp(f"{key}.shared_expert"), self._unquantized(f"{key}.shared_gate")
-            struct.shared_gate_up, struct.shared_down, struct.shared_gate = map(ctypes.addressof, linears)
+            linears = list(self._mlp(f"{key}.shared_expert"))
+            struct.shared_gate_up, struct.shared_down = map(ctypes.addressof, linears)
+            if experts.gates_shared:
+                linears.append(self._unquantized(f"{key}.shared_gate"))
+                struct.shared_gate = ctypes.addressof(linears[-1])
             self.kept += linears
         self.kept += [gate_up, down, struct]
         return struct
@@ -215,27 +220,39 @@ class _Builder(Parts):
     def _recurrent(self, key: str) -> int:
         """The address of a layer with a state."""
         shape = self._spec.recurrent
-        assert isinstance(shape, GatedDelta), "the mechanism of the family"
+        assert shape is not None, "a model with recurrent layers names their mechanism"
         struct = RecurrentStruct(
-            kind=GATED_DELTA,
             kernel=shape.kernel,
             channels=shape.channels,
-            num_key_heads=shape.num_key_heads,
-            num_heads=shape.num_value_heads,
-            key_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            interleaved=shape.interleaved,
             eps=self._spec.rms_norm_eps,
             conv=self._address(self.conv(key)),
-            decay=self._address(self.decay(key)),
-            step_bias=self._address(self._tensors.pop(f"{key}.step_bias")),
-            norm=self._address(self._tensors.pop(f"{key}.gated_norm")),
+            conv_bias=self._taken(f"{key}.conv_bias"),
+            skip=self._taken(f"{key}.skip"),
             inner=self._linear(f"{key}.inner").struct,
-            gates=self._unquantized(f"{key}.gates"),
             out=self._linear(f"{key}.out").struct,
         )
+        if isinstance(shape, ShortConv):
+            struct.kind = SHORT_CONV
+        else:
+            struct.decay, struct.step_bias = self._address(self.decay(key)), self._taken(f"{key}.step_bias")
+            struct.norm = self._taken(f"{key}.gated_norm")
+        if isinstance(shape, GatedDelta):
+            struct.kind, struct.gates = GATED_DELTA, self._unquantized(f"{key}.gates")
+            struct.num_key_heads, struct.num_heads = shape.num_key_heads, shape.num_value_heads
+            struct.key_dim, struct.value_dim = shape.key_dim, shape.value_dim
+            struct.interleaved = shape.interleaved
+        if isinstance(shape, Mamba2):
+            struct.kind, struct.norm_group = MAMBA2, shape.norm_group
+            struct.num_key_heads, struct.num_heads = shape.num_groups, shape.num_heads
+            struct.key_dim, struct.value_dim = shape.state_size, shape.head_dim
+            struct.least_step, struct.most_step = shape.step_limits
         self.kept.append(struct)
         return ctypes.addressof(struct)
+
+    def _taken(self, key: str) -> int | None:
+        """The address of a small tensor; None if the model does not have it."""
+        tensor = self._tensors.pop(key, None)
+        return None if tensor is None else self._address(tensor)
 
     def _mlp(self, key: str) -> tuple[LinearStruct, LinearStruct]:
         return self._linear(f"{key}.gate_up", gated=True).struct, self._linear(f"{key}.down").struct

@@ -31,8 +31,8 @@ from pagedcli.models.blocks import (
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
 from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
-from pagedcli.models.recurrent_blocks import GatedDeltaNet, interleaved_columns
-from pagedcli.models.recurrent_spec import GatedDelta
+from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
+from pagedcli.models.recurrent_spec import Mamba2, ShortConv
 from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
@@ -245,25 +245,20 @@ class _Builder(Parts):
             has_gate=spec.output_gate,
         )
 
-    def _recurrent(self, place: int, key: str) -> GatedDeltaNet:
-        shape = self._spec.recurrent
-        assert isinstance(shape, GatedDelta), "the mechanism of the family"
-        take, device = self._tensors.pop, self._request.device
-        of_inner, of_gates = interleaved_columns(shape)
-        columns = (of_inner.to(device), of_gates.to(device)) if shape.interleaved else None
-        return GatedDeltaNet(
-            place=place,
-            shape=shape,
-            inner=self._linear(f"{key}.inner"),
-            gates=self._unquantized(f"{key}.gates"),
-            conv=self.conv(key),
-            decay=self.decay(key),
-            step_bias=take(f"{key}.step_bias"),
-            norm=take(f"{key}.gated_norm"),
-            eps=self._spec.rms_norm_eps,
-            out=self._linear(f"{key}.out"),
-            columns=columns,
-        )
+    def _recurrent(self, place: int, key: str) -> Callable[[Tensor, Step], Tensor]:
+        shape, take, eps = self._spec.recurrent, self._tensors.pop, self._spec.rms_norm_eps
+        inner, out, conv = self._linear(f"{key}.inner"), self._linear(f"{key}.out"), self.conv(key)
+        conv_bias = take(f"{key}.conv_bias", None)
+        if isinstance(shape, ShortConv):
+            return ShortConvolution(place, inner, conv, conv_bias, out)
+        decay, step_bias, norm = self.decay(key), take(f"{key}.step_bias"), take(f"{key}.gated_norm")
+        if isinstance(shape, Mamba2):
+            skip = take(f"{key}.skip")
+            return MambaMixer(place, shape, inner, conv, conv_bias, decay, step_bias, skip, norm, eps, out)
+        assert shape is not None, "a model with recurrent layers names their mechanism"
+        columns = interleaved_columns(shape, self._request.device) if shape.interleaved else None
+        gates = self._unquantized(f"{key}.gates")
+        return GatedDeltaNet(place, shape, inner, gates, conv, decay, step_bias, norm, eps, out, columns)
 
     def _mlp(self, index: int, key: str) -> Mlp | Experts:
         experts = self.experts(index)
@@ -276,7 +271,7 @@ class _Builder(Parts):
             num_per_token=experts.num_per_token,
             renormalize=experts.renormalize,
             shared=self._expert(f"{key}.shared_expert") if shared else None,
-            shared_gate=self._unquantized(f"{key}.shared_gate") if shared else None,
+            shared_gate=self._unquantized(f"{key}.shared_gate") if shared and experts.gates_shared else None,
             parallel=self._request.parallel,
         )
 

@@ -1,14 +1,15 @@
 """The native families: the differences of each from Llama, as data. Free of torch."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from pagedcli.models.config_json import Ids
-from pagedcli.models.recurrent_spec import GatedDelta
-from pagedcli.models.spec import ExpertsSpec, LayerKind, TensorNames
+from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
+from pagedcli.models.spec import ExpertNames, ExpertsSpec, LayerKind, TensorNames
 
 OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
 ATTENDS = frozenset({"full_attention", "attention"})  # of layer_types, new and old name
@@ -66,6 +67,24 @@ class FamilyConfig(msgspec.Struct):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+    conv_L_cache: int = 3
+    conv_bias: bool = False
+    full_attn_idxs: list[int] | None = None
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_multiple_of: int = 256
+    attn_layer_indices: list[int] | None = None
+    mamba_n_heads: int = 128
+    mamba_d_head: int | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[float | dict[str, str]] | None = None  # {"__float__": "Infinity"} is transformers' infinity
+    shared_intermediate_size: int = 1024
+    position_embedding_type: str | None = None
 
 
 def _granite(fields: FamilyConfig) -> dict[str, Any]:
@@ -89,7 +108,7 @@ def _gemma(fields: FamilyConfig) -> dict[str, Any]:
     }
 
 
-def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "mlp", **others: Any) -> ExpertsSpec:
+def _experts(fields: FamilyConfig, names: ExpertNames | None = None, **others: Any) -> ExpertsSpec:
     step, num_layers = max(1, fields.decoder_sparse_step), fields.num_hidden_layers
     dense = fields.mlp_only_layers or []
     return ExpertsSpec(
@@ -99,27 +118,27 @@ def _experts(fields: FamilyConfig, names: Literal["mlp", "block_sparse_moe"] = "
         renormalize=fields.norm_topk_prob,
         shared_intermediate_size=fields.shared_expert_intermediate_size,
         dense_layers=frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step),
-        names=names,
+        names=names or ExpertNames(),
         **others,
     )
 
 
-def _kinds(fields: FamilyConfig) -> tuple[LayerKind, ...]:
-    """Which layers attend: those of layer_types, or the last of each group of full_attention_interval."""
+def _kinds(fields: FamilyConfig, attending: Collection[int]) -> tuple[LayerKind, ...]:
+    """Which layers attend: those of layer_types, where it is given, or the numbers in `attending`."""
     if fields.layer_types is not None:
         return tuple("attention" if kind in ATTENDS else "recurrent" for kind in fields.layer_types)
-    interval = max(1, fields.full_attention_interval)
-    return tuple("recurrent" if (i + 1) % interval else "attention" for i in range(fields.num_hidden_layers))
+    return tuple("attention" if i in attending else "recurrent" for i in range(fields.num_hidden_layers))
 
 
 def _gated_delta(fields: FamilyConfig, *, interleaved: bool = False) -> dict[str, Any]:
     """Gated delta nets, and attention with an output gate."""
+    interval = max(1, fields.full_attention_interval)
     return {
         "qk_norm": True,
         "float_norms": True,
         "norm_offset": True,
         "output_gate": True,
-        "layer_kinds": _kinds(fields),
+        "layer_kinds": _kinds(fields, range(interval - 1, fields.num_hidden_layers, interval)),
         "recurrent": GatedDelta(
             num_key_heads=fields.linear_num_key_heads,
             num_value_heads=fields.linear_num_value_heads,
@@ -130,6 +149,74 @@ def _gated_delta(fields: FamilyConfig, *, interleaved: bool = False) -> dict[str
         ),
         "names": TensorNames(skipped=("mtp.",)),
     }
+
+
+def _short_conv(fields: FamilyConfig) -> dict[str, Any]:
+    inner, indices = fields.intermediate_size, fields.full_attn_idxs
+    if fields.block_auto_adjust_ff_dim:  # as in the first Llama: 2/3 of it, times a factor, rounded up to a multiple
+        inner = int((fields.block_ffn_dim_multiplier or 1.0) * int(2 * inner / 3))
+        inner = -(-inner // fields.block_multiple_of) * fields.block_multiple_of
+    return {
+        "qk_norm": True,
+        "intermediate_size": inner,
+        "layer_kinds": _kinds(fields, range(fields.num_hidden_layers) if indices is None else indices),
+        "recurrent": ShortConv(channels=fields.hidden_size, kernel=fields.conv_L_cache, bias=fields.conv_bias),
+        "names": TensorNames(
+            final_norm="embedding_norm",
+            branch_norms=("operator_norm", "ffn_norm"),
+            attention_out="out_proj",
+            head_norms=("q_layernorm", "k_layernorm"),
+            recurrent="conv",
+            mlp="feed_forward",
+            projections=("w1", "w3", "w2"),
+        ),
+    }
+
+
+def _mamba(fields: FamilyConfig) -> dict[str, Any]:
+    inner = fields.mamba_expand * fields.hidden_size
+    head_dim = fields.mamba_d_head if isinstance(fields.mamba_d_head, int) else inner // max(1, fields.mamba_n_heads)
+    limits = fields.time_step_limit or [0.0, math.inf]
+    low, high = (float(each["__float__"]) if isinstance(each, dict) else each for each in limits)
+    return {
+        "layer_kinds": _kinds(fields, fields.attn_layer_indices or ()),
+        "recurrent": Mamba2(
+            num_heads=fields.mamba_n_heads,
+            head_dim=head_dim,
+            num_groups=fields.mamba_n_groups,
+            state_size=fields.mamba_d_state,
+            kernel=fields.mamba_d_conv,
+            conv_bias=fields.mamba_conv_bias,
+            proj_bias=fields.mamba_proj_bias,
+            step_limits=(low, high),
+            norm_group=fields.mamba_n_heads * head_dim // max(1, fields.mamba_n_groups),
+        ),
+        "names": TensorNames(
+            final_norm="final_layernorm",
+            branch_norms=("input_layernorm", "pre_ff_layernorm"),
+            recurrent="mamba",
+            mlp="feed_forward",
+        ),
+    }
+
+
+def _granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
+    """Granite with Mamba-2: its MLP is the shared expert, alone where there are no others."""
+    shared = ("input_linear", "output_linear")
+    names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=shared)
+    traits = _granite(fields) | _mamba(fields) | {"names": names}
+    if not fields.num_local_experts:
+        return traits | {"intermediate_size": fields.shared_intermediate_size}
+    expert_names = ExpertNames(
+        block="block_sparse_moe", router="router.layer", shared="shared_mlp", shared_projections=shared
+    )
+    experts = replace(
+        _experts(fields, expert_names),
+        renormalize=True,  # the softmax is over the picked ones
+        shared_intermediate_size=fields.shared_intermediate_size,
+        gates_shared=False,
+    )
+    return traits | {"experts": experts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +235,19 @@ class Family:
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
     activations: tuple[str, ...] = ("silu", "swish")  # that it may have
     # which layers have which rotary embedding: all the same one; none in those where no_rope_layers is 0; one for full
-    # attention and one for windows; one of each theta in layer_rope_theta
-    ropes: Literal["same", "as listed", "by window", "by theta"] = "same"
+    # attention and one for windows; one of each theta in layer_rope_theta; none unless position_embedding_type is rope
+    ropes: Literal["same", "as listed", "by window", "by theta", "if named"] = "same"
     partial_rope: bool = False  # partial_rotary_factor is read
     defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
     layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
     # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`
     nested: bool = False
+    renamed: dict[str, str] = field(default_factory=dict)  # fields of config.json -> what others call them
 
 
+_TIED = "tie_word_embeddings"
+_MIXTRAL_EXPERTS = ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 _GEMMA = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -317,7 +407,7 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
-        traits=lambda fields: {"experts": _experts(fields, names="block_sparse_moe")},
+        traits=lambda fields: {"experts": _experts(fields, names=_MIXTRAL_EXPERTS)},
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -357,7 +447,7 @@ FAMILIES = {
             "sinks": True,
             "float_norms": True,
             "hidden_act": "clamped_silu",
-            "experts": _experts(fields, router="router", has_biases=True, alternating=True),
+            "experts": _experts(fields, ExpertNames(router="router"), has_biases=True, alternating=True),
         },
     ),
     "qwen3_next": Family(
@@ -371,6 +461,44 @@ FAMILIES = {
         layer_types=ATTENDS | _RECURS,
         defaults={"partial_rotary_factor": 0.25, **_QWEN3_NEXT_EXPERTS},
         traits=lambda fields: _gated_delta(fields, interleaved=True) | {"experts": _experts(fields)},
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        8,
+        None,
+        128000,
+        (1, 2),
+        "never",
+        qkv_bias=False,
+        out_bias=False,
+        layer_types=ATTENDS | _RECURS,
+        renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": _TIED},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, _TIED: True},
+        traits=_short_conv,
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        8,
+        None,
+        262144,
+        (1, 2),
+        "never",
+        mlp_bias=None,
+        partial_rope=True,
+        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        traits=_mamba,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        None,
+        None,
+        2048,
+        (1, 2),
+        "never",
+        ropes="if named",
+        layer_types=ATTENDS | _RECURS,
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+        traits=_granite_hybrid,
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5": replace(_QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", nested=True),

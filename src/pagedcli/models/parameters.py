@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagedcli.errors import ModelError
 from pagedcli.models.formats import VECTOR, WEIGHT, Init, LayerFormat, MixedLayer, StoredTensor, WeightFormat
-from pagedcli.models.recurrent_spec import GatedDelta
+from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ _NORMS = {
         "mlp_norm_after": "post_feedforward_layernorm",
     },
 }
-_EXPERT_PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 
 
 def decoder_parameters(
@@ -113,7 +112,7 @@ def decoder_parameters(
             parameters |= _mlp(spec, key, f"{name}.{names.mlp}", *sizes)
         else:
             count = spec.experts.num_experts if num_experts is None else num_experts
-            parameters |= _experts(spec, spec.experts, count, key, f"{name}.{spec.experts.names}", weight_format)
+            parameters |= _experts(spec, spec.experts, count, key, name, weight_format)
     return parameters
 
 
@@ -158,23 +157,32 @@ def _mlp(
 def _experts(
     spec: ModelSpec, experts: ExpertsSpec, count: int, key: str, name: str, weight_format: WeightFormat
 ) -> dict[str, Parameter]:
-    router, projections = f"{name}.{experts.router}", _EXPERT_PROJECTIONS[experts.names]
-    parameters = {f"{key}.router": Parameter({f"{router}.weight": (experts.num_experts, spec.hidden_size)})}
+    names, width = experts.names, spec.hidden_size
+    block = f"{name}.{names.block}"
+    router = f"{block}.{names.router}"
+    parameters = {f"{key}.router": Parameter({f"{router}.weight": (experts.num_experts, width)})}
     if experts.has_biases:
         parameters[f"{key}.router.bias"] = Parameter({f"{router}.bias": (experts.num_experts,)}, stored=VECTOR)
     for i in range(count):
-        sizes = experts.intermediate_size, weight_format, projections, experts.has_biases
-        parameters |= _mlp(spec, f"{key}.experts.{i}", f"{name}.experts.{i}", *sizes)
+        sizes = experts.intermediate_size, weight_format, names.projections, experts.has_biases
+        parameters |= _mlp(spec, f"{key}.experts.{i}", f"{block}.experts.{i}", *sizes)
     if experts.shared_intermediate_size is not None:
-        sizes = experts.shared_intermediate_size, weight_format, projections, spec.mlp_bias
-        parameters |= _mlp(spec, f"{key}.shared_expert", f"{name}.shared_expert", *sizes)
-        parameters[f"{key}.shared_gate"] = Parameter({f"{name}.shared_expert_gate.weight": (1, spec.hidden_size)})
+        sizes = experts.shared_intermediate_size, weight_format, names.shared_projections, spec.mlp_bias
+        parameters |= _mlp(spec, f"{key}.shared_expert", f"{name}.{names.shared}", *sizes)
+        if experts.gates_shared:
+            parameters[f"{key}.shared_gate"] = Parameter({f"{name}.{names.shared}_gate.weight": (1, width)})
     return parameters
 
 
 def _recurrent(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
-    assert isinstance(spec.recurrent, GatedDelta), "the mechanism of the family"
-    return _gated_delta(spec.recurrent, spec.hidden_size, key, name, weight_format)
+    match spec.recurrent:
+        case GatedDelta() as delta:
+            return _gated_delta(delta, spec.hidden_size, key, name, weight_format)
+        case Mamba2() as mamba:
+            return _mamba(mamba, spec.hidden_size, key, name, weight_format)
+        case ShortConv() as short:
+            return _short_conv(short, spec.hidden_size, key, name, weight_format)
+    raise AssertionError("a model with recurrent layers names their mechanism")
 
 
 def _gated_delta(
@@ -197,6 +205,34 @@ def _gated_delta(
         f"{key}.gated_norm": Parameter({f"{name}.norm.weight": (delta.value_dim,)}, init=1.0, stored=VECTOR),
         **dict(_linear(f"{key}.out", {f"{name}.out_proj": width}, delta.inner, False, weight_format)),
     }
+
+
+def _mamba(mamba: Mamba2, width: int, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
+    heads, inner = mamba.num_heads, {f"{name}.in_proj": mamba.inner + mamba.channels + mamba.num_heads}
+    parameters = {
+        **dict(_linear(f"{key}.inner", inner, width, mamba.proj_bias, weight_format)),
+        f"{key}.conv": _exact({f"{name}.conv1d.weight": (mamba.channels, 1, mamba.kernel)}),
+        f"{key}.decay": _exact({f"{name}.A_log": (heads,)}, init=1.0),
+        f"{key}.step_bias": _exact({f"{name}.dt_bias": (heads,)}, init=1.0),
+        f"{key}.skip": _exact({f"{name}.D": (heads,)}, init=1.0),
+        f"{key}.gated_norm": Parameter({f"{name}.norm.weight": (mamba.inner,)}, init=1.0, stored=VECTOR),
+        **dict(_linear(f"{key}.out", {f"{name}.out_proj": width}, mamba.inner, mamba.proj_bias, weight_format)),
+    }
+    if mamba.conv_bias:
+        parameters[f"{key}.conv_bias"] = _exact({f"{name}.conv1d.bias": (mamba.channels,)})
+    return parameters
+
+
+def _short_conv(short: ShortConv, width: int, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
+    channels = short.channels
+    parameters = {
+        **dict(_linear(f"{key}.inner", {f"{name}.in_proj": 3 * channels}, width, short.bias, weight_format)),
+        f"{key}.conv": _exact({f"{name}.conv.weight": (channels, 1, short.kernel)}),
+        **dict(_linear(f"{key}.out", {f"{name}.out_proj": width}, channels, short.bias, weight_format)),
+    }
+    if short.bias:
+        parameters[f"{key}.conv_bias"] = _exact({f"{name}.conv.bias": (channels,)})
+    return parameters
 
 
 def _exact(shapes: dict[str, tuple[int, ...]], *, init: Init | None = None) -> Parameter:

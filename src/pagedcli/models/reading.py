@@ -72,7 +72,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     architectures = config.get("architectures") or [family.architecture]
     if family.nested:
         config = _text_config(config, where)
-    config = {**family.defaults, **config}
+    config = {**family.defaults, **{family.renamed.get(name, name): value for name, value in config.items()}}
     _refuse_unknown(config, where)
     fields = convert(config, FamilyConfig, where)
     _check_layer_types(fields, family, where)
@@ -91,7 +91,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     max_positions = fields.max_position_embeddings or family.max_position_embeddings
     _check_sizes(fields, num_kv_heads, head_dim, max_positions, where)
     layer_ropes = _layer_ropes(config, fields, family, max_positions, where)
-    rope = next(rope for rope in reversed(layer_ropes) if rope is not None)
+    rope = next((rope for rope in reversed(layer_ropes) if rope is not None), None)
     traits = {
         "qk_norm": False,
         "hidden_act": activation,
@@ -108,7 +108,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         architecture=family.architecture,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
+        intermediate_size=traits.pop("intermediate_size", fields.intermediate_size),
         num_layers=fields.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -118,7 +118,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         tie_word_embeddings=fields.tie_word_embeddings,
         attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
-        max_position_embeddings=max(max_positions, rope.stretched_length),
+        max_position_embeddings=max(max_positions, rope.stretched_length if rope is not None else 0),
         windows=_windows(fields, family, where),
         eos_token_ids=stop_ids(path, eos),
         bos_token_id=_default(fields.bos_token_id, default_bos),
@@ -171,7 +171,9 @@ def _layer_ropes(
         by_kind = _ropes_by_window(config, max_positions, where)
         return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields, family))
     rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
-    if family.ropes == "same":
+    if family.ropes == "if named" and fields.position_embedding_type != "rope":
+        return (None,) * len(layers)
+    if family.ropes in ("same", "if named"):
         return (rope,) * len(layers)
     if family.ropes == "by theta":
         thetas = fields.layer_rope_theta or [rope.theta] * len(layers)

@@ -7,9 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagedcli.layers.recurrent import causal_conv, gated_delta_rule, l2_norm, norm_then_gate
+from pagedcli.layers.recurrent import (
+    causal_conv,
+    gate_then_norm,
+    gated_delta_rule,
+    l2_norm,
+    norm_then_gate,
+    selective_scan,
+)
 from pagedcli.models.blocks import Step
-from pagedcli.models.recurrent_spec import GatedDelta
+from pagedcli.models.recurrent_spec import GatedDelta, Mamba2
 
 
 @dataclass(slots=True)
@@ -48,16 +55,65 @@ class GatedDeltaNet:
         return self.out(norm_then_gate(o, self.norm, z, self.eps).flatten(1))
 
 
+@dataclass(slots=True)
+class MambaMixer:
+    """Mamba-2: projection, convolution, scan, gated norm and projection of one layer."""
+
+    place: int  # among the layers with a state
+    shape: Mamba2
+    inner: Callable[[Tensor], Tensor]  # E -> I + C + H: the gate, then x, B and C, then the steps
+    conv: Tensor  # [K, C] float32
+    conv_bias: Tensor | None  # [C] float32
+    decay: Tensor  # [H] float32, -exp(A_log)
+    step_bias: Tensor  # [H] float32
+    skip: Tensor  # [H] float32
+    norm: Tensor  # [I]
+    eps: float
+    out: Callable[[Tensor], Tensor]  # I -> E
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
+        shape, (slots, (conv, matrix)) = self.shape, step.state(self.place)
+        gate, mixed, raw = torch.split(self.inner(x), [shape.inner, shape.channels, shape.num_heads], dim=1)
+        mixed = causal_conv(mixed, self.conv, self.conv_bias, conv, slots, silu=True).float()
+        groups = shape.num_groups * shape.state_size
+        values, b, c = torch.split(mixed, [shape.inner, groups, groups], dim=1)
+        repeats = shape.num_heads // shape.num_groups
+        b, c = (_heads(y, shape.state_size).repeat_interleave(repeats, dim=1) for y in (b, c))
+        size = F.softplus(raw.float() + self.step_bias).clamp(*shape.step_limits)
+        heads = _heads(values, shape.head_dim)
+        y = selective_scan(heads, b, c, (self.decay * size).exp(), size, matrix, slots)
+        y += self.skip[:, None] * heads
+        return self.out(gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group, self.eps))
+
+
+@dataclass(slots=True)
+class ShortConvolution:
+    """A convolution between two gates: out(c * conv(b * x))."""
+
+    place: int  # among the layers with a state
+    inner: Callable[[Tensor], Tensor]  # E -> 3E: b, c and x
+    conv: Tensor  # [K, E] float32
+    conv_bias: Tensor | None  # [E] float32
+    out: Callable[[Tensor], Tensor]  # E -> E
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
+        slots, (pool,) = step.state(self.place)
+        b, c, values = self.inner(x).chunk(3, dim=1)
+        return self.out(c * causal_conv(b * values, self.conv, self.conv_bias, pool, slots, silu=False))
+
+
 def _heads(x: Tensor, size: int) -> Tensor:
     return x.reshape(x.shape[0], -1, size)
 
 
-def interleaved_columns(shape: GatedDelta) -> tuple[Tensor, Tensor]:
+def interleaved_columns(shape: GatedDelta, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the columns of q, k, v, z and of b, a lie in projections that list them key head by key head."""
     heads, repeats = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
 
     def flat(*sizes: int) -> Tensor:
-        parts = torch.split(torch.arange(heads * sum(sizes)).view(heads, -1), list(sizes), dim=1)
+        parts = torch.split(torch.arange(heads * sum(sizes), device=device).view(heads, -1), list(sizes), dim=1)
         return torch.cat([part.flatten() for part in parts])
 
     values = repeats * shape.value_dim

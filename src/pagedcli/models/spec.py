@@ -11,6 +11,17 @@ from pagedcli.models.stored_quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """How a checkpoint names a mixture of experts within a layer. The defaults are Qwen's."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_expert"
+    shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts: gated MLPs of which a router picks some for each token."""
 
@@ -18,12 +29,12 @@ class ExpertsSpec:
     num_per_token: int  # experts that each token goes to
     intermediate_size: int  # width of an expert
     renormalize: bool  # the picked probabilities are divided by their sum
-    shared_intermediate_size: int | None = None  # width of an expert for every token, weighted by a gate of its own
+    shared_intermediate_size: int | None = None  # width of an expert for every token
+    gates_shared: bool = True  # that expert is weighted by a gate of its own
     has_biases: bool = False  # of the router and the experts' projections
-    router: str = "gate"  # how the checkpoint names it
     alternating: bool = False  # stacked in the checkpoint as [experts, in, out], in which gates and ups alternate
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP
-    names: Literal["mlp", "block_sparse_moe"] = "mlp"  # how the checkpoint names it
+    names: ExpertNames = ExpertNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

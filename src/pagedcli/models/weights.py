@@ -245,7 +245,10 @@ class _View:
 
 
 # Experts that some checkpoints stack: the name of the tensor -> the names of each expert's modules, as they lie in it
-_STACKED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_STACKED_EXPERTS = {
+    **dict.fromkeys(("experts.gate_up_proj", "input_linear.weight"), ("gate_proj", "up_proj")),
+    **dict.fromkeys(("experts.down_proj", "output_linear.weight"), ("down_proj",)),
+}
 _STACKED_SUFFIXES = {"": "weight", "_bias": "bias"}
 
 
@@ -258,7 +261,7 @@ def _expert_views(files: Mapping[str, Any], where: dict[str, str], *, alternatin
     for stack, file_name in list(where.items()):
         found = _STACK.fullmatch(stack)
         shape = files[file_name].get_slice(stack).get_shape() if found is not None else []
-        if found is None or len(shape) < 2:
+        if found is None or len(shape) < (2 if found[3] else 3):  # an ordinary layer may have such a name, too
             continue
         prefix, modules, suffix = found[1], _STACKED_EXPERTS[found[2]], _STACKED_SUFFIXES[found[3]]
         transposed = alternating and suffix == "weight"

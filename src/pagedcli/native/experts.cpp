@@ -163,9 +163,9 @@ template <class T> void add_shared(const Experts& e, int64_t dtype, const typena
     E *hidden = arena.take<E>(tokens * inner), *result = arena.take<E>(tokens * width), *logits = arena.take<E>(tokens);
     linear_forward(*e.shared_gate_up, dtype, x, tokens, hidden, gate, threads);
     linear_forward(*e.shared_down, dtype, hidden, tokens, result, STORE, threads);
-    linear_forward(*e.shared_gate, dtype, x, tokens, logits, STORE, threads);
+    if (e.shared_gate) linear_forward(*e.shared_gate, dtype, x, tokens, logits, STORE, threads);
     for_rows(threads, tokens, width, 8, [&](int64_t t) {
-        const vf share = Rows<T>::round(sigmoid_of(splat(Rows<T>::load_one(logits + t))));
+        const vf share = e.shared_gate ? Rows<T>::round(sigmoid_of(splat(Rows<T>::load_one(logits + t)))) : splat(1.f);
         const E* from = result + t * width;
         E* to = out + t * width;
         for (int64_t i = 0; i < width; i += VL) {

@@ -8,7 +8,7 @@ struct Experts {
     int64_t renormalize;           // the picked probabilities are divided by their sum
     Linear router;                 // E -> num_experts
     const Linear *gate_up, *down;  // [num_experts]
-    const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none
+    const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none, or no gate
 };
 
 // The weighted sum of each token's experts: x [num_tokens][E] -> out [num_tokens][E]. gate: Epilogue of gate_up.
