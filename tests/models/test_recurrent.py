@@ -13,9 +13,12 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import load_backend
 from pagedcli.errors import BackendError, ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.formats import AS_STORED
 from pagedcli.models.loading import load_model
+from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
 from pagedcli.models.sharding import shard_spec
+from pagedcli.models.weights import open_weights
 
 CPU = torch.device("cpu")
 
@@ -142,3 +145,14 @@ def test_no_bit_depends_on_chunks(case, dtype):
     path, _ = case
     whole, chunked = (logits_of(path, dtype=dtype, backend="cpu", chunk=chunk) for chunk in (None, 7))
     assert largest_difference(whole, chunked) == 0
+
+
+def test_dummy_weights_have_the_types_of_those_of_a_checkpoint(case):
+    path, _ = case
+    parameters = decoder_parameters(read_spec(path), AS_STORED)
+    sources = (open_weights(path, form, 0, read_spec(path)) for form in ("dummy", "auto"))
+    options = {"ignored": frozenset({"lm_head.weight"}), "dtype": torch.bfloat16, "device": CPU}
+    dummy, stored = (source.load(parameters, **options) for source in sources)
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in dummy.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()
+    }

@@ -26,7 +26,7 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
     if spec.fused_projections or spec.qk_norm_all or spec.recurrent is not None:
         why = "stacks its projections" if spec.fused_projections else "norms all heads of q and k together"
         if spec.recurrent is not None:
-            why = "has layers whose projections stack what several ranks would share,"
+            why = "keeps states of its sequences"
         raise ConfigError(
             f"tensor_parallel_size is {size}, but {spec.architecture} {why} and is not split",
             hint="use --tensor-parallel-size 1",

@@ -103,7 +103,7 @@ class DummyWeights:
                 tensor = torch.cat([parameter.kept(*pair) for pair in stacked], parameter.dim)
             if own_dtype == torch.float8_e4m3fn:
                 tensor = (tensor.float() * (FLOAT8_DEVIATION / DEVIATION)).to(own_dtype)
-            tensors[key] = tensor
+            tensors[key] = tensor if parameter.dtype is None else tensor.to(own_dtype)
         return tensors
 
 
