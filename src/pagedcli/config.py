@@ -92,6 +92,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             affects_rows=False,
         ),
     ] = "lru"
+    checkpoints: Annotated[
+        str,
+        _cache(
+            "Where models with recurrent state keep it for other prompts: branches (where waiting prompts differ), end"
+            " (of each prompt), every so many tokens, e.g. 512, or none",
+            metavar="WHERE",
+            affects_rows=False,
+        ),
+    ] = "branches"
+    num_state_slots: Annotated[
+        int | None,
+        _cache(
+            "Slots of models with recurrent state, for running sequences and checkpoints together",
+            default="2 * max_num_seqs, in at most half of the memory",
+            at_least=1,
+            affects_rows=False,
+        ),
+    ] = None
 
     max_model_len: Annotated[
         int | None,
@@ -219,6 +237,8 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     engine = document.get("engine", {})
     if isinstance(engine.get("kv_cache_memory"), str):
         engine["kv_cache_memory"] = parse_bytes(engine["kv_cache_memory"])
+    if type(engine.get("checkpoints")) is int:
+        engine["checkpoints"] = str(engine["checkpoints"])
     defaults = msgspec.to_builtins(Config().sampling)
     document["sampling"] = {**defaults, **document.get("sampling", {})}
     try:

@@ -168,6 +168,12 @@ def _waterfall_table(profile: "Profile") -> Table:
     row = {"term": "pool", "name": "KV cache", "difference": None, "note": pool.reason.partition(":")[0]}
     values = {"measured_bytes": None, "predicted_bytes": None, column: pool.num_blocks * plan.block_bytes}
     rows.append(row | values)
+    limits = plan.limits
+    if limits.has_states:
+        note = f"{plural(pool.num_state_slots or 0, 'slot')}, for running sequences and checkpoints"
+        row = {"term": "states", "name": "recurrent state", "difference": None, "note": note}
+        values = {"measured_bytes": None, "predicted_bytes": None, column: pool.state_bytes(limits)}
+        rows.append(row | values)
     if profile.measured_loading is not None:
         measured, predicted = profile.measured_loading, profile.predicted_loading
         rows.append(
@@ -196,9 +202,21 @@ def _waterfall_table(profile: "Profile") -> Table:
         f"bytes/block = {formula}",
         f"{plural(pool.num_blocks, 'block')} of {size(plan.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
     ]
+    if limits.has_states:
+        notes += [
+            f"a running sequence takes a slot of {size(limits.state_bytes)} of recurrent state, and so does each"
+            f" checkpoint: as much as the K and V of {_tokens_of_state(profile):,} tokens",
+            "slots: --num-state-slots, by default 2 * max_num_seqs in at most half of the memory for the cache",
+        ]
     num_ranks = profile.config.tensor_parallel_size
     title = f"Memory of {profile.config.model}" + (f", each of {num_ranks} ranks" if num_ranks > 1 else "")
     return Table("waterfall", title, columns, rows, notes)
+
+
+def _tokens_of_state(profile: "Profile") -> int:
+    """Tokens whose K and V take as much memory as one state."""
+    limits = profile.plan.limits
+    return limits.state_bytes * limits.block_size // (profile.plan.block_bytes * len(profile.plan.groups))
 
 
 def _block_bytes(spec: "ModelSpec", block_size: int, kv_dtype: str, num_layers: int) -> int:
@@ -252,6 +270,8 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
         Column("max_concurrency", "at once", decimal),
     ]
     notes = [f"--max-num-seqs allows at most {profile.config.max_num_seqs:,} at once"]
+    if profile.pool.num_state_slots is not None:
+        notes.append(f"slots of recurrent state allow at most {profile.pool.num_state_slots:,} at once")
     if shared:
         columns.append(Column("max_concurrency_shared", f"sharing {shared:,} tokens", decimal))
         notes.append(f"at least half of the rows share their first {shared:,} tokens; only full blocks are shared")
@@ -323,13 +343,14 @@ def target_rows(
     tables: TableShape,
     block_bytes: int,
     shared_tokens: int = 0,
+    state_bytes: int = 0,
 ) -> Iterator[Row]:
-    """What num_requests concurrent requests need at each length: blocks, KV bytes, and the utilization of this device
-    (above 1: too small). Shared tokens count once."""
+    """What num_requests concurrent requests need at each length: blocks, KV bytes with those of recurrent state, and
+    the utilization of this device (above 1: too small). Shared tokens count once."""
     spent = terms.used + terms.activations + terms.graphs
     for name, num_tokens in lengths.items():
         num_blocks = tables.blocks_for_requests(num_requests, num_tokens, shared_tokens=shared_tokens)
-        kv_bytes = num_blocks * block_bytes
+        kv_bytes = num_blocks * block_bytes + num_requests * state_bytes
         yield {
             "at": name,
             "num_tokens": num_tokens,
@@ -350,6 +371,7 @@ def _target_table(profile: "Profile", num_requests: int, lengths: Mapping[str, i
             tables=profile.plan.limits.tables,
             block_bytes=profile.plan.block_bytes,
             shared_tokens=shared,
+            state_bytes=profile.plan.limits.state_bytes,
         )
     )
     columns = [
@@ -499,6 +521,14 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
         "activation_peak_tokens": profile.plan.limits.largest_step.num_tokens,
         "activation_peak_seqs": profile.plan.limits.largest_step.num_seqs,
     }
+    limits = profile.plan.limits
+    if limits.has_states:
+        facts |= {
+            "num_state_slots": profile.pool.num_state_slots,
+            "state_slot_bytes": limits.state_bytes,
+            "state_bytes": profile.pool.state_bytes(limits),
+            "checkpoints": limits.checkpoints,
+        }
     facts |= {f"{name}_bytes": getattr(terms, name) for name in TERMS}
     facts |= {"loading_peak_bytes": profile.measured_loading, "predicted_loading_peak_bytes": profile.predicted_loading}
     return facts | {"room_bytes": terms.kv_cache, "shared_prefix_tokens": shared}

@@ -11,6 +11,7 @@ from pagedcli import __version__
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.stats import BatchStats, LogHistogram, figures
 from pagedcli.config import BUILTIN_MODEL, LoadedConfig
+from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, plural, printable
@@ -41,6 +42,12 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         f"KV cache: {plural(plan.num_blocks, 'block')} of {plural(block_size, 'token')}, {byte_text(pool_bytes)}"
         f" ({plan.num_blocks_reason})"
     )
+    limits = plan.limits
+    if limits.num_state_slots:
+        say(
+            f"recurrent state: {plural(limits.num_state_slots, 'slot')} of {byte_text(limits.state_bytes)},"
+            f" checkpoints: {CheckpointPolicy.named(limits.checkpoints).text}"
+        )
     if plan.kv_scales is not None:
         say("KV cache scales: K {:.4g}, V {:.4g}".format(*plan.kv_scales))
     if enable_prefix_caching:

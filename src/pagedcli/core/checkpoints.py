@@ -35,6 +35,12 @@ class CheckpointPolicy:
         )
 
     @property
+    def text(self) -> str:
+        """In words."""
+        texts = {"branches": "where waiting prompts branch", "end": "at the end of each prompt", "none": "none"}
+        return f"every {self.interval:,} tokens" if self.kind == "every" else texts[self.kind]
+
+    @property
     def reason(self) -> CheckpointReason:
         return "branch" if self.kind == "branches" else "interval" if self.kind == "every" else "end"
 

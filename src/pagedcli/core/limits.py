@@ -29,8 +29,8 @@ class Limits:
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # of the pool; None: not measured yet
     windows: tuple[int | None, ...] = (None,)  # of each group of layers, see core.groups
-    num_state_slots: int | None = None  # of layers with recurrent state, see core.state_slots; None: there are none
-    state_bytes: int = 0  # of a slot, over all these layers
+    num_state_slots: int | None = None  # of recurrent state, see core.state_slots; None: there are none, or not known
+    state_bytes: int = 0  # of a slot, over all layers with a state
     checkpoints: str = "branches"  # of their state, see core.checkpoints
     vocab_size: int | None = None
     enable_prefix_caching: bool = True
@@ -57,7 +57,7 @@ class Limits:
     @property
     def has_states(self) -> bool:
         """Whether the model has layers with recurrent state."""
-        return bool(self.num_state_slots)
+        return self.num_state_slots is not None or self.state_bytes > 0
 
     @property
     def chunk_size(self) -> int:
@@ -84,9 +84,18 @@ class Limits:
         """The step that sets the activation peak."""
         return StepShape.largest(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
 
-    def with_pool(self, num_blocks: int, num_seqs: int | None = None) -> "Limits":
-        """These limits with a pool, and for so many sequences."""
-        return replace(self, num_blocks=num_blocks, max_num_seqs=num_seqs or self.max_num_seqs)
+    def with_pool(
+        self, num_blocks: int, num_seqs: int | None = None, *, num_state_slots: int | None = None
+    ) -> "Limits":
+        """These limits with a pool, and for so many sequences. By default there is a slot of state for each."""
+        if self.has_states and num_state_slots is None:
+            num_state_slots = num_seqs or 1
+        num_seqs = num_seqs or self.max_num_seqs
+        return replace(self, num_blocks=num_blocks, max_num_seqs=num_seqs, num_state_slots=num_state_slots)
+
+    def pool_bytes(self, block_bytes: int) -> int:
+        """Bytes of all blocks and slots."""
+        return (self.num_blocks or 0) * block_bytes + (self.num_state_slots or 0) * self.state_bytes
 
     def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
         """Most blocks that `width` sequences with a common prompt hold while each grows to num_tokens."""

@@ -4,6 +4,7 @@ The only place that decides. The engine, `generate`, `plan`, `doctor`, `profile-
 which runner.loading adds what is measured after loading.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import Terms, block_bytes
+from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
@@ -27,11 +29,13 @@ from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.machine import Gpu, Machine
+from pagedcli.printable import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
 LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
+LEAST_SLOTS = 8  # of recurrent state: prompts branch at several depths even where few sequences run
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
 
 
@@ -45,10 +49,8 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     device, dtype = attention.device, attention.dtype
     max_model_len = resolve_max_model_len(config, spec)
     spec, own = _of_rank(config, spec, rank)
-    if spec.recurrent is not None:
-        raise ConfigError(
-            f"{spec.architecture} has layers with a state per sequence, which the scheduler does not keep"
-        )
+    state_bytes = own.state_bytes(dtype.itemsize)
+    _check_states(config, spec, state_bytes)
     groups = cache_groups([layer.window for layer in own.attention_layers])
     limits = Limits.of(
         config,
@@ -56,6 +58,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
         windows=tuple(group.window for group in groups),
         vocab_size=spec.vocab_size,
+        state_bytes=state_bytes,
     )
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
     stored = weight_format(config.quantization, spec)
@@ -252,6 +255,19 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
 
 
+def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> None:
+    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model."""
+    CheckpointPolicy.named(config.checkpoints)
+    defaults = EngineConfig()
+    for name in ("checkpoints", "num_state_slots"):
+        value = getattr(config, name)
+        if not state_bytes and value != getattr(defaults, name):
+            raise ConfigError(
+                f"{name} is {value}, but {spec.architecture} has no layers with recurrent state",
+                hint=f"leave out --{name.replace('_', '-')}",
+            )
+
+
 def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: int) -> None:
     """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
     the rotary embedding of every position, and a block table per sequence."""
@@ -297,25 +313,39 @@ def why_no_graphs(
 # ---------------------------------------------------------------------- the pool
 
 
-def choose_num_blocks(config: EngineConfig, plan: Plan, *, available: int, terms: Terms | None) -> tuple[int, str]:
-    """Number of blocks in the pool, and the reason for it.
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What the memory for the cache is divided into."""
+
+    num_blocks: int
+    num_state_slots: int | None  # None: the model has no recurrent state
+    reason: str  # for the number of blocks
+
+
+def choose_pool(config: EngineConfig, plan: Plan, *, available: int, terms: Terms | None) -> PoolSize:
+    """The number of blocks in the pool with the reason for it, and the number of slots of recurrent state.
 
     `terms` are those of a GPU's memory; on a CPU they are None, and `available` is the free host memory in bytes.
     Raises: ConfigError if no block fits, or if the requested pool exceeds the memory.
     """
-    block_bytes, limits = plan.block_bytes, plan.limits
+    block_bytes, limits, most = plan.block_bytes, plan.limits, None
     if terms is not None:
         available = terms.available
     if config.num_gpu_blocks_override is not None:
-        num_blocks, reason = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+        num_bytes, reason = available, "num_gpu_blocks_override"
+        most = config.num_gpu_blocks_override
     elif config.kv_cache_memory is not None:
-        num_blocks, reason = config.kv_cache_memory // block_bytes, f"kv_cache_memory {config.kv_cache_memory} bytes"
+        num_bytes, reason = config.kv_cache_memory, f"kv_cache_memory {config.kv_cache_memory} bytes"
     elif terms is not None:
-        num_blocks, reason = terms.num_blocks(block_bytes), f"gpu_memory_utilization {config.gpu_memory_utilization}"
+        num_bytes, reason = max(0, terms.kv_cache), f"gpu_memory_utilization {config.gpu_memory_utilization}"
     else:
         num_bytes = min(CPU_KV_BYTES, available // 2)
+        reason = f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
+    num_slots = choose_num_slots(config, limits, num_bytes if most is None else num_bytes - most * block_bytes)
+    state_bytes = (num_slots or 0) * limits.state_bytes
+    num_blocks = most if most is not None else max(0, num_bytes - state_bytes) // block_bytes
+    if terms is None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
         most = limits.tables.most_blocks(limits.max_model_len, limits.chunk_size) * limits.max_num_seqs
-        num_blocks, reason = num_bytes // block_bytes, f"{num_bytes / 2**30:.1f} GiB, the default on a CPU"
         if most < num_blocks:
             num_blocks, reason = most, "max_num_seqs x max_model_len"
     if num_blocks < 1:
@@ -323,13 +353,24 @@ def choose_num_blocks(config: EngineConfig, plan: Plan, *, available: int, terms
             _no_blocks(block_bytes, reason, terms, config.gpu_memory_utilization),
             hint="lower --max-num-batched-tokens or --block-size, raise --gpu-memory-utilization or --kv-cache-memory",
         )
-    if num_blocks * block_bytes > available:
+    if num_blocks * block_bytes + state_bytes > available:
+        states = f", {plural(num_slots, 'slot')} of recurrent state included" if num_slots else ""
         raise ConfigError(
-            f"{reason} asks for a KV cache of {num_blocks * block_bytes / 2**30:,.2f} GiB, but only "
-            f"{max(0, available) / 2**30:,.2f} GiB of memory are available",
+            f"{reason} asks for a KV cache of {(num_blocks * block_bytes + state_bytes) / 2**30:,.2f} GiB{states},"
+            f" but only {max(0, available) / 2**30:,.2f} GiB of memory are available",
             hint="lower --kv-cache-memory or --num-gpu-blocks-override, or leave it out",
         )
-    return num_blocks, reason
+    return PoolSize(num_blocks, num_slots, reason)
+
+
+def choose_num_slots(config: EngineConfig, limits: Limits, num_bytes: int) -> int | None:
+    """Slots of recurrent state within memory for blocks and slots: two per sequence, one that it writes and one for a
+    checkpoint, at least LEAST_SLOTS, and at most what half of the memory holds. None: the model has none."""
+    if not limits.state_bytes:
+        return None
+    if config.num_state_slots is not None:
+        return config.num_state_slots
+    return max(2, min(max(LEAST_SLOTS, 2 * limits.max_num_seqs), num_bytes // 2 // limits.state_bytes))
 
 
 def _no_blocks(block_bytes: int, reason: str, terms: Terms | None, utilization: float) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from pagedcli.config import EngineConfig
 from pagedcli.core.budget import ITEMSIZE, StepShape, Terms
+from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
@@ -23,7 +24,7 @@ from pagedcli.models.hub import weight_files
 from pagedcli.models.loading import weight_format
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ModelSpec
-from pagedcli.planning.decide import choose_num_blocks, decide
+from pagedcli.planning.decide import choose_pool, decide
 from pagedcli.planning.machine import Machine
 from pagedcli.printable import plural
 
@@ -161,6 +162,11 @@ class Pool:
     num_blocks: int  # 0: none fits
     reason: str  # why there are so many
     hint: str | None = None  # what to do if there are none
+    num_state_slots: int | None = None  # of recurrent state; None: the model has none
+
+    def state_bytes(self, limits: Limits) -> int:
+        """Bytes of all slots of recurrent state."""
+        return (self.num_state_slots or 0) * limits.state_bytes
 
 
 def pool_within(config: EngineConfig, plan: Plan, terms: Terms, *, available: int | None = None) -> Pool:
@@ -168,10 +174,10 @@ def pool_within(config: EngineConfig, plan: Plan, terms: Terms, *, available: in
     model loaded; None: what the terms leave."""
     available = terms.total - terms.used if available is None else available
     try:
-        num_blocks, reason = choose_num_blocks(config, plan, available=available, terms=None if plan.on_cpu else terms)
+        found = choose_pool(config, plan, available=available, terms=None if plan.on_cpu else terms)
     except ConfigError as error:
         return Pool(0, error.message, error.hint)
-    return Pool(num_blocks, reason)
+    return Pool(found.num_blocks, found.reason, num_state_slots=found.num_state_slots)
 
 
 def expected_pool(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> Pool | None:
@@ -207,9 +213,14 @@ class Fit:
         return self.plan.block_bytes * len(self.plan.groups) // self.plan.limits.block_size
 
     @property
+    def block_room(self) -> int:
+        """Bytes of all memory left for the cache, without those of recurrent state."""
+        return max(0, self.terms.kv_cache - self.pool.state_bytes(self.plan.limits))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that all memory left for the KV cache holds."""
-        return max(0, self.terms.kv_cache) // self.token_bytes
+        return self.block_room // self.token_bytes
 
     @property
     def longest_request(self) -> int:
@@ -217,7 +228,7 @@ class Fit:
         tables, most = self.plan.limits.tables, self.plan.limits.max_model_len
         if not tables.has_windows:
             return min(self.num_tokens, most)
-        return tables.longest(self.terms.num_blocks(self.plan.block_bytes), self.plan.limits.chunk_size, most)
+        return tables.longest(self.block_room // self.plan.block_bytes, self.plan.limits.chunk_size, most)
 
     @property
     def max_concurrency(self) -> float:
@@ -225,7 +236,7 @@ class Fit:
         tables, most = self.plan.limits.tables, self.plan.limits.max_model_len
         if not tables.has_windows:
             return self.num_tokens / most
-        return tables.concurrency(self.terms.num_blocks(self.plan.block_bytes), most)
+        return tables.concurrency(self.block_room // self.plan.block_bytes, most)
 
     @property
     def pool_concurrency(self) -> float:

@@ -24,8 +24,8 @@ from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native.system import limit_threads
-from pagedcli.planning.decide import attention_spec, choose_num_blocks, decide, model_folder
-from pagedcli.planning.machine import available_memory, this_machine
+from pagedcli.planning.decide import attention_spec, choose_pool, decide, model_folder
+from pagedcli.planning.machine import Machine, available_memory, this_machine
 from pagedcli.planning.memory import predict_terms, weights_refusal
 from pagedcli.runner.memory import graph_bytes, measure_device, other_holders
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
@@ -56,18 +56,15 @@ def load_engine(
 ) -> LoadedEngine:
     """Load what a configuration asks for, or one rank's part of it.
 
-    `on_weights` is called once the weights are loaded, before anything runs; `agree` receives the number of blocks
-    that fit here and returns the number that all ranks use.
+    `on_weights` is called once the weights are loaded, before anything runs; `agree` receives the number of blocks, or
+    of slots of recurrent state, that fit here and returns the number that all ranks use.
     Raises:  ConfigError, ModelError, BackendError.
     """
     path = model_folder(config)
     spec = read_spec(path, trust_remote_code=config.trust_remote_code)
     machine = this_machine()
     plan = decide(config, spec, machine, rank=parallel.rank)
-    if not spec.is_fallback:
-        refusal = weights_refusal(config, spec, predict_terms(config, spec, plan, machine), machine)
-        if refusal is not None:
-            raise refusal
+    _check_weights(config, spec, plan, machine)
     attention = attention_spec(config, spec, machine, rank=parallel.rank)
     device, dtype = attention.device, attention.dtype
     if plan.on_cpu:
@@ -100,23 +97,32 @@ def load_engine(
         memory = measure_device(runner_spec, config.gpu_memory_utilization)
     if memory is not None and plan.no_graphs is None:
         memory = replace(memory, graphs=graph_bytes(runner_spec), measured=memory.measured | {"graphs"})
-    num_blocks, reason = choose_num_blocks(config, plan, available=available_memory(), terms=memory)
-    limits = plan.limits.with_pool(agree(num_blocks))
-    num_bytes = (limits.num_blocks or 0) * plan.block_bytes
-    with _room_for(f"a KV cache of {num_bytes / 2**30:,.2f} GiB ({reason})", device):
+    pool = choose_pool(config, plan, available=available_memory(), terms=memory)
+    num_slots = None if pool.num_state_slots is None else agree(pool.num_state_slots)
+    limits = plan.limits.with_pool(agree(pool.num_blocks), num_state_slots=num_slots)
+    num_bytes = limits.pool_bytes(plan.block_bytes)
+    with _room_for(f"a KV cache of {num_bytes / 2**30:,.2f} GiB ({pool.reason})", device):
         runner = ModelRunner(replace(runner_spec, limits=limits))
     if plan.no_graphs is None:
         runner.make_graphs(capture=True)
     plan = replace(
         plan,
         limits=limits,
-        num_blocks_reason=reason,
+        num_blocks_reason=pool.reason,
         weight_bytes=model.weight_bytes,
         memory=memory,
         kv_scales=scales,
         notes=model.notes,
     )
     return LoadedEngine(path, spec, model, plan, runner)
+
+
+def _check_weights(config: EngineConfig, spec: ModelSpec, plan: Plan, machine: Machine) -> None:
+    """Raises: ConfigError if the weights alone exceed the free memory."""
+    if not spec.is_fallback:
+        refusal = weights_refusal(config, spec, predict_terms(config, spec, plan, machine), machine)
+        if refusal is not None:
+            raise refusal
 
 
 @contextmanager

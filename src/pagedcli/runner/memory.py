@@ -60,7 +60,7 @@ def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
 
 def graph_bytes(spec: RunnerSpec) -> int:
     """Device memory of the graphs: all are captured once on a cache of one block, then dropped."""
-    device, runner = spec.device, ModelRunner(replace(spec, limits=replace(spec.limits, num_blocks=1)))
+    device, runner = spec.device, ModelRunner(replace(spec, limits=spec.limits.with_pool(1)))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)

@@ -142,7 +142,9 @@ class ModelRunner:
         """Logits [R, V] of a step built from its sequences alone, and the R sequences that would get a token. For
         measurements on an idle runner: block tables are sent whole."""
         work.changed = work.seqs
-        for seq in work.seqs:
+        for place, seq in enumerate(work.seqs):
             seq.synced_blocks = 0
+            if self.state.num_state_slots:
+                seq.state_write = min(place, self.state.num_state_slots)
         step, sampled = StepBuilder(self.limits).build(work)
         return self.forward(step), sampled
