@@ -9,6 +9,7 @@
 
 #include "experts.h"
 #include "linear.h"
+#include "packed_groups.h"
 #include "paged_attention.h"
 #include "paths.h"
 #include "rows.h"
@@ -95,18 +96,20 @@ template <class T> void check_linear(int64_t dtype, int64_t kind, double toleran
 
 // Weights of a quantized checkpoint, and activations that are whole steps: only the order of sums may differ.
 void check_codes(int64_t kind, int64_t group) {
-    const int64_t rows = 97, columns = 352, tokens = 23, groups = (columns + group - 1) / group, values = kind == CODES4 ? 16 : 256;
+    const int64_t rows = 97, columns = 352, tokens = 23, groups = (columns + group - 1) / group, values = kind == CODES8 ? 256 : 16;
     std::vector<uint8_t> codes(rows * columns), zeros(rows * groups);
     std::vector<float> scales(rows * groups), x(tokens * columns), out(tokens * rows), alone(rows);
     for (auto& code : codes) code = generator() % values;
     for (auto& zero : zeros) zero = generator() % values;
-    for (auto& scale : scales) scale = 0.5f + generator() % 1000 / 1000.f;
+    for (auto& scale : scales) scale = kind == LEVELS4 ? std::ldexp(1.f, (int)(generator() % 9) - 4) : 0.5f + generator() % 1000 / 1000.f;
+    std::vector<BF16::Elem> halves;
+    for (float scale : scales) halves.push_back(BF16::from_float(scale));
     for (auto& each : x) each = (float)(generator() % 253) - 126;
     for (int64_t t = 0; t < tokens; t++) x[t * columns] = 127;
     Linear l = {};
-    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = FLOAT32;
+    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = kind == LEVELS4 ? BFLOAT16 : FLOAT32;
     std::vector<uint8_t> packed(linear_packed_bytes(&l));
-    linear_pack_codes(&l, codes.data(), scales.data(), zeros.data(), group, packed.data(), 1);
+    linear_pack_codes(&l, codes.data(), kind == LEVELS4 ? (const void*)halves.data() : scales.data(), zeros.data(), group, packed.data(), 1);
     l.weight = packed.data();
     linear_forward(l, FLOAT32, x.data(), tokens, out.data(), STORE, 2);
     std::vector<double> ours(out.begin(), out.end()), exact(tokens * rows);
@@ -114,10 +117,11 @@ void check_codes(int64_t kind, int64_t group) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t k = 0; k < columns; k++) {
                 const int64_t at = r * groups + k / group;
-                exact[t * rows + r] += x[t * columns + k] * (codes[r * columns + k] - zeros[at]) * (double)scales[at];
+                const int number = kind == LEVELS4 ? E2M1[codes[r * columns + k]] : codes[r * columns + k];
+                exact[t * rows + r] += x[t * columns + k] * (number - zeros[at]) * (double)scales[at];
             }
     const double error = relative_error(ours, exact);
-    expect(error < 1e-6, kind == CODES4 ? "4-bit codes" : "8-bit codes", error);
+    expect(error < 1e-6, kind == CODES4 ? "4-bit codes" : kind == CODES8 ? "8-bit codes" : "levels", error);
     for (int64_t t = 0; t < tokens; t++) {
         linear_forward(l, FLOAT32, x.data() + t * columns, 1, alone.data(), STORE, 1);
         expect(alone == part(out, t * rows, rows), "a row of codes depends on the others", t);
@@ -142,7 +146,8 @@ void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_
     StepWork* work = paged_work_new(&geometry, 1, cu_q, &total, table.data(), blocks, window, 2);
     std::vector<E> out(q.stored.size());
     const float scale = 1 / std::sqrt((float)head_dim);
-    expect(paged_attend((int)dtype, &geometry, work, q.stored.data(), heads * head_dim, head_dim, k_cache.data(), v_cache.data(), out.data(), scale, 0) == 0, "a block is missing", 0);
+    const std::vector<float> sinks = {-2, -1, 0, 1, 2, 30};
+    expect(paged_attend((int)dtype, &geometry, work, q.stored.data(), heads * head_dim, head_dim, k_cache.data(), v_cache.data(), out.data(), scale, 0, sinks.data()) == 0, "a block is missing", 0);
     paged_work_free(work);
     std::vector<double> ours, exact;
     for (int64_t t = 0; t < num_new; t++)
@@ -151,7 +156,7 @@ void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_
             const int64_t head = h / (heads / kv_heads), seen = total - num_new + t + 1;
             const int64_t first = window ? std::max<int64_t>(0, seen - window) : 0;
             std::vector<double> weights(seen), sum(head_dim);
-            double all = 0;
+            double all = std::exp(sinks[h]);
             for (int64_t i = first; i < seen; i++) {
                 for (int64_t d = 0; d < head_dim; d++) weights[i] += query[d] * k.exact[(i * kv_heads + head) * head_dim + d];
                 all += weights[i] = std::exp(weights[i] * scale);
@@ -246,7 +251,7 @@ template <class T> void check(int64_t dtype, double tolerance, const char* name)
 }  // namespace
 
 int main() {
-    for (const int64_t kind : {CODES4, CODES8}) check_codes(kind, 32), check_codes(kind, 128);
+    for (const int64_t kind : {CODES4, CODES8, LEVELS4}) check_codes(kind, 32), check_codes(kind, 128);
     printf("bf16 path %lld, int8 path %lld\n", (long long)bf16_path(), (long long)int8_path());
     check<F32>(0, 1e-5, "float32");
     check<BF16>(1, 0.01, "bfloat16");

@@ -18,6 +18,7 @@ from pagedcli.native.structs import (
     DTYPE_CODES,
     GATE_SILU,
     INT8,
+    LEVELS4,
     PACKINGS,
     STORE,
     LinearStruct,
@@ -132,7 +133,7 @@ class NativeLinear:
             self._call("linear_pack_int8_codes", signed, weight.scales.float().contiguous(), packed, scales, sums)
             return tensors
         weight, order = weight.in_order
-        self.struct.kind = CODES4 if weight.bits == 4 else CODES8
+        self.struct.kind = LEVELS4 if weight.levels else CODES4 if weight.bits == 4 else CODES8
         kept_dtype = weight.scales.dtype if weight.bits == 4 and weight.scales.dtype in DTYPE_CODES else torch.float32
         self.struct.scale_type = DTYPE_CODES[kept_dtype]
         if num_groups > 1 and weight.group_size % 32:

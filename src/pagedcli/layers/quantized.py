@@ -14,7 +14,7 @@ _HINT = "use the unquantized version of the model"
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """w[o, i] = scales[o, g] * (codes[o, i] - zeros[o, g]), g the group of input i."""
+    """w[o, i] = scales[o, g] * (q[o, i] - zeros[o, g]), g the group of i, and q a code or that code's level."""
 
     codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
     bits: int  # 4 or 8
@@ -22,6 +22,7 @@ class QuantizedWeight:
     zeros: Tensor  # uint8 [out, groups]
     group_size: int  # inputs of a group; the last may have fewer
     groups: Tensor | None = None  # int64 [in]: the group of each input; None: neighbours
+    levels: tuple[int, ...] = ()  # by code; E2M1 of native/packed_groups.h is the only table that kernels read
 
     @property
     def in_order(self) -> tuple["QuantizedWeight", Tensor | None]:
@@ -42,10 +43,12 @@ class QuantizedWeight:
         groups = self.groups
         if groups is None:
             groups = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group_size
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=self.codes.device) if self.levels else None
         out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
         for start in range(0, len(out), 1024):  # float32 copies of a whole weight would be the peak of loading
             part = slice(start, start + 1024)
-            whole = self.codes[part].float() - self.zeros[part].float()[:, groups]
+            codes = self.codes[part].float() if levels is None else levels[self.codes[part].long()]
+            whole = codes - self.zeros[part].float()[:, groups]
             out[part] = whole.mul_(self.scales[part].float()[:, groups])
         return out
 
@@ -92,6 +95,10 @@ class GroupedWeight:
             whole = codes.mul_(self.scales.unsqueeze(-1)).sub_(self.minima.unsqueeze(-1))
         return whole.flatten(1).to(dtype)
 
+
+# 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives by the four bits of e2m1, times 2 and plus E2M1_ZERO.
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+E2M1_ZERO = 12
 
 Weight = Tensor | QuantizedWeight | Float8Weight  # of a linear layer, [out, in]
 

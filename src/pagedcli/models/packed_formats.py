@@ -14,7 +14,16 @@ from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
-from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight, chunk_columns, stacked, unpacked
+from pagedcli.layers.quantized import (
+    E2M1,
+    E2M1_ZERO,
+    Float8Weight,
+    QuantizedWeight,
+    Weight,
+    chunk_columns,
+    stacked,
+    unpacked,
+)
 from pagedcli.models.formats import (
     AS_STORED,
     DEVIATION,
@@ -82,6 +91,8 @@ class Packed:
         size = self.quantization.group_size if block is None else block[1]
         if kernels == "torch":
             return "torch has no kernel for them"
+        if self.quantization.layout == "mxfp4" and kernels != "cpu":
+            return "no GPU kernel reads them"
         if is_float8 and kernels == "cpu":
             return "no CPU kernel reads FP8; activations are not rounded"
         if size is not None and size % 32 and (is_float8 or kernels == "cpu"):
@@ -188,6 +199,16 @@ def _float8_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
     return (StoredTensor("weight", "float8_e4m3fn"), _scales(q.scale_name, q))
 
 
+def _mxfp4_tensors(q: StoredQuantization) -> tuple[StoredTensor, ...]:
+    return (
+        StoredTensor(_MXFP4_NUMBERS[q.scale_name], "uint8", in_per=2, init="bits"),
+        StoredTensor(q.scale_name, "uint8", in_per=32, init=120.0),
+    )
+
+
+_MXFP4_NUMBERS = {"scales": "blocks", "weight_scale": "weight_packed"}
+
+
 def _scales(suffix: str, q: StoredQuantization, *, out_dim: int = 0) -> StoredTensor:
     """Kept as stored: rounding them would be a second quantization."""
     out_per, in_per = q.block or (None if q.per_tensor else 1, q.group_size)
@@ -209,6 +230,7 @@ _TENSORS: Mapping[Layout, Callable[[StoredQuantization], tuple[StoredTensor, ...
     "pack-quantized": _pack_quantized_tensors,
     "int-quantized": _int_quantized_tensors,
     "float8": _float8_tensors,
+    "mxfp4": _mxfp4_tensors,
 }
 
 
@@ -259,6 +281,18 @@ def _read_float8(tensors: Mapping[str, Tensor], q: StoredQuantization) -> Float8
     return Float8Weight(numbers, scales.expand(len(numbers), -1), group_size)
 
 
+def _read_mxfp4(tensors: Mapping[str, Tensor], q: StoredQuantization) -> QuantizedWeight:
+    """Source: OCP Microscaling Formats (MX) Specification 1.0: e2m1, low bits first, times 2^(exponent - 127)."""
+    numbers, exponents = tensors[_MXFP4_NUMBERS[q.scale_name]], tensors[q.scale_name]
+    if int(exponents.max()) == 255:
+        raise ModelError("a scale of MXFP4 weights is NaN", hint="download the checkpoint again")
+    codes = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
+    # bfloat16 holds every power of 2 exactly; half of it, as the levels are doubled
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128).to(torch.bfloat16)
+    zeros = torch.full(scales.shape, E2M1_ZERO, dtype=torch.uint8, device=scales.device)
+    return QuantizedWeight(codes, 4, scales, zeros, 32, levels=E2M1)
+
+
 def _weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, q: StoredQuantization, groups: Tensor | None = None
 ) -> QuantizedWeight:
@@ -276,4 +310,5 @@ _READERS: Mapping[Layout, Callable[[Mapping[str, Tensor], StoredQuantization], Q
     "pack-quantized": _read_pack_quantized,
     "int-quantized": _read_int_quantized,
     "float8": _read_float8,
+    "mxfp4": _read_mxfp4,
 }

@@ -249,6 +249,15 @@ def _fp8(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]
     return (stored,)
 
 
+def _mxfp4(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]:
+    """Source: gpt-oss, of which the experts are quantized, whatever modules_to_not_convert lists besides."""
+    return (
+        StoredQuantization(
+            method="mxfp4", layout="mxfp4", bits=4, group_size=32, scale_name="scales", targets=("experts",)
+        ),
+    )
+
+
 class _CtWeights(msgspec.Struct):
     num_bits: int
     type: str = "int"
@@ -319,6 +328,8 @@ def _ct_weights(
         layout, bits, strategies = "pack-quantized", (4, 8), ("group", "channel")
     elif weights.type == "int" and form in ("int-quantized", "naive-quantized"):
         layout, bits, strategies = "int-quantized", (8,), ("channel", "tensor")
+    elif weights.type == "float" and form == "mxfp4-pack-quantized" and group_size == 32:
+        layout, bits, strategies = "mxfp4", (4,), ("group",)
     elif weights.type == "float" and form in ("float-quantized", "naive-quantized"):
         layout, bits, strategies = "float8", (8,), ("channel", "tensor", "block")
     else:
@@ -348,6 +359,7 @@ _READERS: Mapping[str, Callable[[dict[str, Any], Path], tuple[StoredQuantization
     "intel/auto-round": _auto_round,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }
 

@@ -239,9 +239,10 @@ class _View:
         stacked = file.get_slice(self.name)
         if self.transposed or self.rows.step:
             whole: Tensor = stacked[self.index]
-            return (whole.T if self.transposed else whole)[self.rows]
-        tensor: Tensor = stacked[self.index, self.rows]
-        return tensor
+            part = (whole.T if self.transposed else whole)[self.rows]
+        else:
+            part = stacked[self.index, self.rows]
+        return part.flatten(1) if part.ndim > 2 else part  # MXFP4 numbers lie in groups
 
 
 # Experts that some checkpoints stack: the name of the tensor -> the names of each expert's modules, as they lie in it
@@ -249,7 +250,7 @@ _STACKED_EXPERTS = {
     **dict.fromkeys(("experts.gate_up_proj", "input_linear.weight"), ("gate_proj", "up_proj")),
     **dict.fromkeys(("experts.down_proj", "output_linear.weight"), ("down_proj",)),
 }
-_STACKED_SUFFIXES = {"": "weight", "_bias": "bias"}
+_STACKED_SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
 
 def _expert_views(files: Mapping[str, Any], where: dict[str, str], *, alternating: bool) -> dict[str, _View]:

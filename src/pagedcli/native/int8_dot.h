@@ -107,6 +107,42 @@ struct NibbleSum {
 #endif
 };
 
+// The same of weights 0 to 24, whose pairs leave no room in 16 bits.
+struct LevelSum {
+    vi acc = {};
+    inline void add(const int8_t* x, vi w) {
+        const vi four = bytes_of(load_any<int32_t>(x));
+#if defined(HAS_UNSIGNED_DOT)
+        acc = dot_unsigned(acc, w, four);
+#elif defined(HAS_PAIR_SUMS)
+        acc += lane_sums(pair_sums(w, four));
+#elif defined(USE_NEON)
+        acc = dot_signed_bytes(acc, w, four);
+#else
+        (void)four;
+        for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((w >> (8 * j)) & 31);
+#endif
+    }
+    inline void end_block() {}
+    inline vi get() const { return acc; }
+};
+
+// Each byte of `places`, 0 to 15, becomes the byte of the table at that place.
+static inline vi looked_up(const uint8_t* table, vi places) {
+#if defined(USE_AVX512) && defined(__AVX512BW__)
+    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)places);
+#elif defined(USE_AVX2)
+    return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), (__m256i)places);
+#elif defined(USE_NEON)
+    return (vi)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
+#else
+    uint8_t bytes[sizeof(vi)];
+    store_any(bytes, places);
+    for (auto& byte : bytes) byte = table[byte];
+    return load_any<vi>(bytes);
+#endif
+}
+
 // The same of 8-bit weights, 0 to 255.
 struct ByteSum {
 #if defined(HAS_UNSIGNED_DOT)

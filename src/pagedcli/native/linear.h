@@ -19,8 +19,9 @@ enum Epilogue : int {
     GATE_CLAMPED,  // out = clamped_gate(y_gate, y_up)
 };
 
-// The first three are also the types of activations. INT4 is rounded here; CODES4 and CODES8 are those of checkpoints.
-enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, CODES4, CODES8 };
+// The first three are also the types of activations. INT4 is rounded here; the others are those of checkpoints: whole
+// numbers, and with LEVELS4 the numbers of the levels in packed_groups.h.
+enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, CODES4, CODES8, LEVELS4 };
 
 // Mirrored by pagedcli.native.structs.
 struct Linear {

@@ -62,7 +62,16 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
         for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
-// `rows` rows from `row` on times chunks [first, end) of a panel, which begin at `chunk`, as they are packed.
+// `rows` rows from `row` on times chunks [first, end) of a panel, which begin at `chunk`, as they were unpacked.
+void multiply_unpacked(const Linear& l, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
+                       const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+    with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
+        if (l.kind == LEVELS4) multiply<R(), FloatHeader, Bytes<LevelSum>>(x, row, {}, blocks, chunk, first, end, sums);
+        else multiply<R(), FloatHeader, Bytes<NibbleSum>>(x, row, {}, blocks, chunk, first, end, sums);
+    });
+}
+
+// The same as they are packed.
 void multiply_packed(const Linear& l, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
                      const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
     with_packing(l, [&](auto header, auto codes) {
@@ -73,8 +82,8 @@ void multiply_packed(const Linear& l, int64_t blocks, const Activations& x, int6
 }
 
 // Chunks with a byte per weight and floats for scales and minima, which more rows than registers hold read many times.
-using Unpacked = Bytes<NibbleSum>;
-constexpr int64_t unpacked_bytes(int64_t blocks) { return FloatHeader::BYTES + blocks * Unpacked::BYTES; }
+constexpr int64_t UNPACKED_BLOCK = Bytes<NibbleSum>::BYTES;
+constexpr int64_t unpacked_bytes(int64_t blocks) { return FloatHeader::BYTES + blocks * UNPACKED_BLOCK; }
 
 void unpack(const Linear& l, int64_t blocks, const uint8_t* from, uint8_t* to) {
     with_packing(l, [&](auto header, auto codes) {
@@ -84,7 +93,7 @@ void unpack(const Linear& l, int64_t blocks, const uint8_t* from, uint8_t* to) {
         }
         const uint8_t* block = from + header.BYTES;
         to += FloatHeader::BYTES;
-        for (int64_t b = 0; b < blocks; b++, block += codes.BYTES, to += Unpacked::BYTES)
+        for (int64_t b = 0; b < blocks; b++, block += codes.BYTES, to += UNPACKED_BLOCK)
             for (int i = 0; i < 8; i++)
                 for (int v = 0; v < PANEL_VECTORS; v++)
                     store_any(to + (i * PANEL_VECTORS + v) * VL * GROUP, codes.four(block, i, v));
@@ -173,9 +182,7 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
                 if (!unpacks)
                     multiply_packed(l, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
                 else
-                    with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-                        multiply<R(), FloatHeader, Unpacked>(x, begin + row, {}, blocks, unpacked, c, stop, to);
-                    });
+                    multiply_unpacked(l, blocks, x, begin + row, rows, unpacked, c, stop, to);
             }
         }
         for (int64_t r = 0; r < tokens; r++) {

@@ -32,8 +32,17 @@ template <class S> struct Bytes {
     static vi four(const uint8_t* block, int i, int v) { return load_any<vi>(block + (i * PANEL_VECTORS + v) * VL * GROUP); }
 };
 
+// The numbers of MXFP4 by their four bits, e2m1, times 2 and plus 12: a zero point of 12 takes it off again.
+constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+struct Levels : Nibbles {
+    using Sum = LevelSum;
+    static vi four(const uint8_t* block, int i, int v) { return looked_up(E2M1, Nibbles::four(block, i, v)); }
+};
+
 // Calls f(header, blocks) with the types of a layer.
 template <class F> inline void with_packing(const Linear& l, const F& f) {
+    if (l.kind == LEVELS4) return f(TypedHeader<BF16>{}, Levels{});
     if (l.kind == CODES8) return f(TypedHeader<F32>{}, Bytes<ByteSum>{});
     if (l.scale_type == FLOAT16) return f(TypedHeader<F16>{}, Nibbles{});
     if (l.scale_type == BFLOAT16) return f(TypedHeader<BF16>{}, Nibbles{});

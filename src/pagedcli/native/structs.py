@@ -11,7 +11,7 @@ _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 STORE, ADD, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(5)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
 GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
-INT8, CODES4, CODES8 = 3, 5, 6  # WeightKind
+INT8, CODES4, CODES8, LEVELS4 = 3, 5, 6, 7  # WeightKind
 PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pack_NAME packs them -> WeightKind
 
 

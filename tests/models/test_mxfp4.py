@@ -1,0 +1,145 @@
+"""MXFP4 experts of gpt-oss: read exactly, kept in four bits on a CPU, and multiplied by the file's numbers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from engine_harness import make_engine, ragged_prompts, run
+from model_zoo import tiny_model
+from paged_harness import paged_logits, ragged_sequences
+from safetensors.torch import load_file, save_file
+
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.attention.select import select_backend
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, QuantizedWeight
+from pagedcli.models.loading import load_model
+from pagedcli.models.packed_formats import CheckpointFormat
+from pagedcli.models.reading import read_spec
+from pagedcli.native import load_library
+from pagedcli.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+# by the four bits of e2m1: the sign, two bits of exponent, one of mantissa
+E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def random_mxfp4(generator, *shape):
+    """Numbers [..., groups, 16] and exponents [..., groups] as gpt-oss stores them."""
+    blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(115, 123, shape, dtype=torch.uint8, generator=generator)
+
+
+def numbers_of(blocks, scales):
+    """The numbers [..., in] that they stand for."""
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    return (E2M1_VALUES[pairs] * 2.0 ** (scales[..., None].float() - 127)).flatten(-2)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """A model with MXFP4 experts, and the same numbers unquantized."""
+    folder, generator = tmp_path_factory.mktemp("twins"), torch.Generator().manual_seed(0)
+    plain = tiny_model("gpt_oss", folder / "plain")
+    packed = shutil.copytree(plain, folder / "packed")
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, columns, rows = tensor.shape
+        blocks, scales = random_mxfp4(generator, experts, rows, columns // 32)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        tensors[name] = numbers_of(blocks, scales).transpose(1, 2).contiguous()
+        del stored[name]
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(config))
+    return plain, packed
+
+
+def test_transformers_reads_the_same_numbers():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = random_mxfp4(torch.Generator().manual_seed(1), 2, 6, 3)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(theirs.transpose(1, 2), numbers_of(blocks, scales))
+
+
+def test_widened_weights_give_the_logits_of_the_unquantized_numbers(twins):
+    sequences, num_prompt = ragged_sequences()
+    found = []
+    for path in twins:
+        backend = ReferenceAttention()
+        model = load_model(path, read_spec(path), backend=backend, dtype=torch.float32, device=CPU, max_model_len=256)
+        found.append(paged_logits(model, backend, sequences, num_prompt=num_prompt, block_size=16, chunk=7))
+    for exact, read in zip(*found, strict=True):
+        assert torch.equal(exact, read)
+
+
+def test_native_products_are_those_of_the_numbers_within_the_rounding_of_activations(twins):
+    sequences, num_prompt = ragged_sequences()
+    found, kept = [], []
+    for path in twins:
+        spec = read_spec(path)
+        sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+        chosen = select_backend(
+            "cpu", device=CPU, dtype=torch.float32, block_size=16, layers=spec.attention_layers, **sizes
+        )
+        model = load_model(path, spec, backend=chosen.backend, dtype=torch.float32, device=CPU, max_model_len=256)
+        options = {"num_prompt": num_prompt, "block_size": 16, "chunk": 7}
+        found.append(torch.cat(paged_logits(model, chosen.backend, sequences, **options)))
+        kept.append(model.weight_bytes)
+    exact, read = found
+    assert (exact - read).abs().median() < 0.02 * exact.std()
+    assert kept[1] < 0.45 * kept[0]  # experts of 4.75 bits, all else of 32
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 12, 40])
+@pytest.mark.parametrize("shape", [(64, 96), (40, 32), (33, 320)])
+def test_whole_activations_give_exact_products(shape, tokens):
+    """Activations of whole steps of their largest are rounded to themselves: products have no error but sums'."""
+    generator = torch.Generator().manual_seed(tokens)
+    rows, columns = shape
+    blocks, scales = random_mxfp4(generator, rows, columns // 32)
+    numbers = numbers_of(blocks, scales)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    halves = (2.0 ** (scales.float() - 128)).to(torch.bfloat16)
+    weight = QuantizedWeight(codes, 4, halves, torch.full_like(scales, E2M1_ZERO), 32, levels=E2M1)
+    assert torch.equal(weight.dequantized(torch.float32), numbers)
+    x = torch.randint(-127, 128, (tokens, columns), generator=generator).float()
+    x[:, 0] = 127
+    found = NativeLinear(load_library(), weight, None, dtype=torch.float32)(x)
+    torch.testing.assert_close(found.double(), x.double() @ numbers.double().T, rtol=1e-5, atol=1e-4)
+
+
+def test_tokens_do_not_depend_on_pool_company_and_chunks(twins):
+    prompts, params = ragged_prompts(4), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    _, packed = twins
+    crowd = run(make_engine(packed, max_model_len=128), prompts, params)
+    hard = make_engine(packed, max_model_len=128, chunked_prefill_size=7, num_gpu_blocks_override=24)
+    assert run(hard, prompts, params) == crowd
+    assert run(make_engine(packed, max_model_len=128, max_num_seqs=1), prompts, params) == crowd
+
+
+def test_forecast_of_kept_bytes_is_what_is_kept(twins):
+    from pagedcli.models.footprint import footprint
+
+    spec = read_spec(twins[1])
+    backend = select_backend(
+        "cpu",
+        device=CPU,
+        dtype=torch.bfloat16,
+        block_size=16,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        layers=spec.attention_layers,
+    ).backend
+    model = load_model(twins[1], spec, backend=backend, dtype=torch.bfloat16, device=CPU, max_model_len=256)
+    assert spec.quantization is not None
+    forecast = footprint(spec, CheckpointFormat(spec.quantization), "cpu", 2)
+    assert forecast.num_bytes == model.weight_bytes
