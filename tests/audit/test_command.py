@@ -14,7 +14,20 @@ from pagedcli.audit.faulty import Settings, serving
 
 NOWHERE = "http://127.0.0.1:9/v1"
 FEW = ("--checks", "noise,repeat,twins")
-CHECKS = ("noise", "repeat", "resume", "stream", "samples", "crowd", "twins", "moved", "salts", "speed", "evict")
+CHECKS = (
+    "noise",
+    "repeat",
+    "resume",
+    "stream",
+    "samples",
+    "crowd",
+    "twins",
+    "moved",
+    "salts",
+    "users",
+    "speed",
+    "evict",
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +96,7 @@ def test_json_has_everything(wrong, tmp_path):
 
 def test_a_dry_run_prints_the_plan_and_sends_nothing():
     result = pagedcli("audit", NOWHERE, "--dry-run", columns=120)
-    for check in (
-        "noise",
-        "repeat",
-        "resume",
-        "stream",
-        "samples",
-        "crowd",
-        "twins",
-        "moved",
-        "salts",
-        "speed",
-        "evict",
-    ):
+    for check in CHECKS:
         assert re.search(rf"^{check} +\d+ ", result.stdout, re.MULTILINE)
     assert f"to {NOWHERE} only; at most 300 requests, 200,000 tokens, 290 s" in result.stdout
     rows = json.loads(pagedcli("audit", NOWHERE, "--dry-run", "--format", "json").stdout)["plan"]

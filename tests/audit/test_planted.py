@@ -4,8 +4,9 @@ import pytest
 
 from pagedcli.audit.audit import Audit, Options, exit_code, run_to_end
 from pagedcli.audit.client import Budget, Client
-from pagedcli.audit.faulty import FAULTS, Settings, serving
+from pagedcli.audit.faulty import FAULTS, Settings, serving, token_of
 from pagedcli.audit.self_test import FOUND_BY, trial
+from pagedcli.audit.survey import WORDS
 from pagedcli.audit.verdicts import Status
 
 # the checks that a fault needs, for the fast tests
@@ -61,6 +62,11 @@ KINDS = {
 }  # fmt: skip
 
 
+def test_different_words_are_different_tokens_for_the_planted_server():
+    """Else a prompt with one changed word is a hit of the other, and the law of hits seems broken."""
+    assert len({token_of(word) for word in WORDS}) == len(WORDS)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_correct_server_with_noise_passes(kind):
     run = audit(Settings(seed=7, **KINDS[kind]), seed=7)
@@ -74,6 +80,15 @@ def test_a_correct_server_with_noise_passes(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_correct_server_is_accused(kind, seed):
     run = audit(Settings(seed=seed, **KINDS[kind]))
+    assert texts(run, Status.FAULT) == []
+
+
+@pytest.mark.parametrize("separates", [False, True])
+def test_whether_users_share_hits_is_said_and_is_no_fault(separates):
+    run = audit(Settings(separates_users=separates), seed=1, checks=("noise", "users"))
+    statuses = [each.status for each in run.verdicts() if each.check == "users"]
+    assert statuses == [Status.OK, Status.OK if separates else Status.NOTE]
+    assert any("hits of another user" in text for _, text in texts(run, statuses[1]))
     assert texts(run, Status.FAULT) == []
 
 
@@ -132,3 +147,13 @@ def test_a_limit_ends_the_audit_with_what_is_known(limits):
 def test_a_server_whose_cache_is_off_is_not_passed():
     run = audit(Settings(num_blocks=1, block_size=2048), seed=1, checks=("noise", "repeat"))
     assert exit_code(run.verdicts()) == 3
+
+
+def test_of_eviction_the_shortest_failing_prompt_is_named(tmp_path):
+    run = audit(Settings(fault="stale-block"), seed=1, checks=("noise", "evict"), folder=tmp_path)
+    (verdict,) = [each for each in run.verdicts() if each.status is Status.FAULT]
+    (outcome,) = run.evidence.of("evict")
+    tolerance = run.evidence.noise().tolerance
+    pairs = zip(outcome.probe.pairs, outcome.differences, strict=True)
+    failing = [outcome.seen[pair.warm].num_prompt for pair, found in pairs if found.exceeds(tolerance)]
+    assert f"shortest failing prompt: {min(failing)} tokens" in verdict.text

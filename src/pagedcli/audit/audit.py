@@ -11,7 +11,7 @@ from pagedcli.audit.client import AuditError, Client, LimitReached, RefusedError
 from pagedcli.audit.compare import Noise
 from pagedcli.audit.plan import BUILDERS, CHECKS, Probe, Prompts, Target, plan
 from pagedcli.audit.run import Outcome, Runner
-from pagedcli.audit.shrink import Case, failing_outcomes, fails, make_case, rebuild, save_case, shrink
+from pagedcli.audit.shrink import Case, failing_length, failing_outcomes, fails, make_case, rebuild, save_case, shrink
 from pagedcli.audit.survey import survey
 from pagedcli.audit.verdicts import Evidence, Status, Verdict, count_pairs, judge
 from pagedcli.interrupt import as_exceptions
@@ -139,7 +139,7 @@ class Audit:
         self, runner: Runner, target: Target, noise: Noise, first: Outcome, found: Outcome, *, by_claims: bool
     ) -> None:
         """Write the shortest failing pair to a file."""
-        words = f"; shortest failing prompt: {found.probe.length:,} tokens"
+        words = f"; shortest failing prompt: {failing_length(found, noise):,} tokens"
         if self.options.folder is not None:
             path = save_case(make_case(found, first, target, noise, runner), self.options.folder, first.number)
             self.files.append(path)

@@ -42,6 +42,29 @@ _STEP_S = 0.004  # of a request at least, so that requests sent together run tog
 _SCALE, _OWN = 2.0, 1.5  # of all tokens and of the last one in the logits
 
 
+def _word_tokens() -> dict[str, int]:
+    """A token for each word of the audit, as in real vocabularies."""
+    tokens: dict[str, int] = {}
+    for word in WORDS:
+        token = _hashed(word)
+        while token in tokens.values():
+            token = 1 + token % (_VOCABULARY - 1)
+        tokens[word] = token
+    return tokens
+
+
+def _hashed(word: str) -> int:
+    return 1 + zlib.crc32(word.encode()) % (_VOCABULARY - 1)
+
+
+_TOKENS = _word_tokens()
+
+
+def token_of(word: str) -> int:
+    """The token of any word. Words that the audit does not send may have the same one."""
+    return _TOKENS.get(word) or _hashed(word)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the server is like."""
@@ -54,6 +77,7 @@ class Settings:
     has_logprobs: bool = True
     reports: bool = True
     has_salts: bool = True
+    separates_users: bool = False
     is_llama: bool = False  # llama-server's fields: timings.cache_n and cache_prompt
     noise: float = 2**-8  # of a logit, relative: bfloat16 keeps 8 bits
     seconds_per_token: float = 100e-6
@@ -158,23 +182,24 @@ class ToyServer(ThreadingHTTPServer):
         if body["model"] != "toy":
             raise ValueError(f"there is no model {body['model']}")
         tokens = [_BOS] if settings.has_bos else []
-        tokens += [1 + zlib.crc32(word.encode()) % (_VOCABULARY - 1) for word in body["prompt"].split()]
+        tokens += [token_of(word) for word in body["prompt"].split()]
         salt = body.get("cache_salt") if settings.has_salts else ""
         if settings.has_salts and salt == "":
             raise ValueError("cache_salt must not be empty")
+        owner = f"{salt or ''} {body.get('user', '')}" if settings.separates_users else salt or ""
         if len(tokens) + body["max_tokens"] > settings.max_model_len:
             raise ValueError(f"the longest sequence has {settings.max_model_len} tokens")
         with self._lock:
             self._num_running += 1
             is_bypassed = settings.is_llama and body.get("cache_prompt") is False
-            blocks = [] if is_bypassed else self._cache.find(tokens, salt or "")
+            blocks = [] if is_bypassed else self._cache.find(tokens, owner)
             num_cached = len(blocks) * settings.block_size
             is_crowded = self._num_running > 1
         uncached = len(tokens) if settings.fault == "only-claimed" else len(tokens) - num_cached
         time.sleep(settings.seconds_per_token * uncached + _STEP_S)
         with self._lock:
             is_crowded |= self._num_running > 1
-            choices = self._choices(body, tokens, blocks, salt or "", is_crowded=is_crowded)
+            choices = self._choices(body, tokens, blocks, owner, is_crowded=is_crowded)
             self._num_running -= 1
             self.num_answers += 1
         usage: dict[str, Any] = {"prompt_tokens": len(tokens), "completion_tokens": body["max_tokens"]}
@@ -217,7 +242,7 @@ class ToyServer(ThreadingHTTPServer):
             logprobs = logits - np.log(np.exp(logits).sum())
             best = np.argsort(-logprobs)[: max(1, body.get("logprobs") or 1)]
             row.append({"token": f" {WORDS[best[0]]}", "top": {f" {WORDS[i]}": float(logprobs[i]) for i in best}})
-            tokens.append(1 + zlib.crc32(WORDS[best[0]].encode()) % (_VOCABULARY - 1))
+            tokens.append(token_of(WORDS[best[0]]))
             last = self._model.values(tokens, len(tokens) - 1, last, shift=shift)[0]
             total = total + last
         return row

@@ -27,6 +27,7 @@ class Ask:
     stream: bool = False
     n: int = 1
     salt: int | None = None  # requests with different numbers must not share cached tokens
+    user: int | None = None  # the OpenAI field, which may or may not separate caches
     is_cold: bool = False  # bypass the cache, in the way that the server offers
     after: tuple[int, int] | None = None  # (number of an earlier request, tokens of its answer that follow the prompt)
 
@@ -192,6 +193,13 @@ def salts(prompts: Prompts, length: int) -> Probe:
     return Probe("salts", length, ((ask,), (ask,), (replace(ask, salt=first + 1),)), (Pair(0, 1), Pair(0, 2)))
 
 
+def users(prompts: Prompts, length: int) -> Probe:
+    """The same prompt twice with one `user`, then with another."""
+    first = 1 + prompts.number(1 << 60)
+    ask = Ask(prompts.new(length), user=first)
+    return Probe("users", length, ((ask,), (ask,), (replace(ask, user=first + 1),)), (Pair(0, 1), Pair(0, 2)))
+
+
 def speed(prompts: Prompts, length: int) -> Probe:
     """A short cold prompt, a long one cold, then warm, and with another salt if there are salts: for their times."""
     target = prompts.target
@@ -227,7 +235,7 @@ def evict(prompts: Prompts, length: int, num_tokens: int) -> Probe:
 
 BUILDERS: dict[str, Callable[[Prompts, int], Probe]] = {
     "noise": noise, "repeat": repeat, "resume": resume, "stream": stream, "samples": samples, "crowd": crowd,
-    "twins": twins, "moved": moved, "salts": salts, "speed": speed,
+    "twins": twins, "moved": moved, "salts": salts, "users": users, "speed": speed,
 }  # fmt: skip
 CHECKS = (*BUILDERS, "evict")
 MEANINGS = {
@@ -240,6 +248,7 @@ MEANINGS = {
     "twins": "prompts that differ in the last token of a block only",
     "moved": "a cached block at another place of the prompt",
     "salts": "the same prompt with another cache_salt",
+    "users": "the same prompt with another user",
     "speed": "time to the first token: short, long, long and warm",
     "evict": "prompts again after others have filled the cache",
 }
@@ -284,6 +293,7 @@ def _probes(prompts: Prompts, share: float, checks: Sequence[str]) -> list[Probe
         "twins": _cycle(boundaries, several(6)),
         "moved": _cycle(boundaries[:2], several(3)),
         "salts": _cycle(boundaries, several(4)) if target.isolates is not None else [],
+        "users": _cycle(boundaries, several(3)) if target.reports else [],
         "speed": _cycle([speed_length(target)], several(6)),
     }
     return [

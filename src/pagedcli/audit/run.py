@@ -51,6 +51,8 @@ class Endpoint:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if ask.salt is not None:
             body["cache_salt"] = f"pagedcli-{ask.salt:x}"
+        if ask.user is not None:
+            body["user"] = f"pagedcli-{ask.user:x}"
         if ask.is_cold and self.bypass == "salt":
             body["cache_salt"] = f"pagedcli-{secrets.token_hex(12)}"
         if ask.is_cold and self.bypass == "cache_prompt":

@@ -48,12 +48,23 @@ def fails(outcome: Outcome, noise: Noise, unit: int | None) -> bool:
     return any(each.claims_too_much(unit) for each in outcome.seen)
 
 
+def failing_length(outcome: Outcome, noise: Noise) -> int:
+    """Tokens of the shortest prompt that fails in a failing probe; of `evict`, whose prompts have several lengths."""
+    if outcome.probe.check != "evict":
+        return outcome.probe.length
+    pairs = zip(outcome.probe.pairs, outcome.differences, strict=True)
+    failing = [outcome.seen[pair.warm].num_prompt for pair, found in pairs if found and found.exceeds(noise.tolerance)]
+    return min((length for length in failing if length is not None), default=outcome.probe.length)
+
+
 def _differs(pair: Pair) -> bool:
     return pair.must_differ or pair.is_control
 
 
 async def shrink(runner: Runner, target: Target, failing: Outcome, noise: Noise, seed: int) -> Outcome:
     """A failing probe with a shorter prompt, by bisection over the number of blocks with the same rest.
+
+    Not of `evict`: its prompts have one or two blocks anyway, and each attempt would send all of the pressure again.
 
     Raises: LimitReached, AuditError.
     """

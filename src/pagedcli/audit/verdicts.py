@@ -97,7 +97,7 @@ def judge(evidence: Evidence, cases: dict[str, str]) -> list[Verdict]:
     noise = evidence.noise()
     verdicts = [*_reporting(evidence), *_noise(evidence, noise), *_law(evidence, cases)]
     for check in _SUBJECTS:
-        if check == "salts" or (check in ("twins", "moved") and evidence.survey.target.bypass is None):
+        if check in ("salts", "users") or (check in ("twins", "moved") and evidence.survey.target.bypass is None):
             continue
         if check in evidence.checks:
             verdicts.append(_pairs(evidence, noise, check, cases))
@@ -108,6 +108,8 @@ def judge(evidence: Evidence, cases: dict[str, str]) -> list[Verdict]:
             verdicts.append(_moved(evidence))
     if "salts" in evidence.checks:
         verdicts += _salts(evidence, noise, cases)
+    if "users" in evidence.checks:
+        verdicts += _users(evidence, noise, cases)
     if "speed" in evidence.checks:
         verdicts += _speed(evidence)
     return verdicts
@@ -135,6 +137,7 @@ _SUBJECTS = {
         "answers with other salts equal those without a cache",
         "answers with other salts differ from those without a cache",
     ),
+    "users": ("answers with another user equal cold ones", "answers with another user differ from cold ones"),
     "evict": ("answers after eviction equal those before", "answers after eviction differ from those before"),
 }  # fmt: skip
 
@@ -180,7 +183,8 @@ def _law(evidence: Evidence, cases: dict[str, str]) -> list[Verdict]:
     if not target.reports:
         return []
     verdicts = []
-    unsalted = [each for each in evidence.seen if each.ask.salt is None]  # salts have a verdict of their own
+    # salts and users have verdicts of their own
+    unsalted = [each for each in evidence.seen if each.ask.salt is None and each.ask.user is None]
     too_much = [each for each in unsalted if each.claims_too_much(target.unit)]
     if too_much:
         worst = max(too_much, key=lambda each: (each.answer.num_cached or 0) - each.num_shared)
@@ -332,6 +336,22 @@ def _salts(evidence: Evidence, noise: Noise, cases: dict[str, str]) -> list[Verd
         return [Verdict("salts", Status.FAULT, text, len(outcomes), crossed)]
     text = f"no prompt was a hit of another salt, in {len(outcomes)} of {len(outcomes)}"
     return [verdict, Verdict("salts", Status.OK, text, len(outcomes), 0)]
+
+
+def _users(evidence: Evidence, noise: Noise, cases: dict[str, str]) -> list[Verdict]:
+    """No server documents that `user` separates caches, so that shared hits are no fault: whether they are shared."""
+    outcomes = evidence.of("users")
+    if not outcomes:
+        return [Verdict("users", Status.NOTE, _why(evidence, "users", "whether users share hits is not reported"))]
+    verdict = _pairs(evidence, noise, "users", cases)
+    crossed, warm = (sum((each.seen[place].answer.num_cached or 0) > 6 for each in outcomes) for place in (2, 1))
+    num = f"{crossed} of {plural(len(outcomes), 'prompt')}"
+    if crossed:
+        text = f"{num} were hits of another user: the field user does not separate caches"
+        return [verdict, Verdict("users", Status.NOTE, text, len(outcomes), crossed)]
+    if not warm:
+        return [verdict]
+    return [verdict, Verdict("users", Status.OK, f"{num} were hits of another user", len(outcomes), 0)]
 
 
 def _speed(evidence: Evidence) -> list[Verdict]:
