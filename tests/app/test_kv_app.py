@@ -70,6 +70,9 @@ def test_enter_shows_the_blocks_of_a_subtree():
         assert "text       1-1-2-2" in text
         assert "0000000000000002" in text
         text = await press(pilot, "escape", "/", *"4-4", "enter")
+        assert "1 of 1 prefix with '4-4'" in text
+        assert "4-4" in app._labels[app._tree.cursor_key]
+        text = await press(pilot, "f", *"4-4", "enter")
         assert "with '4-4'" in text
         assert len(app._tree._keys) == 1
 

@@ -113,14 +113,14 @@ def test_the_last_screen_stays_until_a_key():
     run = Run()
 
     async def script(pilot):
-        await until(pilot, lambda: run.deck.has_ended and run.deck.moment is run.deck.live)
-        await pilot.pause(0.3)
+        await until(pilot, lambda: pilot.app.deck is run.deck.past)
+        await pilot.pause(0.2)
         text = screen_text(pilot.app)
         assert "FINISHED, q closes" in text
         assert "3 done" in text
         assert "all sequences: 3" in text
         assert "first token" in await press(pilot, "enter")
-        assert "the run has ended" in await press(pilot, "escape", ".")
+        assert "this is the end" in await press(pilot, "escape", ".")
         await press(pilot, "q")
         await until(pilot, lambda: not pilot.app.is_running)
 
@@ -234,7 +234,7 @@ def test_brackets_in_a_filter_are_no_markup():
 
     async def script(pilot):
         await until(pilot, at_step(run, 0))
-        assert "with '[/x]'" in await press(pilot, "/", *"[/x]", "enter")
+        assert "with '[/x]'" in await press(pilot, "f", *"[/x]", "enter")
 
     run.under(script)
 

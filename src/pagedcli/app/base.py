@@ -7,123 +7,29 @@ The only module that starts Textual.
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from textwrap import wrap
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import App
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical, VerticalScroll
-from textual.content import Content
 from textual.events import Print
-from textual.screen import ModalScreen
-from textual.widgets import Input, Static
 
+from pagedcli.app.colours import ANSI
+from pagedcli.app.commands import Command, completed, help_lines, hint, number, run_command
 from pagedcli.app.deck import Deck, RunningDeck
-from pagedcli.app.rows import Lines, Rows
-from pagedcli.printable import one_line
+from pagedcli.app.pages import Ask, HelpPage
+from pagedcli.app.rows import Lines, Painted
+from pagedcli.printable import byte_text, one_line, plural
 
-_WORD_WIDTH = 10  # in front of each line of a story
-
-
-class Page(ModalScreen[int | None]):
-    """A titled page over the screen; Escape closes it."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "close", "close")]
-    DEFAULT_CSS = """
-    Page { align: center middle; }
-    Page > #page { width: 94%; height: 90%; background: $surface; border: round $primary; padding: 0 1; }
-    Page #facts { height: auto; max-height: 50%; }
-    """
-
-    def action_close(self) -> None:
-        self.dismiss(None)
-
-
-class HelpPage(Page):
-    """The keys and what the letters mean."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "close", show=False)]
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(id="page") as page:
-            page.border_title, page.border_subtitle = "help", "Esc closes"
-            yield Static(self._text, markup=False)
-
-
-class StoryPage(Page):
-    """Facts about a sequence, a block or a subtree, then lines, each with a word in front of it. With a hint, Enter on
-    a line closes the page and gives its number to the caller."""
-
-    def __init__(self, title: str, facts: Text, lines: Sequence[tuple[str, str]], *, hint: str = "") -> None:
-        super().__init__()
-        self._title, self._facts, self._lines, self._hint = title, facts, lines, hint
-        self._rows = Rows(id="story", empty="nothing is known")
-        self._places: list[int] = []  # of each row its line
-
-    def compose(self) -> ComposeResult:
-        with Vertical(id="page") as page:
-            page.border_title, page.border_subtitle = Content(self._title), f"{self._hint}Esc closes"
-            with VerticalScroll(id="facts", can_focus=False):
-                yield Static(self._facts)
-            yield self._rows
-
-    def on_mount(self) -> None:
-        self._rows.focus()
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._show_lines)
-
-    def _show_lines(self) -> None:
-        width = max(20, self._rows.text_width - _WORD_WIDTH - 2)
-        rows = [
-            (place, word if part == 0 else "", text)
-            for place, (word, words) in enumerate(self._lines)
-            for part, text in enumerate(wrap(words, width))
-        ]
-        self._places = [place for place, _, _ in rows]
-        self._rows.show(None, range(len(rows)), lambda key, _: Text(f"{rows[key][1]:>{_WORD_WIDTH}}  {rows[key][2]}"))
-
-    def on_rows_chosen(self, message: Rows.Chosen) -> None:
-        message.stop()
-        if self._hint:
-            self.dismiss(self._places[message.key])
-
-
-class Ask(ModalScreen[str | None]):
-    """A line to type in at the bottom. Escape gives None."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", show=False)]
-    DEFAULT_CSS = """
-    Ask { align: left bottom; background: transparent; }
-    Ask > Input { dock: bottom; height: 3; }
-    """
-
-    def __init__(self, title: str, value: str, *, only_digits: bool = False) -> None:
-        super().__init__()
-        self._title, self._value, self._only_digits = title, value, only_digits
-
-    def compose(self) -> ComposeResult:
-        line = Input(self._value, restrict=r"\d*" if self._only_digits else None, select_on_focus=False)
-        line.border_title, line.border_subtitle = self._title, "Enter accepts, Esc leaves"
-        yield line
-
-    def on_input_submitted(self, message: Input.Submitted) -> None:
-        self.dismiss(message.value)
-
-    def action_close(self) -> None:
-        self.dismiss(None)
-
-
+T = TypeVar("T")
 _KEY_TICK_S = 0.025  # after a key, which a running engine obeys when its step has ended
+_AT_ONCE_S = 0.05  # what takes longer is shown later
+_MOST_CLIPBOARD_BYTES = 70_000  # terminals ignore longer sequences; xterm from 75 kB on in base64
 
 KEYS = """\
  q  Ctrl-C     quit; a run stops after its step, the second time at once
@@ -133,8 +39,12 @@ KEYS = """\
  >  <          ten {unit}s forward, back
  [  ]          to the first, the last {unit}
  0-9  g        go to a {unit} by its number
+ :             jump by name, Tab completes:
+{commands}
  +  -          faster, slower
 {more}
+ y  Y          copy the panel's table: to the terminal's clipboard
+               (OSC 52), to a file
  Tab           the next panel (or click it)
  up  down      move in a list; also Page, Home, End, mouse wheel
  Enter         details of what the cursor is on (or double click)
@@ -171,13 +81,17 @@ class DeckApp(App[None]):
         Binding("right_square_bracket", "go_to_end(True)", show=False),
         Binding("plus,equals_sign", "faster(1)", show=False),
         Binding("minus,underscore", "faster(-1)", show=False),
-        Binding("g", "ask_step('')", "go to"),
+        Binding("g", "ask_step('')", show=False),
+        Binding("colon", "command", "jump", key_display=":"),
+        Binding("y", "copy_table", "copy"),
+        Binding("Y", "save_table", show=False),
         *(Binding(digit, f"ask_step('{digit}')", show=False) for digit in "0123456789"),
     ]
     MORE_KEYS = ""
 
     def __init__(self, deck: Deck[Any], title: str) -> None:
         super().__init__()
+        self.ansi_theme_dark = ANSI
         self.deck = deck
         self.head_line = Lines(id="head")
         self.shown_title = one_line(title)
@@ -187,6 +101,8 @@ class DeckApp(App[None]):
         self._said = ""
         self._shown_notices: tuple[str, ...] = ()
         self._is_leaving = False
+        self._is_live = isinstance(deck, RunningDeck)  # a finished run may get another deck
+        self._tick_is_due = False
 
     def on_mount(self) -> None:
         self.begin_capture_print(self)
@@ -224,6 +140,11 @@ class DeckApp(App[None]):
 
     # ------------------------------------------------------------------ for subclasses (an App cannot be an ABC)
 
+    @property
+    def main_panel(self) -> Painted:
+        """The panel that has the focus at first."""
+        raise NotImplementedError
+
     def show_moment(self) -> None:
         """Fill the panels."""
         raise NotImplementedError
@@ -236,18 +157,46 @@ class DeckApp(App[None]):
         """The part of the help page about letters and columns."""
         raise NotImplementedError
 
+    def commands(self) -> list[Command]:
+        """What one can type after `:`. The first one takes a bare number."""
+        unit = self.deck.unit
+        return [
+            Command(unit, "N", f"go to a {unit} by its number; also :N", self._jump_to_number),
+            Command("start", "", f"to the first {unit}", lambda _: self.deck.go_to_end(last=False)),
+            Command("end", "", f"to the last {unit}", lambda _: self.deck.go_to_end(last=True)),
+        ]
+
+    def landmark_command(self, name: str, landmark: str, meaning: str) -> Command:
+        """A jump to the next place of a kind, or with `back` to the one before."""
+
+        def run(argument: str) -> str:
+            if argument not in ("", "back"):
+                return f"{name} takes no {argument!r}: back, or nothing"
+            return self.deck.jump(landmark, backward=argument == "back")
+
+        return Command(name, "[back]", f"to the next {meaning}, or back", run, lambda: ("back",))
+
+    def _jump_to_number(self, argument: str) -> str:
+        place = number(argument)
+        return f"{argument!r} is no {self.deck.unit}" if place is None else self.deck.go_to(place)
+
+    @property
+    def table_name(self) -> str:
+        """Of a file with the panel's table."""
+        return f"{self.panel.id or 'panel'}.tsv"
+
     # ------------------------------------------------------------------ the head line
 
     def _notices(self) -> tuple[str, ...]:
         deck = self.deck
         speed = "" if deck.speed is None else f"{deck.speed:g} {deck.unit}s/s"
-        return "PAUSED" if deck.paused else speed, deck.place, self._said
+        return "PAUSED" if deck.paused and not self._has_run else speed, deck.place, self._said
 
     def _show_head(self) -> None:
         deck, self._shown_notices = self.deck, self._notices()
         parts = [(f" {part} ", "bold yellow") for part in self._shown_notices if part]
         figures = Text("waiting for the first one ...", "italic") if deck.moment is None else self.head()
-        text = Text.assemble(*parts, " ", figures, "  ", (self.shown_title, "dim"), no_wrap=True, overflow="crop")
+        text = Text.assemble(*parts, " ", figures, "  ", (self.shown_title, "white"), no_wrap=True, overflow="crop")
         self.head_line.show(text)
 
     def say(self, text: str) -> None:
@@ -256,6 +205,11 @@ class DeckApp(App[None]):
         self._show_head()
 
     # ------------------------------------------------------------------ keys
+
+    @property
+    def _has_run(self) -> bool:
+        """Whether what is shown is the end of a run that was watched."""
+        return self._is_live and self.deck.is_at_end
 
     @property
     def has_ended(self) -> bool:
@@ -274,11 +228,12 @@ class DeckApp(App[None]):
         self.action_leave()
 
     def action_interrupt(self) -> None:
-        self.was_interrupted = not isinstance(self.deck, RunningDeck)  # else its work tells
+        self.was_interrupted = not self._is_live  # else its work tells
         self.action_leave()
 
     def action_help(self) -> None:
-        self.push_screen(HelpPage(KEYS.format(unit=self.deck.unit, more=self.MORE_KEYS) + "\n" + self.legend()))
+        keys = KEYS.format(unit=self.deck.unit, more=self.MORE_KEYS, commands=help_lines(self.commands()))
+        self.push_screen(HelpPage(keys + "\n" + self.legend()))
 
     def after(self, refusal: str) -> None:
         """Show the effect of a key, or why it had none."""
@@ -308,6 +263,84 @@ class DeckApp(App[None]):
             self.after(self.deck.go_to(int(typed)) if typed else "")
 
         self.push_screen(Ask(f"go to {self.deck.unit}", digits, only_digits=True), go)
+
+    def action_command(self) -> None:
+        commands = self.commands()
+        self.push_screen(
+            Ask(
+                "jump to",
+                "",
+                accept=lambda typed: run_command(commands, typed),
+                complete=lambda typed: completed(commands, typed),
+                hint=lambda typed: hint(commands, typed),
+            ),
+            lambda typed: None if typed is None else self.after(self._said),
+        )
+
+    def scrub(self, step: int) -> None:
+        """Go to a step under a mouse that moves: the screen follows as fast as it can draw."""
+        self._said = self.deck.go_to(step)
+        if not self._tick_is_due:
+            self._tick_is_due = True
+            self.set_timer(_KEY_TICK_S, self._scrub_tick)
+
+    def _scrub_tick(self) -> None:
+        self._tick_is_due = False
+        self.tick()
+
+    # ------------------------------------------------------------------ what takes time, and copies
+
+    def in_background(self, work: Callable[[], T], show: Callable[[T], None]) -> None:
+        """Do some work in a thread, then show its result: at once, if it takes no time."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        def look() -> None:
+            if outcome.done():
+                show(outcome.result())
+            else:
+                self.set_timer(_KEY_TICK_S, look)
+
+        threading.Thread(target=run, name="look-up", daemon=True).start()
+        wait([outcome], _AT_ONCE_S)
+        look()
+
+    @property
+    def panel(self) -> Painted:
+        """The panel with the focus, else the main one."""
+        return self.focused if isinstance(self.focused, Painted) else self.main_panel
+
+    def action_copy_table(self) -> None:
+        text = self.panel.as_text()
+        num_bytes = len(text.encode())
+        if num_bytes > _MOST_CLIPBOARD_BYTES:
+            self.say(f"{byte_text(num_bytes)} are too much for a terminal's clipboard: Y writes a file")
+            return
+        self.copy_to_clipboard(text)
+        self.say(f"copied {plural(text.count(chr(10)), 'line')} to the clipboard (OSC 52); Y writes a file")
+
+    def action_save_table(self) -> None:
+        text = self.panel.as_text()
+
+        def write(name: str) -> str:
+            path = Path(name.strip()).expanduser()
+            try:
+                with path.open("x", encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:
+                return f"cannot write {path}: {error.strerror}"
+            return ""
+
+        def said(name: str | None) -> None:
+            if name is not None:
+                self.say(f"wrote {one_line(name)}")
+
+        self.push_screen(Ask("write the table to", self.table_name, accept=write), said)
 
     # ------------------------------------------------------------------ running
 
@@ -344,7 +377,6 @@ def on_signals(act: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-T = TypeVar("T")
 _WAIT_S = 0.1
 _SWITCH_S = (
     0.0005  # a thread that waits for the interpreter gets it within this: the screen's must not hold up the work

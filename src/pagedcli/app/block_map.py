@@ -28,15 +28,17 @@ _GLYPHS = {
     "partial": ("▫", Style(color="green"), "filling"),
     "full": ("■", Style(color="green"), "in use"),
     "shared": ("S", Style(color="magenta", bold=True), "shared by 2-9, + more"),
-    "marked": ("@", Style(color="yellow", bold=True), "selected"),
 }
 _LINES_BELOW = 2  # the pool's figures and the legend
-_CURSOR = Style(reverse=True)
+_MARKED = Style(reverse=True)  # blocks of the selected sequence keep their glyphs
+_CURSOR = Style(color="black", bgcolor="yellow", bold=True, underline=True)
+Cell = tuple[str, str, bool]  # kind, glyph, whether it is marked
 
 
 class BlockMap(Painted):
     """The blocks in the order of their ids: all, only those in use, or those of one cell. Where they do not fit, each
-    cell stands for several and shows their most common state, or `shared` or `marked` if any of them is."""
+    cell stands for several and shows their most common state, or `shared` if any of them is. Cells of marked blocks are
+    drawn in reverse."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", show=False),
@@ -64,7 +66,7 @@ class BlockMap(Painted):
         self._only_used = False
         self._within: range | None = None  # the blocks of one cell
         self._shown: Sequence[int] = ()
-        self._cells: list[tuple[str, str]] = []  # kind and glyph
+        self._cells: list[Cell] = []
         self._cursor = 0
         self._shown_title = ""
 
@@ -81,6 +83,35 @@ class BlockMap(Painted):
         """Switch between all blocks and those in use."""
         self._only_used, self._within = not self._only_used and self._within is None, None
         self._arrange()
+
+    def go_to(self, block_id: int) -> None:
+        """Put the cursor on a block, which is then seen on its own."""
+        self._only_used, self._within = False, None
+        self._arrange()
+        per_cell = self._per_cell
+        if per_cell > 1:
+            ids = self._ids_at(block_id // per_cell)
+            self._within = range(ids[0], ids[-1] + 1)
+            self._arrange()
+        self._cursor = self._shown.index(block_id)
+        self.focus()
+        self.refresh()
+
+    def as_text(self) -> str:
+        if self._moment is None:
+            return ""
+        state = self._moment.state
+        holders: dict[int, list[str]] = {}
+        for seq in state.running():
+            for block_id in seq.held_block_ids:
+                holders.setdefault(block_id, []).append(str(seq.seq_id))
+        rows = ["block\tstate\tref count\tcontent\theld by seq"]
+        for block_id in self._shown:
+            content = state.hashes[block_id]
+            kind, held = _kind(state, block_id)[0], " ".join(holders.get(block_id, ()))
+            cells = (block_id, kind, state.ref_counts[block_id], "" if content is None else f"{content:016x}", held)
+            rows.append("\t".join(map(str, cells)))
+        return "\n".join(rows) + "\n"
 
     def _title(self) -> str:
         per_cell = self._per_cell
@@ -128,8 +159,8 @@ class BlockMap(Painted):
         first, after = y * width, min((y + 1) * width, len(self._cells))
         if not self.has_focus or not first <= self._cursor < after:
             return _runs(self._cells[first:after])
-        (kind, glyph), cursor = self._cells[self._cursor], self._cursor
-        at_cursor = Segment(glyph, _GLYPHS[kind][1] + _CURSOR)
+        cursor = self._cursor
+        at_cursor = Segment(self._cells[cursor][1], _CURSOR)
         return [*_runs(self._cells[first:cursor]), at_cursor, *_runs(self._cells[cursor + 1 : after])]
 
     def _text_below(self) -> Text:
@@ -138,11 +169,11 @@ class BlockMap(Painted):
     def _legend(self) -> Text:
         text = Text()
         for kind, (glyph, style, meaning) in _GLYPHS.items():
-            if kind == "marked" and not self._marked:
-                continue
             if kind == "shared":
                 glyph, meaning = ("2", meaning) if self._per_cell == 1 else (glyph, "some shared")
             text.append(glyph, style).append(f" {meaning}  ")
+        if self._marked:
+            text.append("■", _GLYPHS["full"][1] + _MARKED).append(" selected")
         return text
 
     def _under_cursor(self) -> Text:
@@ -155,7 +186,7 @@ class BlockMap(Painted):
         state, block_id = self._moment.state, ids[0]
         holders = [seq.seq_id for seq in state.running() if block_id in seq.block_table]
         held = f"held by seq {', '.join(map(str, holders[:8]))}{' ...' if len(holders) > 8 else ''}"
-        kind = _GLYPHS[_kind(state, block_id, set())[0]][2] if not holders else held
+        kind = _GLYPHS[_kind(state, block_id)[0]][2] if not holders else held
         return Text(f"block {block_id:,}: {kind}; Enter shows what it held")
 
     # ------------------------------------------------------------------ keys and mouse
@@ -197,32 +228,33 @@ class BlockMap(Painted):
                 self.action_choose()
 
 
-def _runs(cells: list[tuple[str, str]]) -> Line:
+def _runs(cells: list[Cell]) -> Line:
     """Equal neighbours as one segment."""
-    return [Segment(glyph * len(list(same)), _GLYPHS[kind][1]) for (kind, glyph), same in groupby(cells)]
+    return [
+        Segment(glyph * len(list(same)), _GLYPHS[kind][1] + _MARKED if is_marked else _GLYPHS[kind][1])
+        for (kind, glyph, is_marked), same in groupby(cells)
+    ]
 
 
-def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int]) -> list[tuple[str, str]]:
-    """Per cell its kind and its glyph: for one shared block its ref_count."""
+def _cells(state: PoolState, shown: Sequence[int], per_cell: int, marked: set[int]) -> list[Cell]:
+    """Per cell its kind, its glyph (for one shared block its ref_count), and whether it has a marked block."""
     if per_cell == 1:
-        return [_kind(state, block_id, marked) for block_id in shown]
+        return [(*_kind(state, block_id), block_id in marked) for block_id in shown]
     if isinstance(shown, range):
         marked_cells = {(block_id - shown.start) // per_cell for block_id in marked if block_id in shown}
     else:
         marked_cells = {place // per_cell for place, block_id in enumerate(shown) if block_id in marked}
     return [
-        ("marked", _GLYPHS["marked"][0]) if cell in marked_cells else _summary(state, shown[start : start + per_cell])
+        (*_summary(state, shown[start : start + per_cell]), cell in marked_cells)
         for cell, start in enumerate(range(0, len(shown), per_cell))
     ]
 
 
-def _kind(state: PoolState, block_id: int, marked: set[int]) -> tuple[str, str]:
+def _kind(state: PoolState, block_id: int) -> tuple[str, str]:
     count = state.ref_counts[block_id]
-    if block_id in marked:
-        kind = "marked"
-    elif count > 1:
+    if count > 1:
         return "shared", str(count) if count < 10 else "+"
-    elif count:
+    if count:
         kind = "partial" if state.hashes[block_id] is None else "full"
     else:
         kind = "empty" if state.hashes[block_id] is None else "cached"

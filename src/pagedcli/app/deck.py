@@ -34,6 +34,11 @@ class Deck(ABC, Generic[M]):
         """Where it is, for the head line."""
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether nothing follows what is shown."""
+        return False
+
+    @property
     def wait_s(self) -> float:
         """Until the next `poll`."""
         return 0.1
@@ -120,6 +125,10 @@ class Recording(Deck[M]):
     @abstractmethod
     def go(self, position: int) -> None:
         """Move there; between 0 and `last`."""
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.position == self.last
 
     def poll(self) -> bool:
         now = time.monotonic()

@@ -18,9 +18,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Static
 
-from pagedcli.app.base import Ask, DeckApp, StoryPage
+from pagedcli.app.base import DeckApp
+from pagedcli.app.commands import Command
 from pagedcli.app.deck import Deck, Recording, RunningDeck
-from pagedcli.app.rows import Rows
+from pagedcli.app.pages import Ask, StoryPage
+from pagedcli.app.rows import Painted, Rows
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows
 from pagedcli.kvevents.tree import Branch, Decode, Shape, branch_label, hash_text, largest_branches, token_ids
@@ -218,8 +220,11 @@ class KVApp(DeckApp):
     """
     )
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "search", "search"),
+        Binding("n", "next_hit(1)", show=False),
+        Binding("N", "next_hit(-1)", show=False),
+        Binding("f", "filter", "filter"),
         Binding("s", "sort", "sort"),
-        Binding("slash", "filter", "filter"),
         Binding("e", "jump('eviction', False)", show=False),
         Binding("E", "jump('eviction', True)", show=False),
         Binding("m", "jump('miss', False)", show=False),
@@ -229,7 +234,9 @@ class KVApp(DeckApp):
  e  m          to the next eviction, block stored again (recordings)
  E  M          to the previous one
  s             sort: as a tree, most tokens, longest run, most forks
- /             show prefixes with some text"""
+ /             search the tree: to the next prefix with some text
+ n  N          to the next, previous one
+ f             show only prefixes with some text"""
 
     def __init__(
         self, deck: Deck[Picture], title: str, *, decode: Decode | None = None, scraper: "Scraper | None" = None
@@ -239,8 +246,10 @@ class KVApp(DeckApp):
         self._scraper = scraper
         self._sort = 0
         self._filter = ""
+        self._searched = ""
         self._tree = Rows(id="tree", empty="no blocks")
         self._shown: dict[int, Branch] = {}  # by row
+        self._labels: dict[int, str] = {}
         self._figures = Static(id="figures")
         self._notes = Rows(id="notes")
 
@@ -281,6 +290,17 @@ class KVApp(DeckApp):
     def legend(self) -> str:
         return _LEGEND
 
+    @property
+    def main_panel(self) -> Painted:
+        return self._tree
+
+    def commands(self) -> list[Command]:
+        return [
+            *super().commands(),
+            self.landmark_command("evict", "eviction", "eviction"),
+            self.landmark_command("again", "miss", "block stored again"),
+        ]
+
     def show_moment(self) -> None:
         self._show_tree()
         self._figures.update(Group(*self._all_figures()))
@@ -294,6 +314,7 @@ class KVApp(DeckApp):
             rows.sort(key=lambda row: -keys[self._sort - 1](row[0]))
         cells = {id(branch.nodes[0]): (branch, share, label) for branch, share, label in rows}
         self._shown = {key: branch for key, (branch, _, _) in cells.items()}
+        self._labels = {key: label for key, (_, _, label) in cells.items()}
 
         def row(key: int, width: int) -> Text:
             branch, share, label = cells[key]
@@ -345,11 +366,34 @@ class KVApp(DeckApp):
 
         self.push_screen(Ask("show prefixes with", self._filter), apply)
 
+    def action_search(self) -> None:
+        def go(typed: str | None) -> None:
+            if typed:
+                self._searched = typed.strip().lower()
+                self.action_next_hit(1)
+
+        self.push_screen(Ask("search the tree", self._searched), go)
+
+    def action_next_hit(self, by: int) -> None:
+        keys = list(self._shown)
+        found = [key for key in keys if self._searched in self._labels[key].lower()] if self._searched else []
+        if not found:
+            self.say(f"no prefix with {one_line(self._searched)!r} is shown" if self._searched else "/ searches")
+            return
+        here = -1 if self._tree.cursor_key is None else keys.index(self._tree.cursor_key)
+        places = [keys.index(key) for key in found]
+        later = [place for place in places if place > here] if by > 0 else [place for place in places if place < here]
+        place = (later or places)[0 if by > 0 else -1]
+        self._tree.move_to(place)
+        self.say(f"{places.index(place) + 1:,} of {plural(len(found), 'prefix')} with {one_line(self._searched)!r}")
+
     def on_rows_chosen(self, message: Rows.Chosen) -> None:
         branch = self._shown.get(message.key) if message.rows is self._tree else None
         if branch is not None:
             lines = [_block_line(branch, place) for place in range(len(branch.nodes))]
-            self.push_screen(StoryPage(branch_label(branch, None), _branch_facts(branch, self._decode), lines))
+            page = StoryPage(branch_label(branch, None), _branch_facts(branch, self._decode))
+            page.fill(lines)
+            self.push_screen(page)
 
 
 def _figures(picture: Picture) -> Text:

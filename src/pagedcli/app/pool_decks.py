@@ -5,28 +5,46 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import cast
 
 from pagedcli.app.deck import SPEEDS, Deck, Recording, RunningDeck
-from pagedcli.errors import TraceError
+from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import EngineStarted, Event, StepScheduled
 from pagedcli.show.held_clock import HeldClock
-from pagedcli.trace.dispatch import View
-from pagedcli.trace.fold import pool_fold
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.files import TraceReader
+from pagedcli.trace.fold import EventSource, pool_fold
+from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Landmark, Moment, Replay, landmark
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.words import Story, block_story, sequence_story, with_steps
+from pagedcli.views.stats import StepSeries
+from pagedcli.views.whole_run import WholeRun
+from pagedcli.views.words import StepEvent, Story, block_story, sequence_story, with_steps
 
-_KEPT_EVENTS = 100_000  # of a running engine, for stories
+_KEPT_EVENTS = 500_000  # of a running engine, for stories and for the way back: roughly 150 MB
 _MOST_UNFOLDED = 20_000  # events
 _INTERVAL_S, _MOST_S = 0.1, 2.0  # least time between two moments, and how far a slow screen may stretch it
 _MOST_WAIT_S = 0.5  # each look at the run takes a core from its kernels for a moment
+_FINISHED = "FINISHED, q closes"
 _DRAW_SHARE = 0.01  # largest share of the time that the screen's thread may take
 
 
 class PoolDeck(Deck[Moment]):
     """A deck that tells stories, too."""
+
+    @property
+    @abstractmethod
+    def series(self) -> StepSeries:
+        """The pool at each step so far."""
+
+    @abstractmethod
+    def events(self) -> Iterable[StepEvent]:
+        """All events that are known, with their steps."""
+
+    @abstractmethod
+    def all_seqs(self) -> list[SeqState]:
+        """All sequences that are known; of a recorded run those of later steps, too."""
 
     @abstractmethod
     def sequence_story(self, seq_id: int) -> Story:
@@ -38,11 +56,23 @@ class PoolDeck(Deck[Moment]):
 
 
 class ReplayDeck(Recording[Moment], PoolDeck):
-    """All stops of a trace."""
+    """All stops of a trace. `at_end` is said at the last one."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, *, start: int = 0, at_end: str = "END") -> None:
         super().__init__()
         self.replay = replay
+        self._at_end = at_end
+        self.move_to(start)
+
+    @property
+    def series(self) -> StepSeries:
+        return self.replay.series
+
+    def events(self) -> Iterable[StepEvent]:
+        return self.replay.events()
+
+    def all_seqs(self) -> list[SeqState]:
+        return self.replay.seqs
 
     @property
     def moment(self) -> Moment:
@@ -65,7 +95,7 @@ class ReplayDeck(Recording[Moment], PoolDeck):
         if replay.damage is not None and replay.position == replay.last_stop:
             return f"DAMAGED AFTER THIS: {replay.damage}"
         at_end = replay.steps[replay.position] is None
-        return "END" if at_end else f"{replay.position + 1:,} of {replay.last_stop + 1:,}"
+        return self._at_end if at_end else f"{replay.position + 1:,} of {replay.last_stop + 1:,}"
 
     def go_to(self, number: int) -> str:
         stop = self.replay.stop_of_step(number)
@@ -82,22 +112,58 @@ class ReplayDeck(Recording[Moment], PoolDeck):
         return block_story(block_id, self.replay.events())
 
 
+class KeptEvents:
+    """Events of a finished run as a source. It ends early once nobody needs it."""
+
+    def __init__(self, events: Iterable[Event], is_needed: Callable[[], bool]) -> None:
+        self.notes: list[str] = []
+        self._events, self._is_needed = events, is_needed
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        for event in self._events:
+            if not self._is_needed():
+                return
+            self._number += 1
+            yield event
+
+    @property
+    def place(self) -> str:
+        return f"event {self._number:,}"
+
+
 class LiveDeck(RunningDeck[Moment], PoolDeck):
     """A running engine. `on_event` and `finish` belong to the engine's thread, all else to the screen's.
 
     The engine's thread leaves a copy of the moment when the screen asks for one, and waits here while paused or above
     the chosen speed; `clock_ns`, the engine's clock, stands still meanwhile. It folds events only when a moment is due,
     many at once: folding each one between two kernels, with cold caches, took three times as long. The view only
-    observes: events that contradict each other end it, not the run. `views` fold the same events.
+    observes: events that contradict each other end it, not the run. `whole_run` folds the same events.
+
+    When the run has ended, `read_back` reads it from the events that were kept, or of a longer run from the trace that
+    was `recorded`, and `past` is then a deck that moves both ways.
     """
 
-    def __init__(self, *views: View[PoolState], follow: NamedRequest | None = None, paused: bool = False) -> None:
+    def __init__(
+        self,
+        whole_run: WholeRun | None = None,
+        *,
+        follow: NamedRequest | None = None,
+        paused: bool = False,
+        recorded: Path | None = None,
+    ) -> None:
         super().__init__(paused=paused, speed=None)
+        self._whole_run = WholeRun() if whole_run is None else whole_run
+        self.past: ReplayDeck | None = None
+        self._recorded = recorded
+        self._num_events = 0  # so far, forgotten ones included
+        self._is_read_back = False
         self.live = Moment(follow=follow)  # of the engine's thread, as of the last event that was folded
         self.clock_ns = HeldClock()
         self.damage: str | None = None
         self._abort = False
-        self._fold = pool_fold(self.live, *views)
+        self.is_released = False
+        self._fold = pool_fold(self.live, self._whole_run)
         self._unfolded: list[Event] = []
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._changed = threading.Condition()  # the user wants something else
@@ -144,6 +210,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
                 self.damage = error.message
             else:
                 self._events.extend(events)
+                self._num_events += len(events)
 
     def _at_step(self, step: int) -> None:
         goal = self._goal
@@ -190,7 +257,7 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         if self.damage is not None:
             return f"THE VIEW ENDED EARLY: {self.damage}"
         if self.has_ended:
-            return "FINISHED, q closes"
+            return _FINISHED + ("; reading it to go back ..." if self._is_read_back else "")
         if self.stop_requested:
             return "STOPPING after this step, q again: at once"
         if self._goal is not None:
@@ -223,19 +290,17 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         return self._change(not self.paused)
 
     def step(self, count: int) -> str:
-        if count < 0:
-            return self.no_way_back
-        return self._change(True, num_steps=count)
+        return self._why_no_way_back if count < 0 else self._change(True, num_steps=count)
 
     def go_to(self, number: int) -> str:
         step = self.live.state.step_number
-        return self.no_way_back if step is not None and number <= step else self._change(False, goal=number)
+        return self._why_no_way_back if step is not None and number <= step else self._change(False, goal=number)
 
     def go_to_end(self, *, last: bool) -> str:
-        return self._change(False) if last else self.no_way_back
+        return self._change(False) if last else self._why_no_way_back
 
     def jump(self, name: str, *, backward: bool) -> str:
-        return self.no_way_back if backward else self._change(False, goal=cast(Landmark, name))
+        return self._why_no_way_back if backward else self._change(False, goal=cast(Landmark, name))
 
     def faster(self, by: int) -> None:
         super().faster(by)
@@ -260,11 +325,54 @@ class LiveDeck(RunningDeck[Moment], PoolDeck):
         """Nobody watches any more: the run continues at full speed."""
         self._speed_index = len(SPEEDS) - 1
         self._change(False)
+        self.is_released = True
         super().release()
+
+    @property
+    def series(self) -> StepSeries:
+        return self._whole_run.series
+
+    def events(self) -> Iterable[StepEvent]:
+        return with_steps(self._events.copy())
+
+    def all_seqs(self) -> list[SeqState]:
+        if self._shown is None:
+            return []
+        state = self._shown.state
+        return [*state.finished.values(), *state.seqs.values()]
 
     def sequence_story(self, seq_id: int) -> Story:
         assert self._shown is not None, "a sequence is selected in a moment"
-        return sequence_story(seq_id, with_steps(self._events.copy()), self._shown.state)
+        return sequence_story(seq_id, self.events(), self._shown.state)
 
     def block_story(self, block_id: int) -> Story:
-        return block_story(block_id, with_steps(self._events.copy()))
+        return block_story(block_id, self.events())
+
+    # ------------------------------------------------------------------ after the run
+
+    @property
+    def _why_no_way_back(self) -> str:
+        if not self.has_ended:
+            return self.no_way_back
+        return "reading the run ..." if self._is_read_back else "this run is too long to keep: record it with --record"
+
+    def read_back(self) -> None:
+        """Begin to read the finished run, in a thread, if all of its events are at hand."""
+        source = self._source()
+        if source is not None and self.damage is None:
+            self._is_read_back = True
+            threading.Thread(target=self._read_back, args=(source,), name="read back", daemon=True).start()
+
+    def _source(self) -> EventSource | None:
+        if 0 < self._num_events == len(self._events):
+            return KeptEvents(self._events, lambda: not self.is_released)
+        return None if self._recorded is None or not self._recorded.exists() else TraceReader(self._recorded)
+
+    def _read_back(self, source: EventSource) -> None:
+        follow = self.live.follow
+        try:
+            replay = Replay(source, follow=None if follow is None else NamedRequest(follow.name))
+        except (TraceError, UsageError) as error:
+            self.damage = error.message
+        else:
+            self.past = ReplayDeck(replay, start=replay.last_stop, at_end=_FINISHED)

@@ -19,6 +19,8 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
+from pagedcli.app.colours import MUTED
+
 Line = list[Segment]
 
 
@@ -48,6 +50,10 @@ class Painted(Widget):
         """The line at y, in the styles of its parts."""
         raise NotImplementedError
 
+    def as_text(self) -> str:
+        """The whole panel as lines of text, cells separated by tabs, to copy."""
+        raise NotImplementedError
+
     def refresh_changed(self) -> None:
         """Paint the lines again that have changed."""
         width, height = self.scrollable_content_region.size
@@ -70,8 +76,9 @@ class Lines(Painted):
 
     DEFAULT_CSS = "Lines { height: auto; }"
 
-    def __init__(self, *, id: str) -> None:
+    def __init__(self, *, id: str, can_focus: bool = False) -> None:
         super().__init__(id=id)
+        self.can_focus = can_focus
         self._lines: Sequence[Text] = ()
         self._wrapped: tuple[int, list[Text]] = 0, []  # for a width
 
@@ -106,6 +113,9 @@ class Lines(Painted):
         lines = self._wrap(width)
         return line_of(lines[y].copy(), width, self.app.console) if y < len(lines) else []
 
+    def as_text(self) -> str:
+        return "".join(f"{line.plain}\n" for line in self._lines)
+
 
 _HEADING = Style(bold=True)
 _CURSOR = Style(reverse=True)
@@ -138,14 +148,19 @@ class Rows(ScrollView, Painted):
         """The cursor is on another row."""
 
     class HeadingClicked(Message):
-        """A click on the heading."""
+        """A click on the heading, on a cell from the left."""
+
+        def __init__(self, x: int, width: int) -> None:
+            super().__init__()
+            self.x, self.width = x, width
 
     def __init__(self, *, id: str, empty: str = "none") -> None:
         super().__init__(id=id)
-        self._empty = empty
+        self.empty = empty  # shown instead of rows
         self._keys: Sequence[int] = ()
         self._row: Callable[[int, int], Text] = lambda key, width: Text()
         self._heading: Callable[[int], Text] | None = None
+        self._cells: Callable[[int | None], Sequence[str]] | None = None
         self._cursor = 0
         self._title = ""
 
@@ -169,10 +184,12 @@ class Rows(ScrollView, Painted):
         row: Callable[[int, int], Text],
         *,
         at: int | None = None,
+        cells: Callable[[int | None], Sequence[str]] | None = None,
     ) -> None:
-        """Show these rows. The cursor goes to the key `at`, or stays on its key if it is still there."""
+        """Show these rows. The cursor goes to the key `at`, or stays on its key if it is still there. `cells` are what
+        a copy has of a key (None: of the heading), where a row is more than its text."""
         key = self.cursor_key if at is None else at
-        self._heading, self._keys, self._row = heading, keys, row
+        self._heading, self._keys, self._row, self._cells = heading, keys, row, cells
         with suppress(ValueError):  # it has left the list
             self._cursor = keys.index(key) if key is not None else self._cursor
         self._cursor = max(0, min(self._cursor, len(keys) - 1))
@@ -192,13 +209,20 @@ class Rows(ScrollView, Painted):
         rows = [row for line in lines for row in (wrap(line, width, subsequent_indent="    ") or [""])]
         self.show(None, range(len(rows)), lambda key, width: Text(rows[key], style))
 
+    def as_text(self) -> str:
+        if self._cells is not None:
+            return "".join("\t".join(self._cells(key)) + "\n" for key in (None, *self._keys))
+        width = self.text_width
+        heading = [] if self._heading is None else [self._heading(width).plain]
+        return "".join(line.rstrip() + "\n" for line in [*heading, *(self._row(k, width).plain for k in self._keys)])
+
     def line(self, y: int, width: int) -> Line:
         console = self.app.console
         if y == 0 and self._heading is not None:
             return line_of(self._heading(width), width, console, _HEADING)
         place = self.scroll_offset.y + y - self._num_headings
         if place >= len(self._keys):
-            return line_of(Text(self._empty, "dim") if place == 0 else Text(), width, console)
+            return line_of(Text(self.empty, MUTED) if place == 0 else Text(), width, console)
         text = self._row(self._keys[place], width)
         if place != self._cursor:
             return line_of(text, width, console)
@@ -206,7 +230,8 @@ class Rows(ScrollView, Painted):
 
     # ------------------------------------------------------------------ keys and mouse
 
-    def _move_to(self, place: int) -> None:
+    def move_to(self, place: int) -> None:
+        """Put the cursor on a row, by its place from the top."""
         self._cursor = max(0, min(place, len(self._keys) - 1))
         self._follow_cursor()
         self.refresh()
@@ -220,13 +245,13 @@ class Rows(ScrollView, Painted):
             self.scroll_to(y=self._cursor - height + 1, animate=False)
 
     def action_move(self, count: int) -> None:
-        self._move_to(self._cursor + count)
+        self.move_to(self._cursor + count)
 
     def action_page(self, count: int) -> None:
-        self._move_to(self._cursor + count * max(1, self.size.height - self._num_headings))
+        self.move_to(self._cursor + count * max(1, self.size.height - self._num_headings))
 
     def action_end(self, last: bool) -> None:
-        self._move_to(len(self._keys) - 1 if last else 0)
+        self.move_to(len(self._keys) - 1 if last else 0)
 
     def action_choose(self) -> None:
         if self.cursor_key is not None:
@@ -238,8 +263,8 @@ class Rows(ScrollView, Painted):
             return
         place = self.scroll_offset.y + offset.y - self._num_headings
         if offset.y < self._num_headings:
-            self.post_message(self.HeadingClicked())
+            self.post_message(self.HeadingClicked(offset.x, self.scrollable_content_region.width))
         elif place < len(self._keys):
-            self._move_to(place)
+            self.move_to(place)
             if event.chain == 2:
                 self.action_choose()

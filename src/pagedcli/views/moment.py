@@ -7,7 +7,7 @@ import dataclasses
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -16,9 +16,9 @@ from pagedcli.errors import TraceError
 from pagedcli.printable import plural
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.fold import EventSource, Fold, pool_fold
-from pagedcli.trace.state import PoolState
+from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.names import NamedRequest
-from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, memory_use, pool_counts
+from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, StepSeries, memory_use, pool_counts
 from pagedcli.views.words import describe, event_seq_ids
 
 _NOTABLE = (
@@ -184,19 +184,21 @@ def _rates(hits: Hits) -> dict[str, Any]:
     }
 
 
-Landmark = Literal["preemption", "eviction", "miss"]
+Landmark = Literal["preemption", "eviction", "miss", "failure"]
 StepEvents = Iterator[tuple[int | None, ev.Event]]  # each event with its step, or the step before it
 _SNAPSHOT_BYTES = 100 << 20  # of all snapshots together, roughly
 
 
 def landmark(event: ev.Event) -> Landmark | None:
-    """The kind of place to jump to that an event makes its step."""
+    """The kind of place to jump to that an event makes its step; of a failed step, the one after it."""
     if isinstance(event, ev.RequestPreempted):
         return "preemption"
     if isinstance(event, ev.BlockEvicted):
         return "eviction"
     if isinstance(event, ev.PrefixLookedUp) and event.miss_reason == "no_match":
         return "miss"
+    if isinstance(event, ev.StepFailed):
+        return "failure"
     return None
 
 
@@ -213,9 +215,11 @@ class Replay:
         self._encode = msgspec.json.Encoder().encode
         self._decoder: msgspec.json.Decoder[ev.AnyEvent] = msgspec.json.Decoder(ev.AnyEvent)
         self._chunks: list[bytes] = []  # per stop the events that lead to it from the one before
-        self._landmarks: dict[Landmark, list[int]] = {"preemption": [], "eviction": [], "miss": []}  # stops, rising
+        self._landmarks: dict[Landmark, list[int]] = {name: [] for name in get_args(Landmark)}  # stops, rising
         self._position = -1
         self._moment = Moment(follow=follow)
+        self.series = StepSeries()
+        self.seqs: list[SeqState] = []  # of the whole run, as they were at its end
         self._snapshots: dict[int, Moment] = {-1: self._moment.copy()}  # by stop
         self._interval = 32  # stops between snapshots
         self._read(source)
@@ -223,7 +227,7 @@ class Replay:
     def _read(self, source: EventSource) -> None:
         lines: list[bytes] = []
         try:
-            for event in pool_fold(self._moment).steps(source):
+            for event in pool_fold(self._moment, self.series).steps(source):
                 lines.append(self._encode(event))
                 self._note_landmark(event)
                 if isinstance(event, ev.StepScheduled | ev.StepFailed) and self.steps[-1:] != [event.step]:
@@ -233,9 +237,12 @@ class Replay:
             if not self.steps:
                 raise
             self.damage = error.message
-            self._position, self._moment = -1, self._snapshots[-1].copy()
         else:
             self._add_stop(None, lines)
+        state = self._moment.state
+        self.seqs = sorted([*state.finished.values(), *state.seqs.values()], key=lambda seq: seq.seq_id)
+        if self.damage is not None:
+            self._position, self._moment = -1, self._snapshots[-1].copy()
 
     def _add_stop(self, step: int | None, lines: list[bytes]) -> None:
         self._position = len(self.steps)
@@ -294,7 +301,7 @@ class Replay:
         return stop if 0 <= stop < len(self.steps) and self.steps[stop] == step else None
 
     def next_landmark(self, name: Landmark, *, backward: bool = False) -> int | None:
-        """The next (or previous) stop with a preemption, an eviction or a prefix miss."""
+        """The next (or previous) stop of a kind."""
         stops = self._landmarks[name]
         if backward:
             place = bisect_left(stops, self._position) - 1
