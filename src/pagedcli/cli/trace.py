@@ -64,7 +64,8 @@ def trace(
     """Generate and watch the KV cache: block pool, sequences, hit rates, events.
 
     On a terminal it opens an application: space pauses, . runs one step, + and - change the speed, Enter tells the
-    story of a sequence or a block, q stops after the step, ? shows all keys. Without a terminal, and with NO_COLOR or
+    story of a sequence or a block, q stops after the step, ? shows all keys; when the run has ended, one can go back to
+    any of its steps. Without a terminal, and with NO_COLOR or
     TERM=dumb, it prints plain lines. Step tables go to stdout, all else to stderr. Takes the flags of generate.
 
     \b
@@ -96,7 +97,7 @@ def trace(
     if as_tables:
         code = _print_steps(run, whole_run, request, dump.chosen, Format(format_))
     elif is_interactive(with_stdout=False):
-        code = _run_under_application(run, whole_run, request, paused=paused)
+        code = _run_under_application(run, whole_run, request, paused=paused, recorded=job.record)
     else:
         with PlainView(Console(stderr=True), whole_run, follow=request) as view:
             code = run(view, terminal_is_taken=True)
@@ -130,13 +131,13 @@ def _print_steps(
 
 
 def _run_under_application(
-    run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, *, paused: bool
+    run: Callable[..., int], whole_run: WholeRun, follow: NamedRequest | None, *, paused: bool, recorded: Path | None
 ) -> int:
     from pagedcli.app.base import watch
     from pagedcli.app.pool_app import PoolApp
     from pagedcli.app.pool_decks import LiveDeck
 
-    deck = LiveDeck(whole_run, follow=follow, paused=paused)
+    deck = LiveDeck(whole_run, follow=follow, paused=paused, recorded=recorded)
 
     def work() -> int:
         return run(deck, terminal_is_taken=True, stop_requested=lambda: deck.stop_requested, clock_ns=deck.clock_ns)

@@ -1,0 +1,413 @@
+"""Getting about in the application: the time line, jumps by name, search, filters, copies, the way back."""
+
+import threading
+import time
+
+import pytest
+from app_harness import drive, press, screen_text, settle, shown
+from rich.color import Color
+from scripted import Simulation
+from textual.events import MouseDown, MouseMove, MouseScrollUp, MouseUp
+from trace_harness import EventList, simulated
+
+from pagedcli.app.colours import ANSI, contrast
+from pagedcli.app.commands import run_command
+from pagedcli.app.pages import StoryPage
+from pagedcli.app.pool_app import PoolApp
+from pagedcli.app.pool_decks import LiveDeck, ReplayDeck
+from pagedcli.trace.fold import fold
+from pagedcli.views.moment import Replay
+
+
+@pytest.fixture(scope="module")
+def events():
+    return simulated()
+
+
+def app_of(events):
+    return PoolApp(ReplayDeck(Replay(EventList(events))), "pagedcli replay run.jsonl")
+
+
+async def mouse(app, kind, widget, x, y=1):
+    """A mouse event on a cell of a widget, as the terminal's driver sends it."""
+    place = widget.region.offset
+    app.screen._forward_event(
+        kind(widget, x, y, 0, 0, 1, False, False, False, screen_x=place.x + x, screen_y=place.y + y)
+    )
+    for _ in range(3):
+        await settle(app._pilot)
+    await app._pilot.pause(0.06)
+
+
+async def typed(pilot, key, text):
+    """The screen after a key, a text in the line that it opens, and Enter."""
+    await press(pilot, key)
+    pilot.app.screen._line.value = text
+    return await press(pilot, "enter")
+
+
+# ---------------------------------------------------------------------- the time line
+
+
+def test_the_time_line_draws_the_pool_of_each_step(events):
+    app = app_of(events)
+    text = shown(app, size=(120, 40))
+    series, num_blocks = app.deck.series, 14
+    starts, levels = app._time._starts(), 8 * (app._time.size.height - 1)
+    for x, start in enumerate(starts):
+        column = [row[0] for row in app._time._columns[x]]
+        num_levels = sum({"█": 8, "░": 0, " ": 0}.get(glyph, "▁▂▃▄▅▆▇".find(glyph) + 1) for glyph in column[:-1])
+        styles = {glyph: style.color.name for glyph, style in app._time._columns[x][:-1] if glyph not in " "}
+        used = series.columns["used"][start]
+        if set(styles.values()) <= {"green"} or "░" in styles:
+            assert num_levels >= -(-used * levels // num_blocks) or used == 0
+        is_first = x == 0 or starts[x - 1] != start
+        mark = "P" if series.columns["preempted"][start] else "e" if series.columns["evicted"][start] else " "
+        assert column[-1] == (mark if is_first else " ")
+    assert "█" in text
+    assert "░" in text
+
+
+def test_a_click_a_drag_and_the_wheel_move_and_zoom(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        app._pilot, line = pilot, app._time
+        starts = line._starts()
+        await mouse(app, MouseDown, line, 40)
+        assert app.deck.position == starts[40]
+        for x in (50, 60, 20):
+            await mouse(app, MouseMove, line, x)
+            assert app.deck.position == starts[x]
+        await mouse(app, MouseUp, line, 20)
+        await mouse(app, MouseMove, line, 70)
+        assert app.deck.position == starts[20], "the button is up"
+        await mouse(app, MouseScrollUp, line, 40)
+        first, after = line.shown_range
+        assert after - first == pytest.approx(len(app.deck.series) / 2, abs=1)
+        assert first <= starts[40] < after
+        assert "in all" in screen_text(app)
+
+    drive(app, script)
+
+
+def test_the_keys_of_the_time_line_move_zoom_and_follow(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        app._time.focus()
+        await press(pilot, "3", "0", "enter", "up", "up")
+        first, after = app._time.shown_range
+        assert after - first < len(app.deck.series) / 2
+        assert first <= 30 < after
+        await press(pilot, "right")
+        await pilot.pause(0.05)
+        assert app.deck.position == 31
+        await press(pilot, "5", "enter")
+        assert app._time.shown_range[0] <= 5 < app._time.shown_range[1]
+        await press(pilot, "escape")
+        assert app._time.shown_range == (0, len(app.deck.series))
+
+    drive(app, script)
+
+
+# ---------------------------------------------------------------------- jumps, search, filters
+
+
+def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await typed(pilot, ":", "step 12")
+        assert app.deck.moment.state.step_number == 12
+        await typed(pilot, ":", "7")
+        assert app.deck.moment.state.step_number == 7
+        stop = app.deck.replay.next_landmark("preemption")
+        await typed(pilot, ":", "preempt")
+        assert app.deck.position == stop
+        await typed(pilot, ":", "start")
+        assert "no earlier preemption" in await typed(pilot, ":", "preempt back")
+        await press(pilot, "escape")
+        assert "block 9: " in await typed(pilot, ":", "block 9")
+        assert app.focused is app._map
+        late = max(app.deck.all_seqs(), key=lambda seq: (seq.added_step or 0, seq.sample_index == 0))
+        await typed(pilot, ":", f"req {late.label}")
+        await settle(pilot)
+        assert app.deck.moment.state.seq(app._sequences.cursor_key).label == late.label
+        await typed(pilot, ":", "seq 3")
+        await settle(pilot)
+        assert app._sequences.cursor_key == 3
+        for text, words in (
+            ("block 99", "there is no block '99': they are numbered from 0 to 13"),
+            ("req nobody", "there is no request 'nobody' in this run"),
+            ("blok 3", "there is no 'blok': use step, start, end, block"),
+            ("block", "block needs N"),
+            ("s 3", "'s' may be step or start or seq"),
+            ("end 3", "end takes no '3'"),
+        ):
+            assert words in run_command(app.commands(), text)
+        assert words in await typed(pilot, ":", text)
+        assert app.screen is not app.screen_stack[0], "the line stays, to be corrected"
+
+    drive(app, script)
+
+
+def test_tab_completes_names_and_requests(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        text = await press(pilot, ":", *"bl")
+        assert "block N" in text
+        await press(pilot, "tab")
+        assert app.screen._line.value == "block "
+        assert "to a block of the pool" in screen_text(app)
+        await press(pilot, "escape", ":")
+        app.screen._line.value = "req request-1"
+        await settle(pilot)
+        assert "request-1, request-10" in screen_text(app)
+
+    drive(app, script)
+
+
+def test_a_search_lists_what_it_finds_and_n_goes_on(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        text = await typed(pilot, "/", "preempt")
+        assert "─ search: preempt ─" in text
+        steps = [hit.step for hit in app._hits]
+        text = await press(pilot, "enter")
+        assert app.deck.moment.state.step_number == steps[0]
+        assert f"1 of {len(steps)}: step {steps[0]} preempt seq " in text
+        await press(pilot, "n")
+        assert app.deck.moment.state.step_number == steps[1]
+        await press(pilot, "N", "N")
+        assert app.deck.moment.state.step_number == steps[-1]
+        assert "nothing was found" in await typed(pilot, "/", "xyzzy")
+        await press(pilot, "escape")
+        await typed(pilot, "/", "block 5")
+        await press(pilot, "enter")
+        assert app.focused is app._map
+        assert app._map._shown[app._map._cursor] == 5
+
+    drive(app, script)
+
+
+def test_filters_with_conditions_and_what_is_wrong_with_them(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, "2", "0", "enter")
+        await typed(pilot, "f", "waited>10 state=waiting")
+        state = app.deck.moment.state
+        expected = [seq.seq_id for seq in state.seqs.values() if not seq.running and seq.num_steps_waited(20) > 10]
+        assert sorted(app._sequences._keys) == sorted(expected)
+        text = await typed(pilot, "f", "wait>3")
+        assert "there is no field 'wait'" in text
+        assert app.screen is not app.screen_stack[0]
+        await press(pilot, "escape")
+        assert sorted(app._sequences._keys) == sorted(expected)
+
+    drive(app, script)
+
+
+# ---------------------------------------------------------------------- what is seen
+
+
+def colours(strip):
+    """Of each visible piece of text its colours, as the terminal gets them."""
+    for text, style, _ in strip:
+        if text.strip() and style is not None and style.color is not None and style.bgcolor is not None:
+            front, back = (tuple(each.get_truecolor(ANSI)) for each in (style.color, style.bgcolor))
+            yield text, (back, front) if style.reverse else (front, back), style.dim
+
+
+@pytest.mark.parametrize("focus", ["_map", "_sequences", "_time"])
+def test_every_text_has_contrast(events, focus):
+    """At least 4.5 : 1, WCAG's level AA for text. Borders and footer are Textual's."""
+    app = app_of(events)
+
+    async def script(pilot):
+        getattr(app, focus).focus()
+        await press(pilot, "p")
+        panels = {y for panel in app.query(".panel") for y in range(panel.region.y + 1, panel.region.bottom)}
+        strips = app.screen._compositor.render_strips()
+        seen = [
+            (text, round(contrast(*pair), 2), dim)
+            for y in (0, *sorted(panels))
+            for text, pair, dim in colours(strips[y])
+            if "\u2581" > text.strip()[0] or text.strip()[0] > "\u2595"  # a scrollbar's blocks
+        ]
+        assert len(seen) > 20
+        assert [each for each in seen if each[1] < 4.5 or each[2]] == []
+
+    drive(app, script, (120, 40))
+
+
+def test_empty_blocks_have_seven_times_the_light_of_the_panel():
+    grey = tuple(Color.parse("bright_black").get_truecolor(ANSI))
+    assert contrast(grey, tuple(ANSI.background_color)) > 7
+    assert contrast((0, 0, 0), (255, 255, 255)) == pytest.approx(21)
+
+
+def test_the_cursor_and_the_selection_hide_no_ref_count(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        app._map.focus()
+        for stop in range(app.deck.last):
+            app.deck.move_to(stop)
+            app.tick()
+            state = app.deck.moment.state
+            shared = [block_id for block_id, count in enumerate(state.ref_counts) if count > 1]
+            if not shared:
+                continue
+            app._map.go_to(shared[0])
+            await settle(pilot)
+            row = screen_text(app).splitlines()[app._map.region.y + 1]
+            assert row[shared[0]] == str(state.ref_counts[shared[0]])
+            return True
+        return False
+
+    assert drive(app, script)
+
+
+def test_at_80_columns_a_key_shows_block_tables_and_reasons(events):
+    app = app_of(events)
+
+    async def script(pilot):
+        text = await press(pilot, *"20", "enter")
+        for name in ("seq", "request", "state", "tokens", "out", "blocks", "waited", "preempted"):
+            assert name in text
+        text = await press(pilot, "c")
+        assert "blocks (×: ref count) / waits for" in text
+        assert "place 2 in the queue" in text
+
+    drive(app, script)
+
+
+def test_a_page_says_reading_until_its_story_is_known(events, monkeypatch):
+    app, go_on = app_of(events), threading.Event()
+    story = app.pool_deck.sequence_story
+    monkeypatch.setattr(app.pool_deck, "sequence_story", lambda seq_id: (go_on.wait(10), story(seq_id))[1])
+
+    async def script(pilot):
+        text = await press(pilot, *"20", "enter", "enter")
+        assert isinstance(app.screen, StoryPage)
+        assert "reading ..." in text
+        assert "nothing is known" not in text
+        go_on.set()
+        end = time.monotonic() + 10
+        while "admit: " not in screen_text(app):
+            assert time.monotonic() < end
+            await pilot.pause(0.05)
+
+    drive(app, script)
+
+
+# ---------------------------------------------------------------------- copies
+
+
+def test_a_table_is_copied_whole_to_the_clipboard_or_a_file(events, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    app = app_of(events)
+
+    async def script(pilot):
+        await press(pilot, *"20", "enter")
+        assert "to the clipboard (OSC 52); Y writes a file" in await press(pilot, "y")
+        state = app.deck.moment.state
+        heading, *rows = [line.split("\t") for line in app.clipboard.splitlines()]
+        assert heading[:3] == ["seq", "request", "state"]
+        assert {int(row[0]) for row in rows} == set(state.seqs)
+        assert all(len(row) == len(heading) for row in rows)
+        app._map.focus()
+        await press(pilot, "y")
+        blocks = [line.split("\t") for line in app.clipboard.splitlines()][1:]
+        assert [int(row[2]) for row in blocks] == state.ref_counts
+        app._time.focus()
+        await press(pilot, "Y", "enter")
+        lines = (tmp_path / "time-step-20.tsv").read_text().splitlines()
+        assert [int(line.split("\t")[1]) for line in lines[1:]] == list(app.deck.series.columns["used"])
+        assert "File exists" in await press(pilot, "Y", "enter")
+
+    drive(app, script)
+
+
+# ---------------------------------------------------------------------- the way back after a run
+
+
+def watched_to_its_end(script, **options):
+    """A small run under the application, which is driven once it has ended."""
+    events = []
+    deck = LiveDeck(**options)
+    app = PoolApp(deck, "pagedcli trace")
+
+    def work():
+        sim = Simulation(8, 2, emit=lambda event: (events.append(event), deck.on_event(event)), max_num_seqs=3)
+        for index in range(4):
+            sim.add([10 * index + 1, 10 * index + 2, 10 * index + 3], 6)
+        sim.run()
+        deck.finish()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert deck.has_started.wait(10)
+
+    async def when_ended(pilot):
+        end = time.monotonic() + 10
+        while not deck.has_ended or (deck._is_read_back and app.deck is deck):
+            assert time.monotonic() < end
+            await pilot.pause(0.02)
+        await pilot.pause(0.15)
+        return await script(pilot, app, events)
+
+    return drive(app, when_ended)
+
+
+def test_a_finished_run_goes_back_to_any_step():
+    async def script(pilot, app, events):
+        assert "FINISHED" in screen_text(app)
+        for step in (0, 3, app.deck.series.first_step + len(app.deck.series) - 1, 1):
+            await typed(pilot, ":", str(step))
+            cut = next(i for i, e in enumerate(events) if type(e).__name__ == "StepScheduled" and e.step == step)
+            expected = fold(EventList(events[: cut + 1]))
+            assert app.deck.moment.state.ref_counts == expected.ref_counts
+            assert app.deck.moment.state.hashes == expected.hashes
+        await press(pilot, "]", ",")
+        assert app.deck.position == app.deck.last - 1
+
+    watched_to_its_end(script)
+
+
+def test_a_run_too_long_to_keep_says_so(monkeypatch):
+    monkeypatch.setattr("pagedcli.app.pool_decks._KEPT_EVENTS", 20)
+
+    async def script(pilot, app, events):
+        assert len(events) > 20
+        assert "too long to keep: record it with --record" in await press(pilot, ",")
+
+    watched_to_its_end(script)
+
+
+@pytest.mark.slow
+def test_a_key_in_ten_thousand_steps_takes_effect_within_100_ms():
+    """Processor time of the move and of all that it draws; the median of moves all over the run."""
+    events = []
+    sim = Simulation(400, 16, emit=events.append, check=False, max_num_seqs=16, max_num_batched_tokens=512)
+    for index in range(1600):
+        sim.add([7] * 40 + [index] * 8, 102)
+    sim.run()
+    app = app_of(events)
+
+    async def script(pilot):
+        assert app.deck.last >= 10_000
+        times = []
+        for move in range(40):
+            start = time.process_time()
+            app.deck.move_to((move * 7919) % app.deck.last)
+            app.tick()
+            await settle(pilot)
+            times.append(time.process_time() - start)
+        print(f"median {sorted(times)[20]:.3f} s, worst {max(times):.3f} s")
+        assert sorted(times)[20] < 0.1
+
+    drive(app, script, (120, 40))
