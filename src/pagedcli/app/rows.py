@@ -171,7 +171,7 @@ class Rows(ScrollView, Painted):
     @property
     def text_width(self) -> int:
         """Room for a row, next to a scrollbar that may not be there yet."""
-        return self.outer_size.width - self.scrollbar_size_vertical
+        return self.outer_size.width - self.styles.scrollbar_size_vertical
 
     @property
     def _num_headings(self) -> int:
