@@ -90,7 +90,7 @@ class ScriptedExecutor:
         ends = step.cu_q[1:].tolist()
         rows = range(ends[-1]) if step.logits_rows is None else step.logits_rows.tolist()
         rows = rows if sampling.logits_rows is None else [rows[row] for row in sampling.logits_rows]
-        for row, draw in zip(rows, sampling.uniform.tolist(), strict=True):
+        for row, draw in zip(rows, sampling.rows.uniform.tolist(), strict=True):
             seq = next(place for place, end in enumerate(ends) if row < end)
             first, size, num_groups = int(step.table_rows[seq]) * self.width, self.block_size, len(self.windows)
             length = int(step.num_tokens[seq]) - (ends[seq] - 1 - row)
