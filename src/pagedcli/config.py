@@ -122,7 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int | None,
         _batching(
             "Maximum tokens per step",
-            default="2048 (512 on a CPU), at least max_num_seqs",
+            default="16384 on a GPU of 70 GiB or more, 8192 on others, 512 on a CPU; at least max_num_seqs",
             at_least=1,
             affects_rows=False,
         ),

@@ -3,8 +3,10 @@
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
 import pytest
+import torch
 from engine_harness import make_engine, ragged_prompts, run
 from model_zoo import FALLBACK_FAMILIES, NATIVE_FAMILIES, tiny_model
 from paged_harness import transformers_tokens
@@ -12,7 +14,9 @@ from paged_harness import transformers_tokens
 from pagedcli.attention.select import REGISTRY
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, PagedcliError, RequestError
+from pagedcli.models.reading import read_spec
 from pagedcli.planning.decide import resolve_max_num_batched_tokens
+from pagedcli.planning.machine import described_gpu
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -64,11 +68,21 @@ def test_block_size_never_changes_the_tokens(family_model, block_size):
     assert run(engine, ragged_prompts(), GREEDY) == expected
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", 512), ("cuda", 2048)])
-def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(device, expected):
-    assert resolve_max_num_batched_tokens(EngineConfig(), device) == expected
-    assert resolve_max_num_batched_tokens(EngineConfig(max_num_seqs=3000), device) == 3000
-    assert resolve_max_num_batched_tokens(EngineConfig(max_num_batched_tokens=7), device) == 7
+@pytest.mark.parametrize(
+    ("gib", "width", "expected"), [(None, 8, 512), (80, 8, 16384), (24, 8, 8192), (80, 2048, 4096), (24, 2048, 2048)]
+)
+def test_tokens_per_step_depend_on_the_device_and_suffice_for_all_sequences(family_model, gib, width, expected):
+    """A wide model on a small card: its activations would take memory that the cache needs."""
+    spec = read_spec(family_model("llama")[0])
+    spec = replace(spec, hidden_size=width, intermediate_size=64 * width)
+    gpu = None if gib is None else described_gpu(gib * 2**30).gpus[0]
+
+    def resolve(**config):
+        return resolve_max_num_batched_tokens(EngineConfig(**config), spec, gpu, torch.bfloat16)
+
+    assert resolve() == expected
+    assert resolve(max_num_seqs=30000) == 30000
+    assert resolve(max_num_batched_tokens=7) == 7
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What a model's weights are and take in memory: a sum over its named parameters and their formats. Free of torch.
+"""What a model's weights are and take in memory: a sum over its named parameters and their formats; and what the
+tensors of a step take. Free of torch.
 
 Read by the forecast of memory, by the tables of `profile-memory` and by the floors of `bench` and `simulate`.
 """
@@ -7,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.plan import Kernels
 from pagedcli.models.formats import AS_STORED, VECTOR, WeightFormat
 from pagedcli.models.parameters import Parameter, decoder_parameters, joined_format
@@ -126,3 +128,20 @@ def _tables(
 
 def _weights(parameter: Parameter, num_bytes: int, count: int) -> Weights:
     return Weights(parameters=count * math.prod(parameter.shape), num_bytes=count * num_bytes)
+
+
+def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
+    """Tensors of a step alive at once in torch, at the widest point of a layer."""
+    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    wide = ITEMSIZE["float32"]  # norms are computed in float32
+    # the last inputs of attention: q, k (a view into q and k together) and v (a view into all three)
+    given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
+    # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, q, k and v
+    always = itemsize * (3 * width + 2 * head + given)
+    # q, k and v, and what turns q and k: three copies to rotate them, or two float32 ones and a result to norm them
+    rotating = 3 * itemsize
+    norming = spec.qk_norm * (2 * wide + itemsize)
+    attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
+    mlp = itemsize * 3 * inner  # gate, up and their product
+    return num_tokens * (always + max(attention, mlp))

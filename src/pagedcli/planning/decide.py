@@ -22,6 +22,7 @@ from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.decoder import groups_experts, linear_kernels
+from pagedcli.models.footprint import step_bytes
 from pagedcli.models.formats import AS_STORED
 from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
@@ -34,6 +35,8 @@ from pagedcli.printable import plural
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
 LONGEST_DEFAULT = 2**20  # default length of a request: tables are built for every position
+GPU_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 8192, 16384  # default tokens per step, the second from this size on:
+LARGE_GPU_BYTES = 70 * 2**30
 LARGEST_BUCKET = 512  # sequences; in larger steps launch overhead is negligible
 LEAST_SLOTS = 8  # of recurrent state: prompts branch at several depths even where few sequences run
 CPU_KV_BYTES = 4 * 2**30  # vLLM's default on a CPU; never more than half of what is available
@@ -52,10 +55,11 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     state_bytes = own.state_bytes(dtype.itemsize)
     _check_states(config, spec, state_bytes)
     groups = cache_groups([layer.window for layer in own.attention_layers])
+    gpu = machine.gpu(str(device))
     limits = Limits.of(
         config,
         max_model_len=max_model_len,
-        max_num_batched_tokens=resolve_max_num_batched_tokens(config, device.type),
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, own, gpu, dtype),
         windows=tuple(group.window for group in groups),
         vocab_size=spec.vocab_size,
         state_bytes=state_bytes,
@@ -63,7 +67,6 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     choice = choose_backend(config.attention_backend, attention, is_here=machine.is_here, missing=machine.missing)
     stored = weight_format(config.quantization, spec)
     decoder = choose_decoder(DecoderNeeds(spec, choice.kind, stored, config.tensor_parallel_size))
-    gpu = machine.gpu(str(device))
     available = machine.available_bytes if gpu is None else gpu.free_bytes
     _check_tables(limits, own, itemsize=dtype.itemsize, available=available)
     kernels = linear_kernels(spec, choice.kind)
@@ -220,11 +223,20 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, gpu: Gpu | None) -> torch.dt
     return torch.float8_e4m3fn
 
 
-def resolve_max_num_batched_tokens(config: EngineConfig, device_type: str) -> int:
-    """Tokens computed per step."""
+def resolve_max_num_batched_tokens(config: EngineConfig, spec: ModelSpec, gpu: Gpu | None, dtype: torch.dtype) -> int:
+    """Tokens computed per step on a GPU, or on the CPU if None; `spec` is that of the rank.
+
+    A GPU reads all weights once per step and launches hundreds of kernels, so a step takes as many tokens as its memory
+    holds easily: their activations stay within a sixteenth of it.
+    """
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
-    return max(config.max_num_seqs, CPU_STEP_TOKENS if device_type == "cpu" else STEP_TOKENS)
+    if gpu is None:
+        return max(config.max_num_seqs, CPU_STEP_TOKENS)
+    num_tokens = LARGE_GPU_STEP_TOKENS if gpu.total_bytes >= LARGE_GPU_BYTES else GPU_STEP_TOKENS
+    while num_tokens > STEP_TOKENS and step_bytes(spec, num_tokens, dtype.itemsize) > gpu.total_bytes // 16:
+        num_tokens //= 2
+    return max(config.max_num_seqs, num_tokens)
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

@@ -17,7 +17,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError, PagedcliError
 from pagedcli.layers.parallel import ParallelContext
-from pagedcli.models.footprint import Footprint, footprint
+from pagedcli.models.footprint import Footprint, footprint, step_bytes
 from pagedcli.models.formats import FORMATS
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.hub import weight_files
@@ -112,23 +112,6 @@ def activation_bytes(
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
         workspace += rows * itemsize * (spec.experts.intermediate_size + spec.hidden_size)
     return workspace + max(hidden, sampling)
-
-
-def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
-    """Tensors of a step alive at once in torch, at the widest point of a layer."""
-    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    wide = ITEMSIZE["float32"]  # norms are computed in float32
-    # the last inputs of attention: q, k (a view into q and k together) and v (a view into all three)
-    given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
-    # alive in every layer: the residual, its norm, the last layer's output, cosines and sines, q, k and v
-    always = itemsize * (3 * width + 2 * head + given)
-    # q, k and v, and what turns q and k: three copies to rotate them, or two float32 ones and a result to norm them
-    rotating = 3 * itemsize
-    norming = spec.qk_norm * (2 * wide + itemsize)
-    attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
-    mlp = itemsize * 3 * inner  # gate, up and their product
-    return num_tokens * (always + max(attention, mlp))
 
 
 def loading_peak(config: EngineConfig, spec: ModelSpec, plan: Plan, folder: Path) -> int:

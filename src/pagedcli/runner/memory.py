@@ -25,6 +25,8 @@ from pagedcli.planning.machine import host_memory
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
 
+LONG_PROMPT = 2048  # tokens
+RESULTS_PER_EXPERT = 30  # for the middle one of three sizes of tiles
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -40,9 +42,11 @@ def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current = torch.cuda.memory_allocated(device)
-    step = limits.largest_step
-    limits = limits.with_pool(step_blocks(step, limits.tables), step.num_seqs)
-    runner = ModelRunner(replace(spec, limits=limits))
+    step, warm_up = limits.largest_step, _other_kernels(spec)
+    num_blocks = max(step_blocks(each, limits.tables) for each in (step, *warm_up))
+    runner = ModelRunner(replace(spec, limits=limits.with_pool(num_blocks, step.num_seqs)))
+    for each in warm_up:
+        measure_step(runner, each)
     taken = measure_step(runner, step)
     assert taken is not None, "a CUDA device reports its memory"
     del runner
@@ -56,6 +60,17 @@ def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
         activations=taken,
         measured=frozenset(TERMS) - {"graphs"},
     )
+
+
+def _other_kernels(spec: RunnerSpec) -> list[StepShape]:
+    """Steps whose kernels are neither those of the largest step, where each prompt may be short, nor those of graphs:
+    otherwise they would be compiled in the middle of a run."""
+    limits, experts = spec.limits, spec.model.spec.experts
+    most = min(limits.max_num_batched_tokens, limits.max_model_len)
+    lengths = [min(most, LONG_PROMPT)]
+    if experts is not None:
+        lengths.append(min(most, RESULTS_PER_EXPERT * experts.num_experts // experts.num_per_token))
+    return [StepShape(length, 1) for length in lengths]
 
 
 def graph_bytes(spec: RunnerSpec) -> int:
