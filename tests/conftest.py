@@ -1,9 +1,15 @@
 """Shared fixtures: files of a run, data that may be absent, and few threads so that tests share two cores fairly."""
 
+import os
 from pathlib import Path
 
 import pytest
 from cli_harness import PROMPTS
+
+if os.environ.get("PAGEDCLI_KERNEL_GUARD"):  # see layers/test_kernel_guard.py
+    from kernel_guard import Guard
+
+    Guard().install()
 
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 

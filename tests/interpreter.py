@@ -12,10 +12,10 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interprete
 plain = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 
 
-def run_interpreted(*arguments, at_least):
-    """Run tests there, by pytest's arguments: all pass, and so many at least."""
+def run_interpreted(*arguments, at_least, **variables):
+    """Run tests there, by pytest's arguments and environment variables: all pass, and so many at least."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout[-4000:]
