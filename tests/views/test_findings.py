@@ -6,6 +6,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from cli_harness import pagedcli
@@ -16,7 +17,7 @@ from trace_harness import EventList, simulated
 
 import pagedcli as package
 from pagedcli.core.facts import RunFacts
-from pagedcli.events import PrefixLookedUp
+from pagedcli.events import PrefixLookedUp, WaitingReason
 from pagedcli.sampling_params import SamplingParams
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader, TraceWriter
@@ -24,6 +25,7 @@ from pagedcli.trace.fold import Fold, fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import memory_use
 from pagedcli.views.whole_run import Findings, WholeRun, advice, finding_lines, story
+from pagedcli.views.words import WAITING_WORDS
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
 
@@ -340,3 +342,7 @@ def test_all_commands_show_the_same_figures_of_a_run(tmp_path):
     assert "longest shared 28 tokens" in found["generate"]["prefixes"]
     assert "longest shared prefix seen: 28 tokens" in pagedcli("explain", tmp_path / "run.jsonl").stdout
     assert "longest shared prefix: 28 tokens" in pagedcli("plan", prompts, *flags).stdout
+
+
+def test_every_reason_to_wait_has_words():
+    assert WAITING_WORDS.keys() == set(get_args(WaitingReason))

@@ -12,6 +12,8 @@ _WAITING: dict[ev.WaitingReason, tuple[str, str, str | None]] = {
     "token_budget": ("token budget", "token budget of the step is used up ({budget})", "--max-num-batched-tokens"),
     "free_blocks": ("free blocks", "needs {needed}, {free} free", None),
     "preemption": ("room for a preempting sequence", "room was made for a running sequence", None),
+    "state_slots": ("slots of recurrent state", "all slots of recurrent state are in use", "--num-state-slots"),
+    "checkpoint": ("checkpoint of a running sequence", "a running sequence will make a checkpoint for it", None),
 }
 WAITING_WORDS: dict[str, str] = {reason: words for reason, (words, _, _) in _WAITING.items()}
 WAITING_FLAGS: dict[str, str] = {reason: flag for reason, (_, _, flag) in _WAITING.items() if flag is not None}
