@@ -254,6 +254,36 @@ def test_a_hundred_thousand_draws_of_the_kernels_follow_the_definition():
     chi_square(KINDS, 20_000)  # of each of five kinds
 
 
+# ---------------------------------------------------------------------- changes of logits
+
+
+@interpreted
+@pytest.mark.parametrize("vocab_size", [5, 5000])
+def test_changes_have_the_bits_of_their_twins(vocab_size):
+    from pagedcli.layers import triton_sampling
+
+    generator = torch.Generator().manual_seed(3)
+    scores = noise(4, vocab_size, scale=5.0)
+    rows, places = torch.tensor([3, 0, 1]), torch.tensor([5, 0, 2])
+    first, second = torch.tensor([1.3, 0.7, 1.0]), torch.tensor([0.1, -0.3, 0.0])
+    seen = torch.randint(2, (6, vocab_size), generator=generator).to(torch.uint8)
+    counts = torch.randint(-5, 900, (6, vocab_size), generator=generator).clamp(min=0).int()
+    words = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), generator=generator).int()
+    expected, ours = scores.clone(), scores.clone()
+    sampling.penalize_repeated(expected, seen, rows, places, first)
+    triton_sampling.penalize(ours, seen, rows, places, first, first)
+    assert torch.equal(ours, expected)
+    sampling.penalize_counted(expected, counts, rows, places, first, second)
+    triton_sampling.penalize(ours, counts, rows, places, first, second)
+    assert torch.equal(ours, expected)
+    sampling.mask_tokens(expected, rows, words)
+    triton_sampling.mask_tokens(ours, rows, words)
+    assert torch.equal(ours, expected)
+    assert torch.equal(ours[2], scores[2])
+    bits = [(int(words[0, token // 32]) >> token % 32) & 1 for token in range(vocab_size)]
+    assert (ours[3] > float("-inf")).int().tolist() == bits
+
+
 # ---------------------------------------------------------------------- compilation
 
 
@@ -276,6 +306,12 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     for floor in (True, False):
         cases.append((kernels.sample_chunks_kernel, chunks, {**sizes, "FLOOR": floor}, 8))
         cases.append((kernels.sample_rows_kernel, rows, {**sizes, "FLOOR": floor, "BLOCK_C": 64}, 8))
+    changes = {"scores_ptr": wide, "rows_ptr": "*i64", "places_ptr": "*i64", "first_ptr": wide, "second_ptr": wide}
+    for table, counted in (("*u8", False), (short, True)):
+        constants = {"V": 151936, "CHUNK": kernels.CHUNK, "COUNTED": counted}
+        cases.append((kernels.penalize_kernel, {**changes, "table_ptr": table}, constants, 8))
+    words = {"scores_ptr": wide, "rows_ptr": "*i64", "words_ptr": short}
+    cases.append((kernels.mask_tokens_kernel, words, {"V": 151936, "W": 4748, "CHUNK": kernels.CHUNK}, 8))
     for function, types, constants, num_warps in cases:
         kernel = Compiled(function, types, constants, capability, num_warps, tmp_path)
         assert kernel.spilled_bytes == 0, function

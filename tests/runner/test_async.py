@@ -137,11 +137,18 @@ def test_steps_are_launched_before_the_last_tokens_are_read(model):
     assert ahead.stats.num_generated_tokens == plain.stats.num_generated_tokens == 60
 
 
-def test_penalties_keep_a_step_in_order_and_the_stats_say_so(model):
-    penalized = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=1.2)
-    _, engine = run(model, [([3, 4], GREEDY, None), ([3, 4], penalized, None)], ahead=True, max_num_seqs=4)
-    assert engine.num_steps_ahead == 0
-    assert engine.stats.num_steps == 21
+def test_penalties_change_no_order_of_steps_and_see_the_tokens_that_the_host_has_not_read(model):
+    kinds = [{"repetition_penalty": 1.2}, {"frequency_penalty": 1.5, "presence_penalty": -1.0}, {"temperature": 0.9}]
+    kinds += [{"repetition_penalty": 0.8, "frequency_penalty": 2.0, "n": 2, "temperature": 1.1, "seed": 3}]
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **kind}) for kind in kinds]
+    requests = [([3, 4 + row], each, None) for row, each in enumerate(params)] * 2
+    expected, _ = run(model, requests, ahead=False, max_num_seqs=4)
+    found, engine = run(model, requests, ahead=True, max_num_seqs=4)
+    assert found == expected
+    assert engine.num_steps_ahead > 30
+    few, engine = run(model, requests, ahead=True, max_num_seqs=4, num_gpu_blocks_override=6)
+    assert few == expected
+    assert engine.stats.num_preemptions > 0
 
 
 def test_a_token_behind_the_end_is_discarded_and_counted(model):

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from pagedcli.core.sequence import Sequence
-from pagedcli.core.step_input import LogitChange, SamplingInput, uniform
+from pagedcli.core.step_input import SamplingInput, uniform
 from pagedcli.errors import ParameterError
 from pagedcli.layers import sampling
 from pagedcli.native import load_library
 from pagedcli.runner.device_state import Upload
-from pagedcli.runner.sampler import change_logits, sample_tokens
+from pagedcli.runner.logit_changes import KeptTokens
+from pagedcli.runner.sampler import sample_tokens
 from pagedcli.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -37,7 +38,16 @@ UPLOAD = Upload(torch.device("cpu"))
 
 
 def read(logits, seqs):
-    return sample_tokens(logits, SamplingInput.of(seqs), UPLOAD).read()
+    for row, seq in enumerate(seqs):
+        seq.row = len(seqs) - 1 - row
+    return sample_tokens(logits, SamplingInput.of(seqs), UPLOAD, KeptTokens(len(seqs), UPLOAD)).read()
+
+
+def changed(logits, seq):
+    """The logits of one row as they are sampled from."""
+    scores, seq.row = logits[None].clone(), 0
+    KeptTokens(1, UPLOAD).change(scores, SamplingInput.of([seq]).changes)
+    return scores[0]
 
 
 def sample(logits, seqs):
@@ -122,9 +132,7 @@ def test_repetition_penalty_as_transformers_does(logits):
     ids = torch.tensor([[3, 4, 5, 7]])
     expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[None].clone())
     seq = make_seq((3, 4), (5, 7), repetition_penalty=1.7, temperature=0, logprobs=0)
-    scores = logits.clone()
-    change_logits(scores, LogitChange.of(0, seq), UPLOAD)
-    torch.testing.assert_close(scores, expected[0])
+    torch.testing.assert_close(changed(logits, seq), expected[0])
 
 
 def test_presence_and_frequency_penalties_count_the_output_only(logits):
@@ -132,9 +140,7 @@ def test_presence_and_frequency_penalties_count_the_output_only(logits):
     expected = logits.clone()
     expected[5] -= 0.5 + 2 * 0.25
     expected[7] -= 0.5 + 0.25
-    scores = logits.clone()
-    change_logits(scores, LogitChange.of(0, seq), UPLOAD)
-    torch.testing.assert_close(scores, expected)
+    torch.testing.assert_close(changed(logits, seq), expected)
 
 
 def test_logit_bias_can_force_and_forbid_tokens(logits):

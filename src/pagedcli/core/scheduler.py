@@ -333,7 +333,7 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
-        seq.synced_blocks = 0
+        seq.synced_blocks = seq.num_kept_tokens = 0
         self.running.append(seq)
         self._num_beams += seq.is_beam
 

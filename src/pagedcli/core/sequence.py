@@ -62,12 +62,12 @@ class Sequence:
         "num_cached_prompt_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_kept_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
         "num_writable_tokens",
-        "output_counts",
         "params",
         "penalized",
         "prefixes",
@@ -126,15 +126,14 @@ class Sequence:
         changed = self.penalized or params.logit_bias or params.min_tokens or guide is not None
         # whether the next token is the likeliest one, with nothing to adjust or to report
         self.is_greedy = params.greedy and params.logprobs is None and not changed and not self.is_beam
-        # sampling the next token needs the ids of all earlier ones on the host
-        self.depends_on_tokens = self.penalized or guide is not None
+        # sampling the next token needs the ids of all earlier ones on the host; for penalties, the executor keeps them
+        self.depends_on_tokens = guide is not None
         self.watched = self.depends_on_tokens or stop_checker is not None  # every token has to be looked at
 
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
         self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
         self.prompt_logprobs: list[TokenLogprobs | None] = []  # per prompt token, None for the first; if requested
-        self.output_counts: dict[int, int] = {}  # generated token id -> count, kept if a penalty needs it
         self.beams: list[Sequence] | None = None  # of the request's beam search, once its prompt is computed
         self.candidates: Items[tuple[int, float]] = ()  # next tokens and their log-probabilities, likeliest first
         self.total_logprob = 0.0  # of the output
@@ -149,6 +148,7 @@ class Sequence:
         self.state_read = self.state_write = None
         self.row: int | None = None  # in the runner's persistent block tables, while running
         self.synced_blocks = 0  # leading entries of block_table that are in that row
+        self.num_kept_tokens = 0  # that the executor keeps for this row, with the one being sampled; for penalties
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -209,22 +209,17 @@ class Sequence:
         """Take the tokens of another beam of the same request."""
         self.token_ids = parent.token_ids.copy()
         self.logprobs = parent.logprobs.copy()
-        self.output_counts = parent.output_counts.copy()
 
     def append_beam_token(self, token_id: int, total_logprob: float) -> None:
         """Append the token that the beam search chose."""
         self.token_ids.append(token_id)
         self.total_logprob = total_logprob
-        if self.penalized:
-            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     def append_token(self, token_id: int) -> None:
         """Append a sampled token; sets finish_reason if it ends the sequence."""
         self.token_ids.append(token_id)
         if not (self.watched or token_id in self.end_token_ids or len(self.token_ids) >= self.max_num_tokens):
             return
-        if self.penalized:
-            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
         num_output = self.num_output_tokens
         if num_output > self.params.min_tokens:
             if token_id in self.eos_token_ids:

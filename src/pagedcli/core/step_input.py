@@ -5,7 +5,7 @@ WorkerGroup on several; a simulation computes nothing. Needs no torch and no dev
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -81,34 +81,75 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitChange:
-    """Adjustments of one row of logits before sampling, applied in the order of the fields."""
+class LogitChanges:
+    """Adjustments of logits before sampling, applied in the order of the fields. The executor keeps the tokens of each
+    sequence that needs it, at the sequence's place, and adds those that it samples itself: a step that is launched
+    before the last one is read needs no token from the host.
+    """
 
-    row: int
-    seen_token_ids: list[int]  # of prompt and output, for the repetition penalty
-    repetition_penalty: float  # divides, or multiplies if negative; 1: none
-    output_counts: dict[int, int]  # generated token id -> times, for the next two
-    frequency_penalty: float  # subtracted per earlier generation
-    presence_penalty: float  # subtracted once
-    bias: dict[int, float]  # token id -> added
-    allowed: bytes | None  # a bit per token id, lowest bit first: what the grammar allows; None: no grammar
-    end_token_ids: list[int]  # forbidden until the minimum length, unless a grammar allows nothing else
+    started: list[tuple[int, list[int], int]]  # place, its tokens, how many of these are the prompt: kept from now on
+    repeated: Ints  # [P] int64, rows with a repetition penalty
+    repeated_places: Ints  # [P] int64
+    repetition: Floats  # [P] float32: divides logits of tokens in prompt and output, multiplies negative ones
+    counted: Ints  # [Q] int64, rows with a frequency or presence penalty
+    counted_places: Ints  # [Q] int64
+    frequency: Floats  # [Q] float32: subtracted per earlier generation
+    presence: Floats  # [Q] float32: subtracted once
+    biased: Ints  # [K] int64, rows
+    biased_ids: Ints  # [K] int64
+    bias: Floats  # [K] float32, added
+    guided: list[tuple[int, bytes, list[int]]]  # row, allowed tokens (see Guide), which of them end it too early
+    banned: Ints  # [E] int64, rows
+    banned_ids: Ints  # [E] int64, the end tokens of sequences below their minimum length
 
     @classmethod
-    def of(cls, row: int, seq: Sequence) -> "LogitChange":
-        params = seq.params
-        repeats = params.repetition_penalty != 1
+    def of(cls, rows: list[tuple[int, Sequence]]) -> "LogitChanges | None":
+        """For the next token of each of these sequences. None if there are none.
+
+        Changes: num_kept_tokens of the sequences.
+        """
+        if not rows:
+            return None
+        started, guided, biased, banned = [], [], [], []
+        for row, seq in rows:
+            if seq.penalized:
+                if seq.is_beam or seq.num_kept_tokens != seq.num_tokens:  # another beam's tokens become a beam's own
+                    assert not seq.num_pending_tokens, "a sequence starts with all its tokens on the host"
+                    assert seq.row is not None, "a sampled sequence has a row"
+                    started.append((seq.row, seq.token_ids.copy(), seq.num_prompt_tokens))
+                seq.num_kept_tokens = seq.num_tokens + 1
+            biased += [(row, token_id, bias) for token_id, bias in (seq.params.logit_bias or {}).items()]
+            ends = sorted(seq.end_token_ids) if _below_min_tokens(seq) else []
+            if seq.guide is not None:
+                guided.append((row, seq.guide.allowed_tokens, ends))
+            else:
+                banned += [(row, token_id) for token_id in ends]
+        repeated = [(row, seq) for row, seq in rows if seq.params.repetition_penalty != 1]
+        counted = [(row, seq) for row, seq in rows if seq.params.frequency_penalty or seq.params.presence_penalty]
         return cls(
-            row=row,
-            seen_token_ids=sorted(set(seq.token_ids)) if repeats else [],
-            repetition_penalty=params.repetition_penalty,
-            output_counts=dict(seq.output_counts) if params.frequency_penalty or params.presence_penalty else {},
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            bias=params.logit_bias or {},
-            allowed=None if seq.guide is None else seq.guide.allowed_tokens,
-            end_token_ids=sorted(seq.end_token_ids) if _below_min_tokens(seq) else [],
+            started=started,
+            repeated=_integers(row for row, _ in repeated),
+            repeated_places=_integers(seq.row for _, seq in repeated),
+            repetition=_floats(seq.params.repetition_penalty for _, seq in repeated),
+            counted=_integers(row for row, _ in counted),
+            counted_places=_integers(seq.row for _, seq in counted),
+            frequency=_floats(seq.params.frequency_penalty for _, seq in counted),
+            presence=_floats(seq.params.presence_penalty for _, seq in counted),
+            biased=_integers(row for row, _, _ in biased),
+            biased_ids=_integers(token_id for _, token_id, _ in biased),
+            bias=_floats(bias for _, _, bias in biased),
+            guided=guided,
+            banned=_integers(row for row, _ in banned),
+            banned_ids=_integers(token_id for _, token_id in banned),
         )
+
+
+def _integers(values: Iterable[Any]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _floats(values: Iterable[float]) -> Floats:
+    return np.array(list(values), dtype=np.float32)
 
 
 class RowSampling(NamedTuple):
@@ -133,10 +174,11 @@ class SamplingInput:
 
     rows: RowSampling
     has_limits: bool  # whether a row has top-k, top-p or min-p
-    changes: list[LogitChange]
+    changes: LogitChanges | None  # of rows that are no beams
     with_logprobs: list[int]  # rows
     num_logprobs: list[int]  # for each of these, how many of the likeliest tokens
     beams: list[int]  # rows
+    beam_changes: LogitChanges | None  # rows of beams are numbered from 0; of log-probabilities, not of logits
     num_candidates: list[int]  # for each of these, how many next tokens
     logits_rows: Ints | None = None  # [R] int64, row of the logits for each token; None: its own
 
@@ -144,7 +186,7 @@ class SamplingInput:
     def of(cls, seqs: list[Sequence], logits_rows: list[int] | None = None) -> "SamplingInput":
         """For the next token of each sequence, after its pending ones."""
         rows = RowSampling.greedy(len(seqs))
-        has_limits, changes, with_logprobs, beams = False, [], [], []
+        has_limits, changes, beam_changes, with_logprobs, beams = False, [], [], [], []
         for row, seq in enumerate(seqs):
             if seq.is_greedy:
                 continue
@@ -159,16 +201,20 @@ class SamplingInput:
                     rows.top_k[row], rows.top_p[row] = max(params.top_k, 0), params.top_p
                     rows.min_p[row] = params.min_p
             if seq.penalized or params.logit_bias or seq.guide is not None or _below_min_tokens(seq):
-                changes.append(LogitChange.of(row, seq))
+                if seq.is_beam:
+                    beam_changes.append((len(beams) - 1, seq))
+                else:
+                    changes.append((row, seq))
             if params.logprobs is not None and not seq.is_beam:
                 with_logprobs.append(row)
         return cls(
             rows=rows,
             has_limits=has_limits,
-            changes=changes,
+            changes=LogitChanges.of(changes),
             with_logprobs=with_logprobs,
             num_logprobs=[seqs[row].params.logprobs or 0 for row in with_logprobs],
             beams=beams,
+            beam_changes=LogitChanges.of(beam_changes),
             num_candidates=[max(num_candidates(seqs[row]), seqs[row].params.logprobs or 0) for row in beams],
             logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int64),
         )

@@ -171,3 +171,56 @@ def _kept_of_likeliest(
     reaches_on = torch.where(min_p > 0, inside[:, -1], kept[:, -1]) & (top_k == 0)
     smallest = torch.where((top_p == 1) & (top_k == 0), floor, smallest)
     return smallest, ~reaches_on & (top_k <= num_likeliest)
+
+
+# ---------------------------------------------------------------------- changes of logits, in place
+
+
+def penalize_repeated(scores: Tensor, seen: Tensor, rows: Tensor, places: Tensor, penalty: Tensor) -> None:
+    """Divide positive scores of seen tokens by the penalty, and multiply negative ones.
+
+    Shapes:  scores [R, V] float32, contiguous; seen [places, V] uint8; rows, places [P] int64; penalty [P] float32.
+    """
+    if scores.is_cuda and fused_layers():
+        from pagedcli.layers import triton_sampling
+
+        triton_sampling.penalize(scores, seen, rows, places, penalty, penalty)
+        return
+    found, tokens = seen.index_select(0, places).nonzero(as_tuple=True)
+    at = rows[found] * scores.shape[1] + tokens
+    flat, penalty = scores.view(-1), penalty[found]
+    values = flat[at]
+    flat[at] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def penalize_counted(
+    scores: Tensor, counts: Tensor, rows: Tensor, places: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    """Subtract from the scores of generated tokens `frequency` per generation, and `presence` once.
+
+    Shapes:  scores [R, V] float32, contiguous; counts [places, V] int32; rows, places [Q] int64; the others [Q]
+             float32.
+    """
+    if scores.is_cuda and fused_layers():
+        from pagedcli.layers import triton_sampling
+
+        triton_sampling.penalize(scores, counts, rows, places, frequency, presence)
+        return
+    own = counts.index_select(0, places)
+    found, tokens = own.nonzero(as_tuple=True)
+    at = rows[found] * scores.shape[1] + tokens
+    scores.view(-1)[at] -= own[found, tokens].to(scores.dtype) * frequency[found] + presence[found]
+
+
+def mask_tokens(scores: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set the scores of tokens without a bit to -inf. Shapes: scores [R, V] float32; rows [G] int64; words [G, V / 32]
+    int32, lowest bit first."""
+    if scores.is_cuda and fused_layers():
+        from pagedcli.layers import triton_sampling
+
+        triton_sampling.mask_tokens(scores, rows, words)
+        return
+    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    allowed = (words.view(torch.uint8)[:, :, None] >> shifts) & 1
+    masked = scores.index_select(0, rows).masked_fill_(allowed.flatten(1)[:, : scores.shape[1]] == 0, float("-inf"))
+    scores.index_copy_(0, rows, masked)

@@ -73,6 +73,30 @@ def limit_constants(dtype: torch.dtype) -> dict[str, int]:
     return {"SHIFT": _EXACT_BITS.get(dtype, 0), "BLOCK": _BLOCK, "PIVOTS": _PIVOTS, "CANDIDATES": _CANDIDATES}
 
 
+def penalize(scores: Tensor, table: Tensor, rows: Tensor, places: Tensor, first: Tensor, second: Tensor) -> None:
+    """See layers.sampling.penalize_repeated (`table` of uint8) and penalize_counted (int32)."""
+    grid = (rows.shape[0], -(-scores.shape[1] // CHUNK))
+    penalize_kernel[grid](
+        scores,
+        table,
+        rows,
+        places,
+        first,
+        second,
+        V=scores.shape[1],
+        CHUNK=CHUNK,
+        COUNTED=table.dtype == torch.int32,
+        num_warps=8,
+        enable_fp_fusion=False,  # products are rounded, as in torch
+    )
+
+
+def mask_tokens(scores: Tensor, rows: Tensor, words: Tensor) -> None:
+    """See layers.sampling.mask_tokens."""
+    grid = (rows.shape[0], -(-scores.shape[1] // CHUNK))
+    mask_tokens_kernel[grid](scores, rows, words, V=scores.shape[1], W=words.shape[1], CHUNK=CHUNK, num_warps=8)
+
+
 LOG2E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(float(2**40))  # the mass of the likeliest token; a row of 2^22 such tokens fits into 63 bits
 
@@ -323,3 +347,43 @@ def sample_rows_kernel(
     # NaN and +inf make the mass of their chunk NaN; without any weight it is 0
     total = tl.sum(tl.load(mass_ptr + row * C + chunk, mask=chunk < C, other=0.0), 0)
     tl.store(out_ptr + row, tl.where((total > 0.0) & (total < float("inf")), token, -1).to(tl.int64))
+
+
+# ---------------------------------------------------------------------- changes of logits, in place
+
+
+@triton.jit
+def penalize_kernel(
+    scores_ptr,  # [R, V] float32
+    table_ptr,  # [places, V]: which tokens were seen, or with COUNTED how often they were generated
+    rows_ptr,  # [P] int64
+    places_ptr,  # [P] int64
+    first_ptr,  # [P] float32: the repetition penalty, with COUNTED the frequency penalty
+    second_ptr,  # [P] float32: with COUNTED the presence penalty
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """One program per (penalized row, chunk)."""
+    place = tl.program_id(0)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    count = tl.load(table_ptr + tl.load(places_ptr + place) * V + column, mask=column < V, other=0)
+    found = count != 0
+    scores = scores_ptr + tl.load(rows_ptr + place) * V + column
+    x = tl.load(scores, mask=found, other=0.0)
+    first = tl.load(first_ptr + place)
+    if COUNTED:
+        x -= count.to(tl.float32) * first + tl.load(second_ptr + place)
+    else:
+        x = tl.where(x > 0.0, tl.div_rn(x, first), x * first)
+    tl.store(scores, x, mask=found)
+
+
+@triton.jit
+def mask_tokens_kernel(scores_ptr, rows_ptr, words_ptr, V: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr):
+    """One program per (row with a grammar, chunk)."""
+    place = tl.program_id(0)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    word = tl.load(words_ptr + place * W + column // 32, mask=column < V, other=-1)
+    scores = scores_ptr + tl.load(rows_ptr + place) * V + column
+    tl.store(scores, float("-inf"), mask=(word >> (column % 32)) & 1 == 0)

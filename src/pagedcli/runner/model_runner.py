@@ -17,6 +17,7 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import CausalLM
 from pagedcli.runner.cuda_graphs import DecodeGraphs
 from pagedcli.runner.device_state import DeviceState
+from pagedcli.runner.logit_changes import KeptTokens
 from pagedcli.runner.sampler import PromptScores, SampledTokens, sample_tokens, score_prompts
 
 
@@ -44,6 +45,7 @@ class ModelRunner:
             spec.model, spec.backend, spec.limits, device=spec.device, kv_dtype=spec.kv_dtype, dtype=spec.dtype
         )
         self.graphs: DecodeGraphs | None = None
+        self._kept_tokens = KeptTokens(self.state.tables.shape[0], self.state.upload)
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +72,7 @@ class ModelRunner:
         if logits is None:
             # a copy, as the next step overwrites last_tokens while these may still be on their way to the host
             return SampledTokens(self.state.last_tokens[: step.num_seqs].clone(), sampling)
-        sampled = sample_tokens(logits, sampling, self.state.upload)
+        sampled = sample_tokens(logits, sampling, self.state.upload, self._kept_tokens)
         sampled.prompt_scores = scores
         self.parallel.broadcast(self.state.last_tokens[: sampled.num_tokens].copy_(sampled.token_ids))
         return sampled

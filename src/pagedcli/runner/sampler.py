@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pagedcli.core.requests import Candidates
 from pagedcli.core.sequence import TokenLogprobs
-from pagedcli.core.step_input import Bools, LogitChange, PromptLogprobs, PromptRows, SamplingInput, StepTokens
+from pagedcli.core.step_input import PromptLogprobs, PromptRows, SamplingInput, StepTokens
 from pagedcli.layers.sampling import INVALID, Limits, choose_tokens, top_tokens
 from pagedcli.runner.device_state import Download, Upload
+from pagedcli.runner.logit_changes import KeptTokens
 
 _ROWS = 64  # of prompts, whose logits are in memory at once
 
@@ -93,65 +94,28 @@ class SampledTokens:
         return {row: list(zip(ids[:count], values[:count], strict=True)) for row, count, values, ids in rows}
 
 
-def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload) -> SampledTokens:
+def sample_tokens(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: KeptTokens) -> SampledTokens:
     """The next tokens, on the device.
 
     Shapes:  logits [R, V], or any rows that sampling.logits_rows selects from; not modified.
+    Changes: kept, to which the tokens of sequences with penalties are added.
     """
     if sampling.logits_rows is not None:
         logits = logits.index_select(0, upload([sampling.logits_rows])[0])
     temperature, draws, *limits = upload(sampling.rows)
     original = logits
-    beams = set(sampling.beams)
-    changes = [change for change in sampling.changes if change.row not in beams]
-    if changes:
+    if sampling.changes is not None:
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        for change in changes:
-            change_logits(logits[change.row], change, upload)
+        kept.change(logits, sampling.changes)
     num_drawn = int(np.count_nonzero(sampling.rows.temperature))
     tokens = choose_tokens(
         logits, temperature, draws, Limits(*limits) if sampling.has_limits else None, num_drawn=num_drawn
     )
+    if sampling.changes is not None:
+        kept.add(tokens, sampling.changes)
     logprobs = _logprobs(original, tokens, sampling, upload) if sampling.with_logprobs else ()
-    candidates = _candidates(original, sampling, upload) if sampling.beams else ()
+    candidates = _candidates(original, sampling, upload, kept) if sampling.beams else ()
     return SampledTokens(tokens, sampling, logprobs, candidates)
-
-
-def change_logits(scores: Tensor, change: LogitChange, upload: Upload) -> None:
-    """Penalties, bias, minimum length and grammar, in place on one row [V]."""
-    vocab_size = scores.shape[0]
-
-    def integers(values: list[int]) -> Tensor:
-        return upload([np.array(values, dtype=np.int64)])[0]
-
-    if change.seen_token_ids:
-        seen = integers(change.seen_token_ids)
-        values = scores[seen]
-        penalty = change.repetition_penalty
-        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if change.output_counts:
-        counts = integers(list(change.output_counts.values())).to(scores.dtype)
-        scores[integers(list(change.output_counts))] -= counts * change.frequency_penalty + change.presence_penalty
-    if change.bias:
-        [bias] = upload([np.array(list(change.bias.values()), dtype=np.float32)])
-        scores[integers(list(change.bias))] += bias.to(scores.dtype)
-    # users may name stop tokens outside the vocabulary
-    ends = [token_id for token_id in change.end_token_ids if 0 <= token_id < vocab_size]
-    if change.allowed is not None:
-        [allowed] = upload([_allowed_tokens(change.allowed, ends, vocab_size)])
-        scores.masked_fill_(~allowed, float("-inf"))
-    elif ends:
-        scores.index_fill_(0, integers(ends), float("-inf"))
-
-
-def _allowed_tokens(bits: bytes, end_token_ids: list[int], vocab_size: int) -> Bools:
-    """[V] whether the grammar allows a token. Where it allows only end tokens, it overrides the minimum length."""
-    allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab_size, bitorder="little").astype(np.bool_)
-    if end_token_ids:
-        longer = allowed.copy()
-        longer[end_token_ids] = False
-        return longer if longer.any() else allowed
-    return allowed
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
@@ -163,15 +127,13 @@ def _logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingInput, upload: U
     return logprobs.gather(1, places)[:, 0], values, ids
 
 
-def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload) -> tuple[Tensor, ...]:
+def _candidates(logits: Tensor, sampling: SamplingInput, upload: Upload, kept: KeptTokens) -> tuple[Tensor, ...]:
     """The next tokens of beams: log-probabilities [P, K], likeliest first, and ids [P, K]. Penalties, bias and minimum
     length change log-probabilities, not logits, as in transformers' beam search."""
     [rows] = upload([np.array(sampling.beams, dtype=np.int64)])
     logprobs = logits.index_select(0, rows).float().log_softmax(-1)
-    places = {row: place for place, row in enumerate(sampling.beams)}
-    for change in sampling.changes:
-        if change.row in places:
-            change_logits(logprobs[places[change.row]], change, upload)
+    if sampling.beam_changes is not None:
+        kept.change(logprobs, sampling.beam_changes)
     return top_tokens(logprobs, max(sampling.num_candidates))
 
 
