@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from decode_counts import KINDS, counts_of_a_step
 from interpreter import interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 
@@ -13,7 +14,7 @@ DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=1)
+    run_interpreted(__file__, at_least=4)
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +38,16 @@ def documented(title):
 
 @interpreted
 def test_the_counts_of_every_kind_of_request(model, gpu):
-    from decode_counts import KINDS, counts_of_a_step
-
     table = documented("What a decode step asks of a GPU")
-    assert table.keys() <= KINDS.keys()
+    assert table.keys() == KINDS.keys()
     for kind, expected in table.items():
         found = counts_of_a_step(gpu, model, kind)
         counts = [str(found[name]) for name in ("kernels", "operations", "uploads")]
         assert [*counts, "yes" if found["ahead"] else "no"] == expected, kind
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["repetition penalty", "logit bias", "grammar"])
+def test_more_rows_ask_for_no_more(model, gpu, kind):
+    few, many = (counts_of_a_step(gpu, model, kind, num_rows=rows) for rows in (2, 7))
+    assert few == many

@@ -29,6 +29,8 @@ LONG_PROMPT = 2048  # tokens
 RESULTS_PER_EXPERT = 30  # for the middle one of three sizes of tiles
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
+_OF_PENALTIES = (torch.float32, torch.uint8, torch.int32)  # a number of each of these per logit
+
 
 def measure_device(spec: RunnerSpec, utilization: float) -> Terms | None:
     """Where the memory of a CUDA device goes (what is neither weights nor activations counts as runtime); None on a
@@ -142,11 +144,13 @@ def measure_step(runner: ModelRunner, step: StepShape) -> int | None:
 
 @torch.inference_mode()
 def _sample_with_most_memory(logits: Tensor) -> None:
-    """top-p over equal logits: the worst case of the sort."""
+    """top-p over equal logits, the worst case of the CPU's sort. On a GPU penalties take more: a copy in float32 and
+    the tables of logit_changes.KeptTokens."""
     rows, device = logits.shape[0], logits.device
+    held = [torch.empty_like(logits, dtype=dtype) for dtype in _OF_PENALTIES if logits.is_cuda]
     ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
     limits = Limits(zeros.int(), top_p=0.95 * ones, min_p=zeros)
-    choose_tokens(logits.zero_(), ones, limits.top_p, limits, num_drawn=rows)
+    choose_tokens((held or [logits])[0].zero_(), ones, limits.top_p, limits, num_drawn=rows)
 
 
 def _prompts(runner: ModelRunner, step: StepShape) -> ScheduledStep:
