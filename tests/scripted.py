@@ -39,6 +39,7 @@ class ScriptedExecutor:
         self.last_tokens = []
         self.choose = choose
         self.steps = []  # new tokens per sequence
+        self.kept = {}  # place -> the tokens of a sequence with a repetition penalty
         self.fail_launch = self.fail_read = False  # of the next step
 
     def launch(self, step, sampling):
@@ -67,6 +68,7 @@ class ScriptedExecutor:
         for row, (context, draw) in enumerate(self._contexts(step, sampling)):
             token = self.choose(context, draw)
             self.last_tokens.append(None if token is None else self._changed(token, row, sampling))
+            self._keep(row, context, sampling)
             if row in sampling.beams:
                 candidates[row] = likeliest(context)[: sampling.num_candidates[sampling.beams.index(row)]]
         failing, self.fail_read = self.fail_read, False
@@ -105,11 +107,21 @@ class ScriptedExecutor:
                 assert self.windows != (None,) or list(state[:length]) == context, "the state of other tokens"
             yield context, draw
 
+    def _keep(self, row, context, sampling):
+        """The tokens that penalties look at are those before the row of logits; then the one just sampled."""
+        if sampling.changes is None or row not in sampling.changes.repeated:
+            return
+        place = int(sampling.changes.repeated_places[sampling.changes.repeated.tolist().index(row)])
+        started = {at: token_ids for at, token_ids, _ in sampling.changes.started}
+        kept = self.kept[place] = started.get(place) or self.kept[place]
+        assert self.windows != (None,) or kept == context, "the tokens of another sequence"
+        kept.append(self.last_tokens[row])
+
     def _changed(self, token, row, sampling):
         """The first token from `token` on that the grammar of the row allows."""
-        for change in sampling.changes:
-            if change.row == row and change.allowed is not None:
-                allowed = int.from_bytes(change.allowed, "little")
+        for guided, bits, _ in () if sampling.changes is None else sampling.changes.guided:
+            if guided == row:
+                allowed = int.from_bytes(bits, "little")
                 return next(t for t in itertools.chain(range(token, 8), range(8)) if allowed >> t & 1)
         return token
 
