@@ -172,14 +172,16 @@ def packed_linear(scale: Scale, form: str, group_size: int, sizes: tuple[int, in
 
 def product_errors(scale: Scale) -> Iterator[Row]:
     """Experts and packed weights, for one token, few and many."""
-    from pagedcli.layers.basic import route
+    from pagedcli.layers.basic import Routing, route
 
     for dtype in scale.mine(scale.dtypes[:2]):
         allowed = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
         experts, gate_up, down, num_picked = gated_experts(scale, dtype)
         for tokens in (1, 40, 700) if scale.on_gpu else (3,):
             x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
-            weights, chosen = route(torch.randn(tokens, len(down), device=scale.device), num_picked, renormalize=True)
+            weights, chosen = route(
+                torch.randn(tokens, len(down), device=scale.device), Routing(num_picked, renormalize=True)
+            )
             expected = torch.zeros_like(x, dtype=torch.float64)
             for expert in range(len(down)):
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -200,7 +202,7 @@ def product_errors(scale: Scale) -> Iterator[Row]:
 
 def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
     """Experts of packed weights against the same experts of the dequantized weights."""
-    from pagedcli.layers.basic import route
+    from pagedcli.layers.basic import Routing, route
     from pagedcli.layers.triton_products import GroupedExperts
 
     num_experts, width, inner = (16, 1024, 512) if scale.on_gpu else (3, 64, 32)
@@ -212,7 +214,7 @@ def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
         plain = GroupedExperts(*([weight.dequantized(dtype) for weight in each] for each in weights))
         packed = GroupedExperts(*weights)
         x = torch.randn(70 if scale.on_gpu else 3, width, device=scale.device).to(dtype)
-        shares, chosen = route(torch.randn(len(x), num_experts, device=scale.device), 2, renormalize=True)
+        shares, chosen = route(torch.randn(len(x), num_experts, device=scale.device), Routing(2, renormalize=True))
         expected, result = (each(x, shares.to(dtype), chosen).double() for each in (plain, packed))
         error = float((result - expected).norm() / expected.norm())
         yield compared(f"experts of {form} by {group_size}", dtype, error, 1e-5 if dtype == torch.float32 else 2e-2)
@@ -220,7 +222,7 @@ def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
 
 def products(scale: Scale, rows: Rows) -> Result:
     """Time of packed weights and of experts next to a plain product, in the first dtype."""
-    from pagedcli.layers.basic import route
+    from pagedcli.layers.basic import Routing, route
 
     sizes = (4096, 4096) if scale.on_gpu else (40, 64)
     dtype = scale.dtypes[0]
@@ -234,7 +236,7 @@ def products(scale: Scale, rows: Rows) -> Result:
         packed_s, float8_s, plain_s = (best_seconds(lambda f=f, x=x: f(x), scale) for f in layers)
         x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
         logits = torch.randn(tokens, len(down), device=scale.device).to(dtype)
-        weights, chosen = route(logits, num_picked, renormalize=True)
+        weights, chosen = route(logits, Routing(num_picked, renormalize=True))
         experts_s = best_seconds(lambda x=x, w=weights, c=chosen: experts(x, w, c), scale)
         used = min(len(down), tokens * num_picked) * (gate_up[0].nbytes + down[0].nbytes)
         rows.append({

@@ -135,6 +135,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, **_SHARED}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-bias": ("Lfm2Config", {"num_hidden_layers": 3, "full_attn_idxs": [0], "conv_bias": True}),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {**_EXPERTS, "num_experts": 8, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
+    ),
     "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "granite-hybrid": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_local_experts": 0}),
     "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3}),
@@ -145,7 +149,17 @@ COMPOSED_FAMILIES = (
     *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "granite_swa"),
 )
 RECURRENT_FAMILIES = (
-    *("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "bamba", "granite-hybrid", "granite-hybrid-moe"),
+    *(
+        "qwen3_5",
+        "qwen3_5-moe",
+        "qwen3_next",
+        "lfm2",
+        "lfm2-bias",
+        "lfm2-moe",
+        "bamba",
+        "granite-hybrid",
+        "granite-hybrid-moe",
+    ),
 )
 FALLBACK_FAMILIES = ("gemma", "phi3", "olmo2", "granite", "smollm3")
 
@@ -169,6 +183,9 @@ def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str 
             spread = 0.2 if parameter.dim() > 1 else 0.1
             noise = torch.randn(parameter.shape, generator=generator) * spread
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
 

@@ -17,12 +17,12 @@ def test_equality_through_the_interpreter():
 
 def routed(tokens, num_experts, num_picked, width):
     """Activations, weights and chosen experts, one of which no token goes to unless all are picked."""
-    from pagedcli.layers.basic import route
+    from pagedcli.layers.basic import Routing, route
 
     generator = torch.Generator().manual_seed(tokens)
     logits = torch.randn(tokens, num_experts, generator=generator)
     logits[:, 1] -= 9
-    return torch.randn(tokens, width, generator=generator), *route(logits, num_picked, renormalize=True)
+    return torch.randn(tokens, width, generator=generator), *route(logits, Routing(num_picked, renormalize=True))
 
 
 def expected_of(gate_up, down, x, weights, chosen):

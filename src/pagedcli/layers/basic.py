@@ -3,6 +3,7 @@ embedding, activations, and the mixing of experts. Every rounding is where trans
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
@@ -149,15 +150,29 @@ ACTIVATIONS = {
 }
 
 
-def route(logits: Tensor, num_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token and their weights; probabilities are in float32, as in transformers.
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router picks experts and weights them."""
 
-    Shapes:  logits [T, X] of the router; returns weights [T, K] in the dtype of the logits, experts [T, K] int64.
+    num_per_token: int
+    renormalize: bool  # the picked scores are divided by their sum
+    sigmoid: bool = False  # scores are sigmoids of the logits instead of their softmax
+    scale: float = 1.0  # of the picked scores
+
+
+def route(logits: Tensor, routing: Routing, preference: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token with the largest scores, and their weights. A softmax is in float32.
+
+    Shapes:  logits [T, X] of the router; preference [X] float32, added to scores for picking alone; returns weights
+             [T, K] in the dtype of the logits, experts [T, K] int64.
     """
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(num_per_token, dim=-1)
-    if renormalize:
-        weights /= weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype), experts
+    scores = logits.sigmoid().float() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
+    wanted = scores if preference is None else scores + preference
+    experts = wanted.topk(routing.num_per_token, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if routing.renormalize:
+        weights /= weights.sum(-1, keepdim=True) + (1e-6 if routing.sigmoid else 0.0)
+    return (weights * routing.scale).to(logits.dtype), experts
 
 
 def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -15,7 +15,16 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.core.groups import cache_groups
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import add_rms_norm, fused_layers, rms_norm, rotary_rows, route, split_gate, split_heads
+from pagedcli.layers.basic import (
+    Routing,
+    add_rms_norm,
+    fused_layers,
+    rms_norm,
+    rotary_rows,
+    route,
+    split_gate,
+    split_heads,
+)
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.rope import RopeSpec
@@ -263,15 +272,15 @@ class Experts:
 
     router: Callable[[Tensor], Tensor]  # E -> X
     mixture: Callable[[Tensor, Tensor, Tensor], Tensor]  # arguments and result of layers.basic.weighted_sum
-    num_per_token: int
-    renormalize: bool
+    routing: Routing
+    preference: Tensor | None  # [X] float32 of layers.basic.route
     shared: GatedMlp | None
     shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert
 
     def __call__(self, x: Tensor, _step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
-        weights, chosen = route(self.router(x), self.num_per_token, renormalize=self.renormalize)
+        weights, chosen = route(self.router(x), self.routing, self.preference)
         out = self.mixture(x, weights, chosen)
         if self.shared is not None:
             shared = self.shared(x)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, fused_layers, stores_in_one_pass, weighted_sum
+from pagedcli.layers.basic import ACTIVATIONS, Routing, fused_layers, stores_in_one_pass, weighted_sum
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
@@ -268,8 +268,8 @@ class _Builder(Parts):
         return Experts(
             router=self._unquantized(f"{key}.router"),
             mixture=self._mixture([f"{key}.experts.{i}" for i in range(experts.num_experts)]),
-            num_per_token=experts.num_per_token,
-            renormalize=experts.renormalize,
+            routing=Routing(experts.num_per_token, experts.renormalize, experts.sigmoid, experts.scale),
+            preference=self._tensors.pop(f"{key}.preference", None),
             shared=self._expert(f"{key}.shared_expert") if shared else None,
             shared_gate=self._unquantized(f"{key}.shared_gate") if shared and experts.gates_shared else None,
             parallel=self._request.parallel,

@@ -85,6 +85,9 @@ class FamilyConfig(msgspec.Struct):
     time_step_limit: list[float | dict[str, str]] | None = None  # {"__float__": "Infinity"} is transformers' infinity
     shared_intermediate_size: int = 1024
     position_embedding_type: str | None = None
+    num_dense_layers: int = 2
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
 
 
 def _granite(fields: FamilyConfig) -> dict[str, Any]:
@@ -171,6 +174,17 @@ def _short_conv(fields: FamilyConfig) -> dict[str, Any]:
             projections=("w1", "w3", "w2"),
         ),
     }
+
+
+def _short_conv_experts(fields: FamilyConfig) -> dict[str, Any]:
+    experts = replace(
+        _experts(fields, ExpertNames(block="feed_forward", projections=("w1", "w3", "w2"))),
+        sigmoid=True,
+        prefers=fields.use_expert_bias,
+        scale=fields.routed_scaling_factor,
+        dense_layers=frozenset(range(fields.num_dense_layers)),
+    )
+    return _short_conv(fields) | {"experts": experts}
 
 
 def _mamba(fields: FamilyConfig) -> dict[str, Any]:
@@ -281,6 +295,20 @@ _QWEN3_5_MOE = replace(
     | _QWEN3_NEXT_EXPERTS
     | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},  # no layer has an ordinary MLP
     traits=lambda fields: _gated_delta(fields) | {"experts": _experts(fields)},
+)
+_LFM2 = Family(
+    "Lfm2ForCausalLM",
+    8,
+    None,
+    128000,
+    (1, 2),
+    "never",
+    qkv_bias=False,
+    out_bias=False,
+    layer_types=ATTENDS | _RECURS,
+    renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": _TIED},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, _TIED: True},
+    traits=_short_conv,
 )
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None),
@@ -462,19 +490,14 @@ FAMILIES = {
         defaults={"partial_rotary_factor": 0.25, **_QWEN3_NEXT_EXPERTS},
         traits=lambda fields: _gated_delta(fields, interleaved=True) | {"experts": _experts(fields)},
     ),
-    "lfm2": Family(
-        "Lfm2ForCausalLM",
-        8,
-        None,
-        128000,
-        (1, 2),
-        "never",
-        qkv_bias=False,
-        out_bias=False,
-        layer_types=ATTENDS | _RECURS,
-        renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": _TIED},
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, _TIED: True},
-        traits=_short_conv,
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        architecture="Lfm2MoeForCausalLM",
+        defaults=_LFM2.defaults
+        | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True}
+        | {"block_auto_adjust_ff_dim": False},  # intermediate_size is what it says
+        traits=_short_conv_experts,
     ),
     "bamba": Family(
         "BambaForCausalLM",

@@ -163,6 +163,8 @@ def _experts(
     parameters = {f"{key}.router": Parameter({f"{router}.weight": (experts.num_experts, width)})}
     if experts.has_biases:
         parameters[f"{key}.router.bias"] = Parameter({f"{router}.bias": (experts.num_experts,)}, stored=VECTOR)
+    if experts.prefers:
+        parameters[f"{key}.preference"] = _exact({f"{block}.expert_bias": (experts.num_experts,)}, init=0.0)
     for i in range(count):
         sizes = experts.intermediate_size, weight_format, names.projections, experts.has_biases
         parameters |= _mlp(spec, f"{key}.experts.{i}", f"{block}.experts.{i}", *sizes)

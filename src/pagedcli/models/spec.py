@@ -28,7 +28,10 @@ class ExpertsSpec:
     num_experts: int
     num_per_token: int  # experts that each token goes to
     intermediate_size: int  # width of an expert
-    renormalize: bool  # the picked probabilities are divided by their sum
+    renormalize: bool  # the picked scores are divided by their sum
+    sigmoid: bool = False  # scores are sigmoids of the router's logits instead of their softmax
+    prefers: bool = False  # a number per expert is added to the scores for picking alone
+    scale: float = 1.0  # of the picked scores
     shared_intermediate_size: int | None = None  # width of an expert for every token
     gates_shared: bool = True  # that expert is weighted by a gate of its own
     has_biases: bool = False  # of the router and the experts' projections

@@ -21,9 +21,14 @@ struct Choice {
     float weight;
 };
 
-// The likeliest experts of one token and their weights, in the order of the experts; of equals, the first.
-template <class T> void route(const Experts& e, const typename T::Elem* logits, float* probabilities, Choice* chosen) {
-    const int64_t X = e.num_experts, K = e.num_per_token;
+// The scores of one token's experts, up to the factor that is returned.
+template <class T> float score(const Experts& e, const typename T::Elem* logits, float* probabilities) {
+    const int64_t X = e.num_experts;
+    if (e.sigmoid) {
+        for (int64_t i = 0; i < X; i += VL)
+            storef(probabilities + i, Rows<T>::round(sigmoid_of(load_some<T>(logits + i, X - i))));
+        return 1;
+    }
     vf top = splat(-INFINITY), sum = {};
     for (int64_t i = 0; i < X; i += VL) {
         const vi inside = iota() < (vi{} + (int32_t)(X - i));
@@ -37,18 +42,28 @@ template <class T> void route(const Experts& e, const typename T::Elem* logits, 
         storef(probabilities + i, p);
         sum += p;
     }
-    const float inverse = 1.f / sum_of(sum);
-    float total = 0;
+    return 1.f / sum_of(sum);
+}
+
+// The experts of one token with the largest scores and their weights, in the order of the experts; of equals, the first.
+template <class T> void route(const Experts& e, const typename T::Elem* logits, float* probabilities, Choice* chosen) {
+    const int64_t X = e.num_experts, K = e.num_per_token;
+    const float factor = score<T>(e, logits, probabilities);
+    float total = e.sigmoid ? 1e-6f : 0;
     for (int64_t i = 0; i < X; i++) {
-        const float p = probabilities[i] * inverse;
+        const float p = probabilities[i] * factor + (e.preference ? e.preference[i] : 0);
         if (i >= K && !(p > chosen[K - 1].weight)) continue;
         int64_t place = std::min(i, K - 1);
         for (; place > 0 && p > chosen[place - 1].weight; place--) chosen[place] = chosen[place - 1];
         chosen[place] = {i, p};
     }
-    for (int64_t k = 0; k < K; k++) total += chosen[k].weight;
     for (int64_t k = 0; k < K; k++) {
-        const typename T::Elem rounded = T::from_float(e.renormalize ? chosen[k].weight / total : chosen[k].weight);
+        chosen[k].weight = probabilities[chosen[k].expert] * factor;
+        total += chosen[k].weight;
+    }
+    for (int64_t k = 0; k < K; k++) {
+        const float weight = e.renormalize ? chosen[k].weight / total : chosen[k].weight;
+        const typename T::Elem rounded = T::from_float(weight * (float)e.scale);
         chosen[k].weight = Rows<T>::load_one(&rounded);
     }
     std::sort(chosen, chosen + K, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });

@@ -5,7 +5,10 @@
 
 struct Experts {
     int64_t num_experts, num_per_token;
-    int64_t renormalize;           // the picked probabilities are divided by their sum
+    int64_t renormalize;           // the picked scores are divided by their sum
+    int64_t sigmoid;               // scores are sigmoids of the logits instead of their softmax
+    double scale;                  // of the picked scores
+    const float* preference;       // [num_experts], added to the scores for picking alone; null: nothing is
     Linear router;                 // E -> num_experts
     const Linear *gate_up, *down;  // [num_experts]
     const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none, or no gate

@@ -29,7 +29,9 @@ class ExpertsStruct(ctypes.Structure):
     """struct Experts"""
 
     _fields_ = [
-        *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize")),
+        *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize", "sigmoid")),
+        ("scale", ctypes.c_double),
+        ("preference", _pointer),
         ("router", LinearStruct),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")),
     ]
