@@ -24,7 +24,8 @@ from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
 from pagedcli.models.fallback_spec import spec_of
 from pagedcli.models.families import FAMILIES
-from pagedcli.models.formats import FORMATS
+from pagedcli.models.footprint import footprint
+from pagedcli.models.formats import AS_STORED, FORMATS
 from pagedcli.models.gguf.description import FAMILIES as GGUF_FAMILIES
 from pagedcli.models.gguf.types import REFUSED as GGML_REFUSED
 from pagedcli.models.gguf.types import TYPES as GGML_TYPES
@@ -81,6 +82,59 @@ def native() -> str:
         rows.append((f"`{model_type}`", family.architecture, *facts))
     head = ("model_type", "architecture", "on a CPU", "sliding windows", "layers with a state", "tensor parallel")
     return _table(head, rows)
+
+
+# Of checkpoints with recurrent layers: the fields that decide their sizes
+_RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3.5-0.8B": (
+        "qwen3_5_text",
+        {
+            **{"vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24},
+            **{"num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen3.5-27B": (
+        "qwen3_5_text",
+        {
+            **{"vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64},
+            **{"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48},
+        },
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        "qwen3_next",
+        {
+            **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48},
+            **{"num_attention_heads": 16, "num_key_value_heads": 2},
+        },
+    ),
+    "LiquidAI/LFM2-1.2B": (
+        "lfm2",
+        {
+            **{"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+        },
+    ),
+    "ibm-ai-platform/Bamba-9B-v1": (
+        "bamba",
+        {
+            **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27]},
+            "mamba_d_state": 128,
+        },
+    ),
+}
+
+
+def published_states() -> str:
+    """Sizes of published checkpoints with recurrent layers."""
+    rows = []
+    for name, (model_type, config) in _RECURRENT.items():
+        spec = native_spec(Path("."), config, model_type)
+        count, recurrent = footprint(spec, AS_STORED, "torch", 2).parameters, len(spec.recurrent_layers)
+        layers = f"{len(spec.attention_layers)} attend, {recurrent} keep a state"
+        rows.append((f"`{name}`", f"{count / 1e9:.1f}", layers, f"{spec.state_bytes(2) / 2**20:,.2f}"))
+    return _table(("checkpoint", "parameters, 1e9", "layers", "state, MiB"), rows)
 
 
 def _split(spec: ModelSpec) -> str:
@@ -182,7 +236,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 FAST: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (native, rounding, checkpoints, gguf_families, gguf_types)
+    each.__name__: each for each in (native, published_states, rounding, checkpoints, gguf_families, gguf_types)
 }
 TABLES = FAST | {each.__name__: each for each in (version, through_transformers, refused)}
 

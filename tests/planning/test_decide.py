@@ -179,3 +179,10 @@ def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
     assert decide(EngineConfig(), endless, there).limits.max_model_len == 2**20
     with pytest.raises(ConfigError, match="max_model_len is 1099511627776: its tables"):
         decide(EngineConfig(max_model_len=2**40), endless, there)
+
+
+def test_models_with_recurrent_state_are_refused_on_a_gpu(tmp_path_factory):
+    spec = read_spec(cached_model("qwen3_5", tmp_path_factory))
+    assert decide(EngineConfig(device="cpu"), spec, gpu_machine()).limits.state_bytes == spec.state_bytes(4)
+    with pytest.raises(ConfigError, match="no kernels on cuda"):
+        decide(EngineConfig(), spec, gpu_machine())

@@ -53,7 +53,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     max_model_len = resolve_max_model_len(config, spec)
     spec, own = _of_rank(config, spec, rank)
     state_bytes = own.state_bytes(dtype.itemsize)
-    _check_states(config, spec, state_bytes)
+    _check_states(config, spec, state_bytes, device)
     groups = cache_groups([layer.window for layer in own.attention_layers])
     gpu = machine.gpu(str(device))
     limits = Limits.of(
@@ -267,9 +267,15 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
 
 
-def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> None:
-    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model."""
+def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int, device: torch.device) -> None:
+    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model, and for a device that
+    has no kernels for it."""
     CheckpointPolicy.named(config.checkpoints)
+    if state_bytes and device.type != "cpu":
+        raise ConfigError(
+            f"{spec.architecture} has layers with recurrent state, for which there are no kernels on {device}",
+            hint="use --device cpu",
+        )
     defaults = EngineConfig()
     for name in ("checkpoints", "num_state_slots"):
         value = getattr(config, name)
