@@ -140,8 +140,7 @@ def smallest_kept(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor
     floor = scores.max(-1).values + temperature * min_p.log()
     if not bool(((top_k > 0) | (top_p < 1)).any()):
         return floor
-    scaled = scores / temperature[:, None]
-    log_mass = scaled.amax(-1) - scaled.log_softmax(-1).amax(-1)  # torch cuts the sum of a single row among threads
+    log_mass = _log_mass(scores / temperature[:, None])
     vocab_size = logits.shape[1]
     count = min(int(top_k.max()), vocab_size) if bool(top_k.all()) else vocab_size
     if count == vocab_size > NUM_LIKELIEST and not logits.is_cuda:
@@ -150,7 +149,13 @@ def smallest_kept(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor
         if bool(sufficed.all()):  # no synchronization on a CPU
             return kept
     likeliest = scores.topk(count).values if count < vocab_size else scores.sort(descending=True).values
+    del scores  # what follows takes most memory
     return _kept_of_likeliest(likeliest, floor, log_mass, temperature, limits)[0]
+
+
+def _log_mass(scaled: Tensor) -> Tensor:
+    """The logarithm of the sum of the exponentials of each row. Shapes: [R, V] -> [R]."""
+    return scaled.amax(-1) - scaled.log_softmax(-1).amax(-1)  # torch cuts the sum of a single row among threads
 
 
 def _kept_of_likeliest(
