@@ -86,7 +86,7 @@ def test_a_click_a_drag_and_the_wheel_move_and_zoom(events):
         first, after = line.shown_range
         assert after - first == pytest.approx(len(app.deck.series) / 2, abs=1)
         assert first <= starts[40] < after
-        assert "in all" in screen_text(app)
+        assert f" of {len(app.deck.series)}; Esc: all" in screen_text(app)
 
     drive(app, script)
 

@@ -232,3 +232,21 @@ def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, cap
     for share in (0.1, 0.25, 0.3):
         progress(share)
     assert capsys.readouterr().err == "W1: 25%, about 60 s left\n"
+
+
+def test_passes_are_shown_as_they_end_and_by_default_fit_a_minute(monkeypatch, capsys):
+    lengths = ("--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--format", "json")
+    result = CliRunner().invoke(app, ["bench", "throughput", *SMALL, *lengths], catch_exceptions=False)
+    assert len(json.loads(result.stdout)["throughput"][0]["all_wall_s"]) == 3
+    assert len([line for line in result.stderr.splitlines() if "out tok/s, TTFT " in line]) == 3
+    monkeypatch.setattr("pagedcli.cli.bench._MINUTE_S", 0.0)
+    result = CliRunner().invoke(app, ["bench", "throughput", *SMALL, *lengths], catch_exceptions=False)
+    assert len(json.loads(result.stdout)["throughput"][0]["all_wall_s"]) == 1
+
+
+def test_the_remaining_time_is_that_of_all_workloads(monkeypatch, capsys):
+    clock = iter([100.0, 100.0, 115.0])
+    monkeypatch.setattr("pagedcli.show.terminal.time.monotonic", lambda: next(clock))
+    progress = BenchProgress("W5", start_s=60.0, before=0.5, part=0.5)
+    progress(0.1)
+    assert capsys.readouterr().err == "W5: 55%, about 45 s left\n"

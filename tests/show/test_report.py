@@ -269,6 +269,51 @@ def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, ch
     assert found["jumped"][0] == found["jumped"][1]
 
 
+def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(tmp_path, chromium):
+    page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
+    script = """
+      const press = (key, fields, on) => (on || document.body).dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...fields }));
+      const found = {};
+      setFrame(20); press("ArrowRight"); found.right = current;
+      press("ArrowLeft", { shiftKey: true }); found.left = current;
+      press("End"); found.end = current; press("Home"); found.home = current;
+      setFrame(20); press("+"); found.zoomed = !$("whole").hidden; press("0"); found.whole = $("whole").hidden;
+      press(" "); found.plays = $("play").textContent; press(" ");
+      press("b"); found.focus = document.activeElement.id;
+      press("ArrowRight", {}, $("block-search")); found.typing = current;
+      const search = text => { $("block-search").value = text; $("block-search").dispatchEvent(new Event("input")); };
+      setFrame(20);
+      const block = [...tables][0][1][0];
+      search(String(block)); found.words = $("block-words").textContent; found.block = block;
+      const links = [...$("block-story").querySelectorAll("button")];
+      found.changes = links.length; links[1].click(); found.jumped = current; found.expected = changesOf(block)[1][0];
+      search("4000"); found.unknown = $("block-words").textContent;
+      [...$("story").querySelectorAll("button")][0].click(); found.peak = columns.used[current]; found.most = Math.max(...columns.used);
+      found.quoted = [...document.querySelectorAll("#totals tr.quoted")].map(row => row.cells[0].textContent);
+      found.overflow = document.documentElement.scrollWidth - innerWidth;
+      return found;
+    """
+    path = tmp_path / "report.html"
+    path.write_bytes(with_script(page, script))
+    found = probe_of(chromium(path))
+    assert (found["right"], found["left"], found["home"]) == (21, 11, 0)
+    assert found["end"] == page_data(page)["numSteps"]
+    assert found["zoomed"]
+    assert found["whole"]
+    assert found["plays"] == "Pause"
+    assert found["focus"] == "block-search"
+    assert found["typing"] == 20, "a field that takes keys keeps them"
+    assert found["words"].startswith(f"block {found['block']}: ")
+    assert "; held by " in found["words"]
+    assert found["changes"] > 1
+    assert found["jumped"] == found["expected"]
+    assert found["unknown"] == "There is no block 4000: they are numbered from 0 to 39."
+    assert found["peak"] == found["most"]
+    assert found["quoted"][0] == "hit"
+    assert found["quoted"][-1].startswith("ceiling")
+    assert found["overflow"] <= 0
+
+
 def blocks_of(text):
     """The block ids of `0-3×2 7 9`."""
     for part in text.split():

@@ -14,7 +14,6 @@ from textual.events import MouseDown, MouseMove, MouseScrollDown, MouseScrollUp,
 from textual.message import Message
 
 from pagedcli.app.rows import Line, Painted
-from pagedcli.printable import plural
 from pagedcli.views.stats import StepSeries
 
 _USED, _CACHED = "green", "cyan"
@@ -125,9 +124,11 @@ class TimeLine(Painted):
     def _title(self) -> str:
         first, after = self.shown_range
         per_column, first_step = -(-(after - first) // max(1, self.size.width)), self._series.first_step
-        zoomed = "" if self._range is None else f", {plural(len(self._series), 'step')} in all"
-        each = "" if per_column == 1 else f", 1 column = {plural(per_column, 'step')}"
-        return f"steps {first_step + first:,} to {first_step + after - 1:,}{each}{zoomed}: {_LEGEND}"
+        each = "" if per_column == 1 else f", {per_column:,} per column"
+        steps = f"steps {first_step + first:,} to {first_step + after - 1:,}"
+        if self._range is not None:
+            return f"{steps} of {len(self._series):,}{each}; Esc: all"
+        return f"{steps}{each}: {_LEGEND}"
 
     def on_resize(self) -> None:
         self._arrange()

@@ -27,6 +27,7 @@ from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 4
+_RATES_S = 2.0  # measuring the machine after a pass takes roughly this
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +83,34 @@ def workload_config(config: EngineConfig, workload: Workload) -> EngineConfig:
 
 
 def run_workload(
-    config: EngineConfig, workloads: list[Workload], *, on_progress: Callable[[float], None] = lambda share: None
+    config: EngineConfig,
+    workloads: list[Workload],
+    *,
+    on_progress: Callable[[float], None] = lambda share: None,
+    on_pass: Callable[[Run], None] = lambda run: None,
+    most_s: float | None = None,
 ) -> Throughput:
     """Load a model and run each workload once; they share lengths, so the first also determines the warm-up.
 
-    `on_progress` is called after each step with the share of the work that is done.
+    `on_progress` is called after each step with the share of the work that is done, `on_pass` after each pass. No pass
+    but the first begins that would end later than `most_s` after the call, if the slowest one so far is a measure.
     """
     started = time.perf_counter()
     with LLMEngine(config) as engine:
-        return _run_all(engine, workloads, time.perf_counter() - started, on_progress)
+        load_s = time.perf_counter() - started
+        left_s = None if most_s is None else most_s - load_s
+        return _run_all(engine, workloads, load_s, on_progress, on_pass, left_s)
 
 
 def _run_all(
-    engine: LLMEngine, workloads: list[Workload], load_s: float, on_progress: Callable[[float], None]
+    engine: LLMEngine,
+    workloads: list[Workload],
+    load_s: float,
+    on_progress: Callable[[float], None],
+    on_pass: Callable[[Run], None],
+    most_s: float | None,
 ) -> Throughput:
-    started = time.perf_counter()
+    called = started = time.perf_counter()
     first = workloads[0]
     other_tokens = [[token ^ 1 for token in prompt] for prompt in first.prompts[:WARM_UP_REQUESTS]]
     generate(engine, other_tokens, [min(WARM_UP_TOKENS, n) for n in first.output_lens[:WARM_UP_REQUESTS]])
@@ -104,16 +118,26 @@ def _run_all(
     on_cpu = engine.runner.device.type == "cpu"
     formats, kernels = _formats(engine)
     dtype, int8 = DTYPES[engine.plan.dtype], formats.rounds_activations(kernels)
-    runs, machines, busy = [], [], []
+    runs: list[Run] = []
+    machines, busy = [], []
     before = measure_rates(dtype, int8=int8) if on_cpu else None
+    num_passes = len(workloads)
     for place, workload in enumerate(workloads):
+        if place and most_s is not None:
+            pass_s = max(run.wall_s for run in runs) + _RATES_S
+            num_passes = min(num_passes, place + int((most_s - (time.perf_counter() - called)) / pass_s))
+            if place >= num_passes:
+                break
         num_tokens = workload.num_output_tokens
 
-        def on_step(num_generated: int, place: int = place, num_tokens: int = num_tokens) -> None:
-            on_progress((place + num_generated / num_tokens) / len(workloads))
+        def on_step(
+            num_generated: int, place: int = place, num_tokens: int = num_tokens, num_passes: int = num_passes
+        ) -> None:
+            on_progress((place + num_generated / num_tokens) / num_passes)
 
         watch = BusyWatch()
         runs.append(measure(engine, workload, on_step=on_step))
+        on_pass(runs[-1])
         if (found := watch.read()) is not None:
             busy.append(found)
         if before is not None:

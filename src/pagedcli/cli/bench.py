@@ -1,6 +1,7 @@
 """`pagedcli bench`: the engine's speed, compared with the limits of the machine."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,16 +33,19 @@ _NAMES = {
 
 
 class BenchProgress(ProgressLine):
-    """The share done and the remaining time."""
+    """The share done and the remaining time. `before` and `part`: the shares of the whole command that were done before
+    this part of it, and that it is."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, start_s: float | None = None, before: float = 0.0, part: float = 1.0) -> None:
         super().__init__(line_every_s=10.0)
-        self._what = what
+        self._what, self._before, self._part = what, before, part
+        self._late_s = 0.0 if start_s is None else time.monotonic() - start_s
 
     def __call__(self, share: float) -> None:
-        """Show that this share of the work is done."""
-        if share > 0:
-            self.show(lambda s: f"{self._what}: {share:.0%}, about {s * (1 - share) / share:,.0f} s left")
+        """Show that this share of the part's work is done."""
+        done = self._before + share * self._part
+        if done > 0:
+            self.show(lambda s: f"{self._what}: {done:.0%}, about {(s + self._late_s) * (1 - done) / done:,.0f} s left")
 
 
 def read_earlier(path: Path | None, name: str) -> list[dict[str, Any]] | None:
@@ -164,7 +168,9 @@ _WINDOW_HELP = "Also decode 8 sequences of 16,384 tokens that see N of them (rep
 _workload = partial(option, panel="Workload", metavar="N", show_default=True)
 InputLen = Annotated[int, _workload(help="Maximum prompt tokens, not counting the shared prefix.", min=1)]
 OutputLen = Annotated[int, _workload(help="Maximum tokens to generate.", min=1)]
-Repeat = Annotated[int, typer.Option(help="Number of timed passes; medians are reported.", min=1, metavar="N")]
+_MOST_PASSES, _MINUTE_S = 3, 60.0
+_REPEAT_HELP = f"Number of timed passes; medians are reported. Default: up to {_MOST_PASSES} that end within a minute."
+Repeat = Annotated[int | None, option(help=_REPEAT_HELP, min=1, metavar="N")]
 Compare = Annotated[
     Path | None, option(metavar="FILE.json", help="Compare with an earlier measurement, printed with --format json.")
 ]
@@ -183,7 +189,7 @@ def throughput(
     output_len: OutputLen = 128,
     range_ratio: Annotated[float, _workload(help="Draw lengths from [X * length, length].", metavar="X")] = 1.0,
     prefix_len: Annotated[int, _workload(help="Length of a prefix shared by all prompts, in tokens.", min=0)] = 0,
-    repeat: Repeat = 3,
+    repeat: Repeat = None,
     compare: Compare = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
@@ -212,9 +218,10 @@ def throughput(
     engine_config = load_config(config, flags).config.engine
     spec = RandomSpec(num_prompts, input_len, output_len, range_ratio, prefix_len, engine_config.seed)
     rows: list[dict[str, Any]] = []
-    for name in preset or (None,):
-        passes = [preset_workload(name, salt) if name else random_workload(spec, salt) for salt in range(repeat)]
-        result = _run(engine_config, passes)
+    salts = range(repeat or _MOST_PASSES)
+    each = [[preset_workload(name, salt) if name else random_workload(spec, salt) for salt in salts]
+            for name in preset or (None,)]  # fmt: skip
+    for passes, result in _run_all(engine_config, each, within_minute=repeat is None):
         rows.append(throughput_row(result, passes[0]))
     table = Table(
         "throughput", "Throughput: medians of the passes", _THROUGHPUT_COLUMNS, rows, bench_notes(result, rows)
@@ -231,7 +238,7 @@ def latency(
     ] = None,
     input_len: InputLen = 128,
     output_len: OutputLen = 64,
-    repeat: Repeat = 3,
+    repeat: Repeat = None,
     compare: Compare = None,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
@@ -251,11 +258,11 @@ def latency(
     earlier = read_earlier(compare, "latency")
     engine_config = load_config(config, flags).config.engine
     rows: list[dict[str, Any]] = []
-    for size in batch_size or [1, 8, 32]:
-        spec = RandomSpec(size, input_len, output_len, seed=engine_config.seed)
-        passes = [random_workload(spec, salt) for salt in range(repeat)]
-        result = _run(engine_config, passes)
-        rows.append({"batch_size": size, **throughput_row(result, passes[0])})
+    sizes, salts = batch_size or [1, 8, 32], range(repeat or _MOST_PASSES)
+    specs = [RandomSpec(size, input_len, output_len, seed=engine_config.seed) for size in sizes]
+    each = [[random_workload(spec, salt) for salt in salts] for spec in specs]
+    for passes, result in _run_all(engine_config, each, within_minute=repeat is None):
+        rows.append({"batch_size": len(passes[0].prompts), **throughput_row(result, passes[0])})
     columns = [Column("batch_size", "at once", count), *(c for c in _THROUGHPUT_COLUMNS if c.key in _LATENCY_KEYS)]
     table = Table("latency", "Latency: medians of the passes", columns, rows, bench_notes(result, rows))
     print_tables(result_tables(table, rows, earlier), format_)
@@ -403,19 +410,44 @@ _KERNEL_COLUMNS = [
     Column("gflop_per_s", "GFLOP/s", count),
     Column("share", "of the limit", percent),
 ]
+_PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roughly
 _LATENCY_KEYS = {"wall_s", "ttft_ms", "tpot_ms", "output_tokens_per_s", "floor_s", "share_of_floor", "overhead_ms"}
 
 
-def _run(config: EngineConfig, passes: Sequence[Workload]) -> "Throughput":
+def _run_all(
+    config: EngineConfig, each: Sequence[Sequence[Workload]], *, within_minute: bool
+) -> Iterator[tuple[Sequence[Workload], "Throughput"]]:
+    """Run workloads, each with its passes, one after the other. On stderr: the share that is done, the time left, and a
+    line for each pass as it ends."""
     import gc
 
-    from pagedcli.bench.throughput import run_workload, workload_config
+    from pagedcli.bench.throughput import Run, run_workload, workload_config
 
-    say(f"{passes[0].name}: {passes[0].about}")
-    progress = BenchProgress(passes[0].name)
-    try:
-        result = run_workload(workload_config(config, passes[0]), list(passes), on_progress=progress)
-    finally:
-        progress.close()
-    gc.collect()
-    return result
+    start_s = time.monotonic()
+    weights = [first.num_output_tokens + first.num_prompt_tokens / _PROMPT_TOKENS_PER_STEP for first, *_ in each]
+    for place, passes in enumerate(each):
+        first = passes[0]
+        say(f"{first.name}: {first.about}")
+        before, part = sum(weights[:place]) / sum(weights), weights[place] / sum(weights)
+        progress = BenchProgress(first.name, start_s=start_s, before=before, part=part)
+        left_s = _MINUTE_S - (time.monotonic() - start_s)
+
+        def on_pass(run: Run, first: Workload = first, progress: BenchProgress = progress) -> None:
+            progress.close()
+            tpot = "-" if run.tpot_s is None else f"{1000 * run.tpot_s:,.1f} ms"
+            rate = first.num_output_tokens / run.wall_s
+            say(f"  {run.wall_s:,.1f} s, {rate:,.0f} out tok/s, TTFT {1000 * run.ttft_s:,.0f} ms, TPOT {tpot}")
+
+        try:
+            result = run_workload(
+                workload_config(config, first),
+                list(passes),
+                on_progress=progress,
+                on_pass=on_pass,
+                most_s=left_s * part / (1 - before) if within_minute else None,
+            )
+        finally:
+            progress.close()
+        yield passes, result
+        del result
+        gc.collect()

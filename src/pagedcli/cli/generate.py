@@ -29,6 +29,19 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     Rows go to stdout or to the file given with -o, everything else to stderr.
 
     \b
+    The summary at the end:
+      TTFT         time to first token, from the moment the engine took the row
+      of it queued the part of it before the row's first step
+      TPOT         time per output token after the first
+      KV blocks    most blocks of the pool in use at once
+      preemptions  times a row lost its blocks to another; its tokens are recomputed
+      prefixes     prompt tokens found in the cache; ceiling: in an unlimited one
+      lost         tokens that the cache had, or nearly, and why they were not found
+      waste        slots of blocks in use that hold no token
+      waiting      time that rows waited for a step, and for what
+      to change    the one setting that would have saved most
+
+    \b
     Examples:
       pagedcli generate prompts.jsonl -o out.jsonl
       pagedcli generate prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64

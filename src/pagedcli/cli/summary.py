@@ -15,7 +15,7 @@ from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, plural, printable
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import say, say_wrapped
 from pagedcli.views.whole_run import Findings, advice, finding_lines
 
 if TYPE_CHECKING:
@@ -62,34 +62,43 @@ def say_summary(result: BatchResult, findings: Findings | None = None) -> None:
     """Print the summary of a run; given its findings, also what they say about the cache, and the change that would
     help most."""
     stats, facts = result.stats, result.stats.facts
-    say(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
+    say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if stats.num_resumed:
-        say(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
+        _say_line(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
     if facts.num_prompt_tokens:
         generated_per_s = facts.num_generated_tokens / max(stats.elapsed_s, 1e-9)
         all_per_s = generated_per_s + facts.num_prompt_tokens / max(stats.elapsed_s, 1e-9)
         others = facts.num_generated_tokens - stats.num_row_tokens
         in_rows = f", {stats.num_row_tokens:,} of them in rows" if others else ""
-        say(
+        _say_line(
             f"  prompt       {plural(facts.num_prompt_tokens, 'token')}, {facts.num_cached_tokens:,} of them cached"
             f" ({100 * facts.hit_rate:.1f} % of this run's prompt tokens)"
         )
-        say(
+        _say_line(
             f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
-        say(f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run")
-        say(f"  of it queued {_percentiles(stats.queued)}, before the row's first step")
-        say(f"  TPOT         {_percentiles(stats.tpot)}")
-        say(
+        _say_line(
+            f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run"
+        )
+        _say_line(f"  of it queued {_percentiles(stats.queued)}, before the row's first step")
+        _say_line(f"  TPOT         {_percentiles(stats.tpot)}")
+        _say_line(
             f"  KV blocks    {facts.peak_used_blocks:,} of {facts.num_blocks:,} at the peak"
             f" ({100 * facts.peak_used_blocks / facts.num_blocks:.1f} %)"
         )
-        say(f"  preemptions  {facts.num_preemptions:,}, {plural(facts.num_recomputed_tokens, 'token')} recomputed")
+        _say_line(
+            f"  preemptions  {facts.num_preemptions:,}, {plural(facts.num_recomputed_tokens, 'token')} recomputed"
+        )
         for label, text in [] if findings is None else finding_lines(findings):
-            say(f"  {label:<12} {text}")
+            _say_line(f"  {label:<12} {text}")
     for name, count in sorted(result.ignored.items()):
-        say(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
+        say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
+
+
+def _say_line(text: str) -> None:
+    """A label, in a column of its own, and its text."""
+    say_wrapped(text, indent=15)
 
 
 def _findings_document(findings: Findings) -> dict[str, object]:

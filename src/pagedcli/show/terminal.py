@@ -1,13 +1,18 @@
 """Messages on stderr, and safe JSON on a terminal."""
 
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from textwrap import wrap
 from typing import BinaryIO, TextIO
 
 from pagedcli.printable import printable, printable_json
+
+_HARD_SPACE = "\0"  # between a label and its text, where no line ends
 
 
 def is_interactive(*, with_stdout: bool = True) -> bool:
@@ -20,6 +25,33 @@ def is_interactive(*, with_stdout: bool = True) -> bool:
 def say(text: str = "") -> None:
     """Print a line on stderr, where everything but data goes. If that is closed or full, the run continues without."""
     _print(printable(text) + "\n")
+
+
+def say_wrapped(text: str, *, indent: int = 4) -> None:
+    """The same, broken between words where the terminal ends; a pipe gets one line."""
+    width = _terminal_width()
+    if width is None:
+        say(text)
+        return
+    text = printable(text)
+    first = text[: len(text) - len(text.lstrip())]
+    kept = re.sub(r"(?<=\S) {2,}", lambda spaces: _HARD_SPACE * len(spaces[0]), text.strip())
+    lines = wrap(
+        kept,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    say("\n".join(lines).replace(_HARD_SPACE, " "))
+
+
+def _terminal_width() -> int | None:
+    """Columns of the terminal that stderr is; None if it is none."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    return max(40, shutil.get_terminal_size().columns)
 
 
 def _print(text: str) -> None:

@@ -89,10 +89,36 @@ document.querySelector("details").addEventListener("toggle", event => {
   table("steps-table", [["step", false], ["time", true], ["in use", true], ["shared", true], ["cached", true], ["empty", true], ["running", true], ["waiting", true], ["hits, run", true], ["hits, last 100", true], ["waste", true]], rows);
 });
 
+/* ---- keys, wherever the focus is, but for fields that take them */
+const KEYS = {
+  ArrowLeft: event => setFrame(current - (event.shiftKey ? 10 : 1)), ArrowRight: event => setFrame(current + (event.shiftKey ? 10 : 1)),
+  Home: () => setFrame(+$("slider").min), End: () => setFrame(+$("slider").max), " ": () => $("play").click(),
+  "+": () => zoom(.5), "=": () => zoom(.5), "-": () => zoom(2), 0: () => setRange(0, numPoints - 1),
+  b: () => $("block-search").focus(), "/": () => $("requests-search").focus(),
+};
+document.addEventListener("keydown", event => {
+  const on = event.target, act = KEYS[event.key];
+  if (!act || event.ctrlKey || event.altKey || event.metaKey || (on instanceof HTMLInputElement && on.type !== "range")) return;
+  if (event.key === " " && (on instanceof HTMLButtonElement || on.tagName === "SUMMARY")) return;
+  event.preventDefault();
+  act(event);
+});
+
 /* ---- the head of the page */
+const goTo = id => $(id).scrollIntoView({ block: "center" });
+const peak = columns.used.reduce((best, used, i) => used > columns.used[best] ? i : best, 0);
+const sources = [  // of the sentences at the top
+  ["the step of the peak", () => { setFrame(peak); goTo("h-map"); }],
+  ["its rows", () => goTo("totals")],
+  ["the lookups", () => goTo("h-explain")],
+];
 function drawHead() {
   $("title").textContent = "KV cache of " + data.file;
-  $("story").replaceChildren(...data.story.map(sentence => element("p", sentence)));
+  $("story").replaceChildren(...data.story.map((sentence, i) => {
+    const line = element("p", sentence);
+    if (sources[i]) line.append(" ", linkTo(...sources[i]));
+    return line;
+  }));
   $("engine").textContent = `${engine.model} on ${engine.device}, ${engine.dtype}, attention ${engine.backend}; ${plural(numBlocks, "block")} of ${plural(engine.block_size, "token")} (${bytes(numBlocks * engine.block_bytes)}); at most ${show(engine.max_num_seqs)} sequences and ${show(engine.max_num_batched_tokens)} tokens per step; prefix caching ${engine.enable_prefix_caching ? "on" : "off"}, eviction ${engine.eviction}`;
   const notes = [...data.notes];
   if (data.group > 1) notes.push(`the run is long: each point stands for ${data.group} steps`);

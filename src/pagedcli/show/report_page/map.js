@@ -69,6 +69,10 @@ function drawMap() {
       start = end;
     }
   } else for (let block = 0; block < numBlocks; block++) drawCell(context, block % perRow * size, Math.floor(block / perRow) * size, size, pool[block]);
+  if (selectedBlock !== null) {
+    context.strokeStyle = colour.text; context.lineWidth = 2; context.setLineDash([]);
+    context.strokeRect(selectedBlock % perRow * size, Math.floor(selectedBlock / perRow) * size, Math.max(4, size), Math.max(4, size));
+  }
   const counts = [0, 0, 0, 0, 0];
   for (let block = 0; block < numBlocks; block++) counts[Math.min(pool[block], 4)]++;
   const used = counts[2] + counts[3] + counts[4];
@@ -76,6 +80,7 @@ function drawMap() {
   canvas.setAttribute("aria-label", $("pool-words").textContent);
   $("map-note").textContent = `In the order of block ids, ${show(perRow)} in a row; a block holds ${plural(engine.block_size, "token")}. Point at a block to see who holds it.`;
   drawTables();
+  drawBlock();
 }
 function holdersOf(block) {
   const holders = [];
@@ -85,12 +90,47 @@ function holdersOf(block) {
   }
   return holders;
 }
-function mapTip(event) {
+function blockAt(event) {
   const column = Math.floor(event.offsetX / mapGrid.size), block = Math.floor(event.offsetY / mapGrid.size) * mapGrid.perRow + column;
-  if (column >= mapGrid.perRow || block < 0 || block >= numBlocks) return "";
+  return column >= mapGrid.perRow || block < 0 || block >= numBlocks ? null : block;
+}
+function blockWords(block) {
   const holders = holdersOf(block), more = holders.length > 6 ? ` and ${holders.length - 6} more` : "";
   return `block ${block}: ${cellWords(pool[block])}` + (holders.length ? `; held by ${holders.slice(0, 6).join(", ")}${more}` : "");
 }
+const mapTip = event => blockAt(event) === null ? "" : blockWords(blockAt(event));
+
+/* ---- one block: its state at this step, and the steps that changed it */
+let selectedBlock = null;
+const MOST_CHANGES = 60;
+function changesOf(block) {
+  const changes = [];
+  data.frames.forEach((frame, i) => { for (const packed of frame) if (Math.floor(packed / 16) === block) changes.push([i, packed % 16]); });
+  return changes;
+}
+function selectBlock(block) {
+  selectedBlock = block;
+  $("block-story").replaceChildren();
+  if (block !== null) {
+    const changes = changesOf(block);
+    for (const [frame, code] of changes.slice(0, MOST_CHANGES)) $("block-story").append(linkTo(`${stepName(frame)}: ${cellWords(code)}`, () => setFrame(frame)), "; ");
+    if (changes.length > MOST_CHANGES) $("block-story").append(`and ${show(changes.length - MOST_CHANGES)} more changes`);
+    if (!changes.length) $("block-story").textContent = "It was empty all the time.";
+  }
+  drawMap();
+}
+function drawBlock() {
+  const typed = $("block-search").value.trim();
+  $("block-words").textContent = selectedBlock !== null ? blockWords(selectedBlock) : typed ? `There is no block ${typed}: they are numbered from 0 to ${show(numBlocks - 1)}.` : "";
+}
+$("block-search").addEventListener("input", event => {
+  const typed = event.target.value.trim();
+  selectBlock(/^\d+$/.test(typed) && +typed < numBlocks ? +typed : null);
+});
+$("map").addEventListener("click", event => {
+  const block = blockAt(event);
+  if (block !== null) { $("block-search").value = block; selectBlock(block); }
+});
 $("map").addEventListener("pointermove", event => showTip(event, mapTip(event)));
 $("map").addEventListener("pointerleave", event => showTip(event, ""));
 

@@ -1,0 +1,56 @@
+"""The summary on a terminal: lines break between words, and the help explains every label."""
+
+import re
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+from pagedcli.show import terminal
+
+LINE = "  waiting      1.54 s over all sequences, mean 64.3 ms: 52.3 % token budget, 47.7 % free blocks of the pool"
+
+
+class Terminal:
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_lines_of_the_summary_break_between_words(monkeypatch, columns):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.say_wrapped(LINE, indent=15)
+    lines = screen.text.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert screen.text.split() == LINE.split(), "no word is broken"
+    assert all(line.startswith(" " * 15) for line in lines[1:])
+    assert lines[0].startswith("  waiting      1.54 s")
+
+
+def test_a_pipe_gets_each_line_whole(capsys):
+    terminal.say_wrapped(LINE, indent=15)
+    assert capsys.readouterr().err == LINE + "\n"
+
+
+def test_the_help_explains_every_label_of_the_summary(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "The fox", "max_tokens": 40}\n' * 6)
+    flags = ["-o", str(tmp_path / "out.jsonl"), "--num-gpu-blocks-override", "8", "--max-num-seqs", "4"]
+    result = CliRunner().invoke(app, ["generate", str(prompts), *flags], catch_exceptions=False)
+    labels = set(re.findall(r"^  (\S.{10}\S?) +\S", result.stderr.split("done:")[1], re.MULTILINE))
+    labels = {label.split("  ")[0].strip() for label in labels} - {"prompt", "generated"}
+    assert {"TTFT", "TPOT", "KV blocks", "preemptions", "waste", "to change"} <= labels
+    shown = CliRunner().invoke(app, ["generate", "--help"]).stdout
+    assert {label for label in labels if label not in shown} == set()
