@@ -272,7 +272,8 @@ def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, ch
 def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(tmp_path, chromium):
     page = render_report(TraceReader(recorded(tmp_path / "run.jsonl")))
     script = """
-      const press = (key, fields, on) => (on || document.body).dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...fields }));
+      const press = (key, fields, on) => (on || document.body).dispatchEvent(
+        new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...fields }));
       const found = {};
       setFrame(20); press("ArrowRight"); found.right = current;
       press("ArrowLeft", { shiftKey: true }); found.left = current;
@@ -288,7 +289,8 @@ def test_keys_need_no_focus_a_block_is_found_and_the_summary_leads_to_its_rows(t
       const links = [...$("block-story").querySelectorAll("button")];
       found.changes = links.length; links[1].click(); found.jumped = current; found.expected = changesOf(block)[1][0];
       search("4000"); found.unknown = $("block-words").textContent;
-      [...$("story").querySelectorAll("button")][0].click(); found.peak = columns.used[current]; found.most = Math.max(...columns.used);
+      [...$("story").querySelectorAll("button")][0].click();
+      found.peak = columns.used[current]; found.most = Math.max(...columns.used);
       found.quoted = [...document.querySelectorAll("#totals tr.quoted")].map(row => row.cells[0].textContent);
       found.overflow = document.documentElement.scrollWidth - innerWidth;
       return found;
