@@ -96,9 +96,9 @@ class PoolApp(DeckApp):
  /             search sequences, blocks (number, content) and events
  n  N          to the next, previous one that was found
  f             filter the list of sequences: conditions, see below
- s             sort: running first, waiting longest, most preempted, most
-               blocks, id, tokens, out; or click on a column's name
- c             block tables and reasons instead of the figures, and back
+ s             sort: running first, waiting longest, most preempted,
+               most blocks, id, tokens, out; or click on a column
+ c             block tables and reasons, not the figures; and back
  a             show finished sequences, too
  z             zoom to the blocks in use, and back"""
 
