@@ -1,18 +1,16 @@
 """`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from pagedcli.cli.block import explain_block
+from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_decoder
 from pagedcli.cli.options import option
 from pagedcli.cli.recording import explain_capture
 from pagedcli.cli.replay import TraceFile
-from pagedcli.errors import ModelError, UsageError
-from pagedcli.events import EngineStarted, RequestAdded
+from pagedcli.errors import UsageError
 from pagedcli.kvevents.capture import is_capture
-from pagedcli.models.hub import resolve_model
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.show.terminal import say
@@ -21,12 +19,8 @@ from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text, explain_trace
 from pagedcli.views.names import find_request
 
-Decode = Callable[[tuple[int, ...]], str]
-TokenizerOption = Annotated[
-    str | None,
-    option(metavar="MODEL", help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran."),
-]
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
+_BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
 
@@ -35,6 +29,7 @@ def explain(
     trace: TraceFile,
     *,
     request: Annotated[str | None, option(metavar="ID", help=_REQUEST_HELP)] = None,
+    block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
     lookups: Annotated[bool, option("--lookups", help="List every lookup, not only those that lost most.")] = False,
     tokenizer: TokenizerOption = None,
     format_: Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)] = Format.TABLE,
@@ -49,12 +44,18 @@ def explain(
     Examples:
       pagedcli explain run.jsonl
       pagedcli explain run.jsonl --request code-Mirano
+      pagedcli explain run.jsonl --block 37                (pagedcli replay --block 37 --step 100: at one step)
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
     if is_capture(trace):
-        if request is not None or lookups:
-            raise UsageError(f"{trace} is a recording of KV events, which contain no requests or lookups")
+        if request is not None or lookups or block is not None:
+            raise UsageError(f"{trace} is a recording of KV events, which contain no requests, lookups or block ids")
         explain_capture(trace, tokenizer, format_)
+        return
+    if block is not None:
+        if request is not None or lookups:
+            raise UsageError("--block cannot be combined with --request or --lookups")
+        explain_block(trace, block, tokenizer, format_)
         return
     named = None if request is None else find_request(TraceReader(trace), request, str(trace))
     reader = TraceReader(trace)
@@ -188,25 +189,3 @@ def _lookup_row(lookup: Lookup, decode: Decode | None) -> dict[str, Any]:
         "num_more_blocks": lookup.num_more_blocks, "partial_tokens": event.partial_tokens,
         "divergence": None if split is None else divergence_text(split, decode),
     }  # fmt: skip
-
-
-def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
-    """A decoder for the trace's token ids, by default with the tokenizer of its model. None if the trace has no token
-    ids or, with a note, that tokenizer is not available. Raises: ModelError if the given one is not."""
-    events = iter(TraceReader(trace))
-    engine = next(events)
-    assert isinstance(engine, EngineStarted), "the reader checks the first record"
-    added = next((event for event in events if isinstance(event, RequestAdded)), None)
-    if added is None or added.token_ids is None:
-        return None
-    from pagedcli.batch.tokenizer import Tokenizer
-
-    model = tokenizer or engine.model
-    try:
-        loaded = Tokenizer(resolve_model(model, weights=False))
-    except ModelError as error:
-        if tokenizer is not None:
-            raise
-        say(f"note: token ids are shown undecoded: {error.message}")
-        return None
-    return lambda token_ids: loaded.decode(token_ids)

@@ -9,6 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from pagedcli.cli.block import replay_block
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
 from pagedcli.cli.recording import replay_capture
@@ -46,6 +47,7 @@ class Export(StrEnum):
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE.jsonl[.zst]", help="Trace or KV events written by --record.")]
+_BLOCK_HELP = "Print who holds block N, what it contains, and its story, at --step or at the end."
 _FOLLOW_HELP = (
     "Highlight one request, by its id or its row's index (the id takes precedence), or one sequence (seq:31)."
 )
@@ -56,6 +58,7 @@ def replay(
     trace: TraceFile,
     *,
     step: Annotated[int | None, option(metavar="N", help="Print the tables of step N and exit.")] = None,
+    block: Annotated[int | None, option(metavar="N", min=0, help=_BLOCK_HELP)] = None,
     follow: Follow = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="The same as --dump-kv without a file.")] = False,
     dump_kv: DumpKv = None,
@@ -80,6 +83,7 @@ def replay(
     Examples:
       pagedcli replay run.jsonl.zst
       pagedcli replay run.jsonl --step 812 --follow code-Mirano
+      pagedcli replay run.jsonl --block 37 --step 100
       pagedcli replay run.jsonl --check
       pagedcli replay run.jsonl --export perfetto -o run.json    (open at ui.perfetto.dev)
       pagedcli replay run.jsonl --dump-kv --steps 100-120 | less -S
@@ -94,13 +98,17 @@ def replay(
         raise UsageError("--check does not print --format md", hint="use table or json")
     dump = Dump.of(dump_kv, steps, every, step=step)
     if is_capture(trace):
-        if check or follow is not None or export is not None or dump_kv is not None or steps is not None:
-            flags = "--check, --follow, --export, --dump-kv and --steps"
+        if check or any(given is not None for given in (follow, export, dump_kv, steps, block)):
+            flags = "--check, --follow, --export, --dump-kv, --steps and --block"
             raise UsageError(f"{trace} is a recording of KV events: {flags} do not apply")
         replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
         return
     request = None if follow is None else find_request(TraceReader(trace), follow, str(trace))
-    if check:
+    if block is not None:
+        if check or export is not None or follow is not None or dump_kv is not None or steps is not None or no_live:
+            raise UsageError("--block is combined with --step and --format only")
+        replay_block(trace, block, step, Format(format_))
+    elif check:
         _check(trace, format_)
     elif export is not None:
         _export(trace, output_file, overwrite=overwrite)

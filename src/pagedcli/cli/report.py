@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pagedcli.cli.explain import TokenizerOption, recorded_decoder
+from pagedcli.cli.decoder import TokenizerOption, recorded_decoder
 from pagedcli.cli.options import option
 from pagedcli.cli.recording import capture_page
 from pagedcli.cli.replay import TraceFile

@@ -1,0 +1,40 @@
+"""The text of recorded tokens. Used by explain, report and --block."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from pagedcli.cli.options import option
+from pagedcli.errors import ModelError
+from pagedcli.events import EngineStarted, RequestAdded
+from pagedcli.models.hub import resolve_model
+from pagedcli.show.terminal import say
+from pagedcli.trace.files import TraceReader
+
+Decode = Callable[[tuple[int, ...]], str]
+TokenizerOption = Annotated[
+    str | None,
+    option(metavar="MODEL", help="Decode recorded tokens with the tokenizer of this model. Default: the one that ran."),
+]
+
+
+def recorded_decoder(trace: Path, tokenizer: str | None) -> Decode | None:
+    """A decoder for the trace's token ids, by default with the tokenizer of its model. None if the trace has no token
+    ids or, with a note, that tokenizer is not available. Raises: ModelError if the given one is not."""
+    events = iter(TraceReader(trace))
+    engine = next(events)
+    assert isinstance(engine, EngineStarted), "the reader checks the first record"
+    added = next((event for event in events if isinstance(event, RequestAdded)), None)
+    if added is None or added.token_ids is None:
+        return None
+    from pagedcli.batch.tokenizer import Tokenizer
+
+    model = tokenizer or engine.model
+    try:
+        loaded = Tokenizer(resolve_model(model, weights=False))
+    except ModelError as error:
+        if tokenizer is not None:
+            raise
+        say(f"note: token ids are shown undecoded: {error.message}")
+        return None
+    return lambda token_ids: loaded.decode(token_ids)

@@ -1,0 +1,173 @@
+"""The life of one block: who held it and when, what it contained, and its story in words. A view of PoolState.
+
+Used by `replay --block` and `explain --block`. With tokens recorded it also knows the tokens in the block.
+"""
+
+from dataclasses import dataclass
+
+import pagedcli.events as ev
+from pagedcli.trace.dispatch import Handler, View
+from pagedcli.trace.state import PoolState
+from pagedcli.views.step_rows import tokens_in_block
+from pagedcli.views.words import Story, block_words, seq_name
+
+
+@dataclass(slots=True)
+class Tenure:
+    """One sequence's hold of the block."""
+
+    seq_id: int
+    label: str  # what a person calls its request
+    place: int  # in its block table, from 0
+    since: int | None  # step; None: before the first
+    how: str
+    until: int | None = None  # the step that released it; None: still held
+    end: str | None = None
+
+
+@dataclass(slots=True)
+class Content:
+    """What the block held once it was full."""
+
+    hash: int
+    since: int | None  # step
+    seq_id: int  # that filled it
+    label: str
+    token_ids: tuple[int, ...] | None  # None: not recorded
+    num_reuses: int = 0  # by sequences that found it in the cache
+    until: int | None = None  # the step that evicted it; None: still there
+
+
+class BlockLife(View[PoolState]):
+    """Watches one block."""
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.tenures: list[Tenure] = []
+        self.contents: list[Content] = []
+        self.story: Story = []
+        self._holders: dict[int, Tenure] = {}  # by sequence, now
+        self._token_ids: dict[int, list[int]] = {}  # of live sequences, if recorded
+
+    def handlers(self, event_type: type[ev.Event]) -> list[Handler]:
+        moves = [self._move] if event_type in (ev.BlockCopied, ev.BlocksReleased) else []
+        return [self._tell, *super().handlers(event_type), *moves]
+
+    @property
+    def owners(self) -> list[Tenure]:
+        """The holds of this moment."""
+        return list(self._holders.values())
+
+    def token_ids(self, state: PoolState) -> tuple[int, ...] | None:
+        """The tokens in the block now, as far as they are recorded; None: not at all, or it is empty."""
+        if state.hashes[self.block_id] is not None:
+            return self.contents[-1].token_ids
+        written = []
+        for each in self.owners:
+            token_ids = self._slice(each.seq_id, each.place, state)
+            if token_ids is not None:
+                written.append(token_ids[: tokens_in_block(state.seqs[each.seq_id], each.place, state)])
+        return max(written, key=len, default=None)
+
+    def _slice(self, seq_id: int, place: int, state: PoolState) -> tuple[int, ...] | None:
+        """The tokens of a sequence that belong in the block at a place of its table."""
+        token_ids = self._token_ids.get(seq_id)
+        first = place // state.num_groups * state.block_size
+        return None if token_ids is None else tuple(token_ids[first : first + state.block_size])
+
+    # ------------------------------------------------------------------ events
+
+    def _tell(self, event: ev.Event, state: PoolState) -> None:
+        words = block_words(self.block_id, event, lambda seq_id: seq_name(state, seq_id))
+        if words is not None:
+            self.story.append((None if isinstance(event, ev.EngineStarted) else state.step_number, words))
+
+    def _move(self, event: ev.BlockCopied | ev.BlocksReleased, state: PoolState) -> None:
+        """A copy took the place of the block that it copies, or blocks before this one left the table."""
+        tenure = self._holders.get(event.seq_id)
+        if tenure is not None:
+            tenure.place = state.seqs[event.seq_id].block_table.index(self.block_id)
+
+    def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
+        self._end_all(state, "the run was cut off")
+        self._drop_content(state.step_number)
+        self._token_ids.clear()
+
+    def on_request_added(self, event: ev.RequestAdded, state: PoolState) -> None:
+        if event.token_ids is not None:
+            self._token_ids[event.seq_id] = list(event.token_ids)
+
+    def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
+        for seq_id, token_id in zip(event.seq_ids, event.token_ids or (), strict=False):
+            if seq_id in self._token_ids:
+                self._token_ids[seq_id].append(token_id)
+
+    def on_blocks_allocated(self, event: ev.BlocksAllocated, state: PoolState) -> None:
+        if self.block_id in event.block_ids:
+            self._begin(event.seq_id, "allocated", state)
+
+    def on_blocks_reused(self, event: ev.BlocksReused, state: PoolState) -> None:
+        if self.block_id in event.block_ids:
+            self._begin(event.seq_id, "found in the cache", state)
+            self.contents[-1].num_reuses += 1
+
+    def on_sequence_forked(self, event: ev.SequenceForked, state: PoolState) -> None:
+        if event.parent_seq_id in self._token_ids:
+            self._token_ids[event.seq_id] = self._token_ids[event.parent_seq_id].copy()
+        if self.block_id in event.block_ids:
+            self._begin(event.seq_id, f"forked from seq {event.parent_seq_id}", state)
+
+    def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
+        if self.block_id not in event.block_ids:
+            return
+        seq = state.seqs[event.seq_id]
+        block_hash = event.hashes[event.block_ids.index(self.block_id)]
+        token_ids = self._slice(seq.seq_id, seq.block_table.index(self.block_id), state)
+        self.contents.append(Content(block_hash, state.step_number, seq.seq_id, seq.label, token_ids))
+
+    def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
+        if event.block_id == self.block_id:
+            self._drop_content(state.step_number)
+
+    def on_blocks_released(self, event: ev.BlocksReleased, state: PoolState) -> None:
+        if self.block_id in event.block_ids:
+            self._end(event.seq_id, "finished" if event.seq_id in state.finished else "released", state)
+
+    def on_window_passed(self, event: ev.WindowPassed, state: PoolState) -> None:
+        if self.block_id in event.block_ids:
+            self._end(event.seq_id, "no later token sees it", state)
+
+    def on_request_preempted(self, event: ev.RequestPreempted, state: PoolState) -> None:
+        for each in self.tenures[::-1]:
+            if each.seq_id == event.seq_id and each.until == state.step_number and each.end == "released":
+                each.end = "preempted"
+                return
+
+    def on_request_finished(self, event: ev.RequestFinished, state: PoolState) -> None:
+        self._token_ids.pop(event.seq_id, None)
+
+    def on_step_failed(self, event: ev.StepFailed, state: PoolState) -> None:
+        self._end_all(state, "the step failed")
+        if self.block_id not in event.cached_block_ids:
+            self._drop_content(state.step_number)
+
+    # ------------------------------------------------------------------ parts
+
+    def _begin(self, seq_id: int, how: str, state: PoolState) -> None:
+        seq = state.seqs[seq_id]
+        place = len(seq.block_table) - 1 - seq.block_table[::-1].index(self.block_id)
+        tenure = Tenure(seq_id, seq.label, place, state.step_number, how)
+        self.tenures.append(tenure)
+        self._holders[seq_id] = tenure
+
+    def _end(self, seq_id: int, how: str, state: PoolState) -> None:
+        tenure = self._holders.pop(seq_id)
+        tenure.until, tenure.end = state.step_number, how
+
+    def _end_all(self, state: PoolState, how: str) -> None:
+        for seq_id in list(self._holders):
+            self._end(seq_id, how, state)
+
+    def _drop_content(self, step: int | None) -> None:
+        if self.contents and self.contents[-1].until is None:
+            self.contents[-1].until = step

@@ -1,0 +1,86 @@
+"""Who held a block, what it contained, and its story: always what the fold of the events says."""
+
+import json
+
+import pytest
+from scripted import Simulation
+from trace_harness import EventList, simulated, write
+from typer.testing import CliRunner
+
+from pagedcli.cli.main import app
+from pagedcli.events import StepScheduled
+from pagedcli.trace.fold import pool_fold
+from pagedcli.views.block_life import BlockLife
+from pagedcli.views.step_rows import block_owners
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_owners_and_contents_are_those_of_the_pool_at_every_step(seed):
+    lives = [BlockLife(block_id) for block_id in range(14)]
+    folding = pool_fold(*lives)
+    for event in folding.steps(EventList(simulated(seed=seed, caching=seed != 3, fails=0.1 * (seed % 2)))):
+        if not isinstance(event, StepScheduled):
+            continue
+        state = folding.state
+        owners = block_owners(state)
+        for life in lives:
+            expected = {(seq.seq_id, place) for seq, place in owners.get(life.block_id, [])}
+            assert {(each.seq_id, each.place) for each in life.owners} == expected
+            block_hash = state.hashes[life.block_id]
+            kept = life.contents[-1] if life.contents and life.contents[-1].until is None else None
+            assert (None if kept is None else kept.hash) == block_hash
+    assert any(each.end == "preempted" for life in lives for each in life.tenures)
+    assert all(each.until is not None for life in lives for each in life.tenures)
+
+
+def test_the_tokens_of_a_block_are_those_of_its_sequence():
+    lives = [BlockLife(block_id) for block_id in range(20)]
+    folding, checked = pool_fold(*lives), 0
+    sim = Simulation(20, 2, emit=folding, trace_tokens=True, max_num_seqs=3)
+    for number in range(6):
+        sim.add([7, 7, 7, 7, number, 3, number], 6, n=1 + number % 2)
+    while sim.has_unfinished_requests():
+        sim.step()
+        state = folding.state
+        tokens = {seq.seq_id: seq.token_ids for seq in sim.seqs}
+        for block_id, held in block_owners(state).items():
+            seq, place = held[0]
+            found = lives[block_id].token_ids(state)
+            num_tokens = len(found)
+            assert list(found) == tokens[seq.seq_id][2 * place : 2 * place + num_tokens]
+            checked += num_tokens
+    assert checked > 100
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("block") / "run.jsonl", simulated())
+
+
+def run(*arguments, expect=0):
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == expect, result.output
+    return result
+
+
+def test_replay_and_explain_tell_the_same_life(trace):
+    whole = json.loads(run("explain", trace, "--block", "3", "--format", "json").stdout)
+    for step in (2, 9, 15):
+        now = json.loads(run("replay", trace, "--block", "3", "--step", step, "--format", "json").stdout)
+        assert now["story"] == whole["story"][: len(now["story"])]
+        owners = [
+            (each["seq_id"], each["since"])
+            for each in whole["holders"]
+            if each["since"] <= step and (each["until"] is None or each["until"] > step)
+        ]
+        assert set(owners) <= {(each["seq_id"], each["since"]) for each in now["owners"]}
+        assert len(now["owners"]) == now["ref_count"]
+    assert run("explain", trace, "--block", "3", "--format", "csv").stdout.startswith("seq_id,label,place,since,until")
+    assert "### Story of block 3" in run("replay", trace, "--block", "3", "--format", "md").stdout
+
+
+def test_what_is_refused(trace):
+    assert "has blocks 0 to 13" in run("replay", trace, "--block", "14", expect=2).stderr
+    assert "has no step 9999" in run("replay", trace, "--block", "1", "--step", "9999", expect=2).stderr
+    assert "--step and --format only" in run("replay", trace, "--block", "1", "--check", expect=2).stderr
+    assert "cannot be combined" in run("explain", trace, "--block", "1", "--lookups", expect=2).stderr
