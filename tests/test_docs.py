@@ -38,6 +38,12 @@ def models_page(model_tables):
     return tables_in(model_tables.DOCUMENT.read_text(encoding="utf-8"))
 
 
+def test_the_columns_of_the_data_are_those_of_the_code():
+    tables = script("dump_tables")
+    written = tables_in(tables.DOCUMENT.read_text(encoding="utf-8"))
+    assert written == {name: make() for name, make in tables.TABLES.items()}, "python scripts/dump_tables.py --write"
+
+
 def test_families_and_formats_of_the_models_page_are_those_of_the_code(model_tables, models_page):
     assert set(models_page) == set(model_tables.TABLES)
     for name, make in model_tables.FAST.items():
