@@ -156,3 +156,15 @@ def test_dummy_weights_have_the_types_of_those_of_a_checkpoint(case):
     assert {key: (tensor.dtype, tensor.shape) for key, tensor in dummy.items()} == {
         key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [("qwen3_5", "linear_conv_kernel_dim", 9), ("qwen3_5", "linear_num_key_heads", 3), ("lfm2", "conv_L_cache", 1)],
+)
+def test_sizes_without_a_kernel_are_refused(family, field, value, tmp_path, tmp_path_factory):
+    path = cached_model(family, tmp_path_factory)
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ModelError, match="2 to 8 inputs, whole groups"):
+        read_spec(tmp_path)

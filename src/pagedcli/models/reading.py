@@ -15,6 +15,7 @@ from pagedcli.models.families import ATTENDS, FAMILIES, Family, FamilyConfig, Op
 from pagedcli.models.gguf.description import describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import read_quantization, refusal
+from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, Recurrent
 from pagedcli.models.rope import RopeSpec, read_rope_spec
 from pagedcli.models.spec import ModelSpec, TensorNames
 
@@ -99,6 +100,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
         **family.traits(fields),
     }
+    _check_recurrent(traits.get("recurrent"), where)
     if family.nested:
         traits["names"] = nested_names(traits.get("names") or TensorNames())
     default_bos, default_eos = family.special_ids
@@ -126,6 +128,23 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         quantization=read_quantization(config, where),
         **traits,
     )
+
+
+def _check_recurrent(shape: Recurrent | None, where: Path) -> None:
+    """Raises: ModelError for sizes that no layer with a state can have."""
+    if shape is None:
+        return
+    sizes = [size for tensor in shape.state for size in tensor.shape]
+    heads, groups = 1, 1
+    if isinstance(shape, GatedDelta):
+        heads, groups = shape.num_value_heads, shape.num_key_heads
+    if isinstance(shape, Mamba2):
+        heads, groups = shape.num_heads, shape.num_groups
+    if not 2 <= shape.kernel <= 8 or min(sizes) < 1 or groups < 1 or heads % groups:
+        raise ModelError(
+            f"{where}: a convolution over {shape.kernel} inputs, {heads} heads and {groups} groups of them are not "
+            f"supported (2 to 8 inputs, whole groups)"
+        )
 
 
 def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
