@@ -175,11 +175,14 @@ def gguf_types() -> str:
     """Types of the numbers in GGUF files."""
     rows = []
     for kind in GGML_TYPES.values():
-        stored = "as an unquantized checkpoint" if kind.is_float else "widened"
-        rows.append((kind.name, f"{8 * kind.num_bytes / kind.block:g}", kind.codes or "floating point", stored))
+        bits = f"{8 * kind.num_bytes / kind.block:g}"
+        kept = "as stored" if kind.is_float else f"{8 * kind.packed / 32:g} bits"
+        rows.append(
+            (kind.name, bits, kind.codes or "floating point", kept, "as stored" if kind.is_float else "widened")
+        )
     for name, what in GGML_REFUSED.values():
-        rows.append((name, "", what, "refused"))
-    return _table(("type", "bits per weight", "a weight", ""), rows)
+        rows.append((name, "", what, "refused", "refused"))
+    return _table(("type", "bits in the file", "a weight", "kept on a CPU", "CUDA"), rows)
 
 
 def through_transformers() -> str:

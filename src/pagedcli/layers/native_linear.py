@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
-from pagedcli.layers.quantized import QuantizedWeight, chunk_columns
+from pagedcli.layers.quantized import GroupedWeight, QuantizedWeight, chunk_columns
 from pagedcli.native import NativeLibrary
 from pagedcli.native.structs import (
     CODES4,
@@ -19,7 +19,9 @@ from pagedcli.native.structs import (
     GATE_SILU,
     INT8,
     LEVELS4,
+    MINIMA,
     PACKINGS,
+    STEPS,
     STORE,
     LinearStruct,
     bind,
@@ -30,12 +32,12 @@ from pagedcli.native.system import empty_in_huge_pages
 class NativeLinear:
     """y = x W^T + b; with `gated`, silu(y of the first half of W's rows) * (y of the second half)."""
 
-    __slots__ = ("_functions", "_packed", "_tensors", "dtype", "nbytes", "out_features", "struct")
+    __slots__ = ("_functions", "_packed", "_parts", "_tensors", "dtype", "nbytes", "out_features", "struct")
 
     def __init__(
         self,
         library: NativeLibrary,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | QuantizedWeight | GroupedWeight,
         bias: Tensor | None = None,
         *,
         gated: bool = False,
@@ -47,8 +49,7 @@ class NativeLinear:
 
         Raises: BackendError for a dtype or shape that the kernels do not support.
         """
-        codes = weight if isinstance(weight, QuantizedWeight) else None
-        numbers = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        numbers = weight if isinstance(weight, Tensor) else weight.codes
         (rows, columns), dtype = numbers.shape, dtype or numbers.dtype
         if dtype not in DTYPE_CODES or columns % 2 or (gated and rows % 2):
             raise BackendError(f"no native kernel for a {dtype} weight of shape {rows} x {columns}")
@@ -56,7 +57,13 @@ class NativeLinear:
         self.dtype = dtype
         self.out_features = rows // 2 if gated else rows
         self.struct = LinearStruct(rows=rows, columns=columns, gated=gated)
-        tensors = self._pack_codes(codes) if codes is not None else self._pack(numbers.contiguous(), quantization)
+        self._parts: list[NativeLinear] = []  # see side_by_side
+        if isinstance(weight, GroupedWeight):
+            tensors = self._pack_grouped(weight)
+        elif isinstance(weight, QuantizedWeight):
+            tensors = self._pack_codes(weight)
+        else:
+            tensors = self._pack(weight.contiguous(), quantization)
         wide_bias = bias.float().contiguous() if bias is not None else None
         self._packed, self._tensors = tensors[0], (*tensors[1:], wide_bias)  # the struct points into them
         self.struct.weight = self._packed.data_ptr()
@@ -81,6 +88,17 @@ class NativeLinear:
         )
         return out
 
+    @classmethod
+    def side_by_side(cls, parts: "list[NativeLinear]") -> "NativeLinear":
+        """One layer with the output features of all, in their order. Changes: parts, which become its parts."""
+        whole, out_features = parts[0], sum(part.out_features for part in parts)
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            part.struct.out_stride = out_features
+            part.struct.next = None if following is None else ctypes.addressof(following.struct)
+        whole.out_features, whole.nbytes = out_features, sum(part.nbytes for part in parts)
+        whole._parts = parts[1:]
+        return whole
+
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed weight alone."""
@@ -92,13 +110,17 @@ class NativeLinear:
         self.struct.weight = room.data_ptr()
 
     def weight_rows(self, rows: Tensor) -> Tensor:
-        """Rows of the weight as they were before packing. Shapes: rows [R] int64 -> [R, in]. Not when quantized."""
-        assert self.struct.kind < INT8, "a quantized weight has no rows as they were"
+        """Rows of the weight as they were before packing, codes as numbers. Shapes: rows [R] int64 -> [R, in]. Not when
+        rounded here."""
+        assert self.struct.kind not in PACKINGS.values(), "a rounded weight has no rows as they were"
         out = torch.empty((rows.shape[0], self.struct.columns), dtype=self.dtype)
-        rows, threads = rows.contiguous(), torch.get_num_threads()
-        if self._functions.linear_unpack_rows(
-            ctypes.byref(self.struct), rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
-        ):
+        rows, struct, threads = rows.contiguous(), ctypes.byref(self.struct), torch.get_num_threads()
+        arguments = rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
+        if self.struct.kind < INT8:
+            failed = self._functions.linear_unpack_rows(struct, *arguments)
+        else:
+            failed = self._functions.linear_widen_rows(struct, DTYPE_CODES[self.dtype], *arguments)
+        if failed:
             raise IndexError(f"a row is not one of the {self.struct.rows} of this weight")
         return out
 
@@ -147,6 +169,30 @@ class NativeLinear:
         order = order.to(torch.int32)
         self.struct.order = order.data_ptr()
         return packed, order
+
+    def _pack_grouped(self, weight: GroupedWeight) -> tuple[Tensor, ...]:
+        """A weight of a GGUF file: products of steps and bytes where its scales are those, float16 scales with a zero
+        point where they are those, otherwise a scale and a minimum in float32 for each group."""
+        codes = weight.codes.contiguous()
+        self.struct.kind, self.struct.chunk = CODES4 if weight.bits == 4 else CODES8, weight.group_size
+        if weight.steps is not None and weight.factors is not None:
+            self.struct.scale_type = STEPS
+            packed = self._empty()
+            steps, factors = weight.steps.contiguous(), weight.factors.contiguous()
+            self._call("linear_pack_grouped", codes, 0, 0, factors, steps, packed)
+            return (packed,)
+        if weight.scales.dtype == torch.float16 and weight.minima is None:
+            self.struct.scale_type = DTYPE_CODES[torch.float16]
+            zeros = torch.full(weight.scales.shape, weight.zero, dtype=torch.uint8)
+            packed = self._empty()
+            self._call("linear_pack_codes", codes, weight.scales.contiguous(), zeros, weight.group_size, packed)
+            return (packed,)
+        self.struct.scale_type = MINIMA
+        packed = self._empty()
+        scales = weight.scales.float().contiguous()
+        minima = scales * weight.zero if weight.minima is None else weight.minima.contiguous()
+        self._call("linear_pack_grouped", codes, scales, minima, 0, 0, packed)
+        return (packed,)
 
     def _empty_with_scales(self) -> tuple[Tensor, Tensor, Tensor]:
         packed, padded_rows = self._empty(), self._padded_rows()

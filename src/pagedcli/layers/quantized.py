@@ -79,7 +79,7 @@ class GroupedWeight:
     codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
     bits: int  # 4 or 8
     group_size: int  # 16 or 32, which divides the inputs
-    scales: Tensor  # float32 [out, groups]
+    scales: Tensor  # float16 or float32 [out, groups]
     zero: int = 0
     minima: Tensor | None = None  # float32 [out, groups]
     # scales and minima as float32 [out, in / 256, 2] times int8 [out, groups, 2], exactly; None: they are none such
@@ -90,9 +90,9 @@ class GroupedWeight:
         """The weight as numbers [out, in], computed in float32 and rounded once."""
         codes = self.codes.reshape(len(self.codes), -1, self.group_size).float()
         if self.minima is None:
-            whole = codes.sub_(self.zero).mul_(self.scales.unsqueeze(-1))
+            whole = codes.sub_(self.zero).mul_(self.scales.float().unsqueeze(-1))
         else:
-            whole = codes.mul_(self.scales.unsqueeze(-1)).sub_(self.minima.unsqueeze(-1))
+            whole = codes.mul_(self.scales.float().unsqueeze(-1)).sub_(self.minima.unsqueeze(-1))
         return whole.flatten(1).to(dtype)
 
 

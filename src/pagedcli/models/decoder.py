@@ -69,7 +69,12 @@ class Decoder:
         if (note := request.weight_format.note(request.dtype, build.kernels)) is not None:
             self.notes += (note,)
         self.notes += rope_notes(spec.rope, request.max_model_len)
-        vectors = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() != 2 and "[" not in key)
+        linear = ("embedding", "lm_head")
+        vectors = sum(
+            tensor.nbytes
+            for key, tensor in tensors.items()
+            if tensor.dim() != 2 and "[" not in key and key not in linear
+        )
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
@@ -193,14 +198,21 @@ class _Builder(Parts):
         its format allows it, so that there is no second copy."""
         tied, parallel = self._spec.tie_word_embeddings, self._request.parallel
         table, stored = self.output()
+        layer_format, dtype = self._request.weight_format.lm_head, self._request.dtype
+        if tied and layer_format.stored[0].dtype is not None:  # packed in the checkpoint
+            widened = layer_format.weight(stored, dtype, "torch")
+            assert isinstance(widened, Tensor), "torch multiplies by numbers"
+            table = widened
+            if not self.uses_cpu_kernels:
+                layer_format, stored = AS_STORED, [{"weight": table}]
         embedding = VocabularyEmbedding(table, self._spec.vocab_size, parallel)
         if not self.uses_cpu_kernels:
-            linear = self._request.weight_format.lm_head.torch_linear(stored, None, self._request.dtype)
+            linear = layer_format.torch_linear(stored, None, dtype)
             head = VocabularyHead(linear, self._spec.vocab_size, parallel)
             return embedding, head, table.nbytes + (0 if tied else linear.nbytes)
-        packed = self._request.weight_format.lm_head.native_linear(stored, None, self._request.dtype)
+        packed = layer_format.native_linear(stored, None, dtype)
         head = VocabularyHead(packed, self._spec.vocab_size, parallel)
-        if tied and self._request.weight_format.lm_head.keeps_rows and parallel.size == 1:
+        if tied and layer_format.keeps_rows and parallel.size == 1:
             return packed.weight_rows, head, packed.nbytes
         return embedding, head, table.nbytes + packed.nbytes
 

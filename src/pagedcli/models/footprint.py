@@ -80,7 +80,7 @@ def footprint(
             wide = parameter.dtype == "float32"
             vectors += _weights(parameter, math.prod(parameter.shape) * (4 if wide else itemsize), count)
             continue
-        modules = [name.removesuffix(".weight") for name in parameter.shapes]
+        modules = {name.removesuffix(".weight"): shape[0] for name, shape in parameter.kept_shapes.items()}
         layer_format = AS_STORED if parameter.layer_format is None else joined_format(formats, modules)
         gated = key.endswith("gate_up.weight")
         found = _weights(parameter, layer_format.kept_bytes(parameter.shape, itemsize, kernels, gated=gated), count)

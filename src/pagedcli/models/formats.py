@@ -179,24 +179,27 @@ AS_STORED = AsStored()
 
 
 class MixedLayer:
-    """Modules of different formats as one layer, widened to the model's dtype: a LayerFormat."""
+    """Modules of different formats as one layer: a LayerFormat."""
 
     stacks = False
     keeps_rows = True
 
-    def __init__(self, formats: Sequence[LayerFormat]) -> None:
-        self._formats = tuple(formats)
+    def __init__(self, formats: Sequence[LayerFormat], rows: Sequence[int]) -> None:
+        """`rows`: output features of each module."""
+        self._formats, self._rows = tuple(formats), tuple(rows)
         self.name = ", ".join(dict.fromkeys(each.name for each in formats))
         self.stored = formats[0].stored
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
-        return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
+        if kernels != "cpu" or gated:
+            return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
+        return sum(
+            layer_format.kept_bytes((sum(self._rows[part]), shape[1]), itemsize, kernels)
+            for layer_format, part in self._parts()
+        )
 
     def weight(self, modules: Modules, dtype: "torch.dtype", kernels: Kernels) -> "Weight":
-        import torch
-
-        weights = (each.weight([module], dtype, "torch") for each, module in zip(self._formats, modules, strict=True))
-        return torch.cat([weight.to(dtype) for weight in weights if isinstance(weight, torch.Tensor)])
+        return self._widened(modules, dtype)[0]["weight"]
 
     def torch_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, kernels: Kernels = "torch"
@@ -206,11 +209,38 @@ class MixedLayer:
     def native_linear(
         self, modules: Modules, bias: "Tensor | None", dtype: "torch.dtype", *, gated: bool = False
     ) -> "NativeLinear":
-        return AS_STORED.native_linear(self._widened(modules, dtype), bias, dtype, gated=gated)
+        """Gate and up are multiplied in pairs, so those of different formats are widened."""
+        if gated:
+            return AS_STORED.native_linear(self._widened(modules, dtype), bias, dtype, gated=True)
+        from pagedcli.layers.native_linear import NativeLinear
+
+        linears, start = [], 0
+        for layer_format, part in self._parts():
+            end = start + sum(len(module["weight"]) for module in modules[part])
+            own = self._stacked(modules[part], dtype) if layer_format.stacks else modules[part]
+            linears.append(layer_format.native_linear(own, None if bias is None else bias[start:end], dtype))
+            start = end
+        return NativeLinear.side_by_side(linears)
+
+    def _parts(self) -> "list[tuple[LayerFormat, slice]]":
+        """Neighbours of the same format."""
+        parts: list[tuple[LayerFormat, slice]] = []
+        for i, layer_format in enumerate(self._formats):
+            if parts and parts[-1][0] == layer_format:
+                parts[-1] = (layer_format, slice(parts[-1][1].start, i + 1))
+            else:
+                parts.append((layer_format, slice(i, i + 1)))
+        return parts
 
     def _widened(self, modules: Modules, dtype: "torch.dtype") -> Modules:
-        weight = self.weight(modules, dtype, "torch")
-        return [{"weight": weight}]  # type: ignore[dict-item]  # widened to a tensor
+        weights = (each.weight([module], dtype, "torch") for each, module in zip(self._formats, modules, strict=True))
+        return self._stacked([{"weight": weight} for weight in weights], dtype)  # type: ignore[dict-item]  # tensors
+
+    @staticmethod
+    def _stacked(modules: Modules, dtype: "torch.dtype") -> Modules:
+        import torch
+
+        return [{"weight": torch.cat([module["weight"].to(dtype) for module in modules])}]
 
 
 class Rounded:

@@ -1,6 +1,6 @@
 """The decoder's tensors: stacked checkpoint tensors, or a rank's part of them. Free of torch: dtypes are names."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,13 +89,13 @@ def decoder_parameters(
 ) -> dict[str, Parameter]:
     """Every tensor of the decoder and the checkpoint tensors that fill it, under the names transformers gives them.
     `layers`: of these layers only, `num_experts`: of so many experts of each only, where one stands for all."""
-    width, names = spec.hidden_size, spec.names
+    width, names, (head, *_) = spec.hidden_size, spec.names, weight_format.lm_head.stored
     parameters = {
-        "embedding": Parameter({f"{names.body}.embed_tokens.weight": (spec.vocab_size, width)}),
+        "embedding": _table(f"{names.body}.embed_tokens.weight", spec, head if spec.tie_word_embeddings else WEIGHT),
         "final_norm": _norm(spec, {f"{names.body}.{names.final_norm}.weight": width}),
     }
     if not spec.tie_word_embeddings:
-        parameters["lm_head"] = Parameter({"lm_head.weight": (spec.vocab_size, width)})
+        parameters["lm_head"] = _table("lm_head.weight", spec, head)
     for i in range(spec.num_layers) if layers is None else layers:
         key, name = f"layers.{i}", f"{names.body}.layers.{i}"
         norms = _NORMS[spec.layer_norms]
@@ -256,7 +256,7 @@ def _linear(
 ) -> Iterator[tuple[str, Parameter]]:
     """The tensors of a linear layer that stacks the modules in `rows`, name -> output features."""
     formats = [weight_format.of(name) for name in rows]
-    layer_format = joined_format(weight_format, list(rows))
+    layer_format = joined_format(weight_format, rows)
     if layer_format.stacks:
         weights = {f"{name}.weight": (n, columns) for name, n in rows.items()}
         yield f"{key}.weight", Parameter(weights, layer_format=layer_format)
@@ -271,15 +271,23 @@ def _linear(
         yield f"{key}.bias", Parameter({f"{name}.bias": (n,) for name, n in rows.items()}, stored=VECTOR)
 
 
-def joined_format(weight_format: WeightFormat, modules: Sequence[str]) -> LayerFormat:
-    """The format of the layer that some modules make. Raises: ModelError if theirs differ and cannot be one layer."""
-    formats = [weight_format.of(name) for name in modules]
+def _table(name: str, spec: ModelSpec, stored: StoredTensor) -> Parameter:
+    """The embedding or the output layer."""
+    return Parameter({name: stored.shape(spec.vocab_size, spec.hidden_size)}, stored=stored)
+
+
+def joined_format(weight_format: WeightFormat, rows: Mapping[str, int]) -> LayerFormat:
+    """The format of the layer that stacks the modules in `rows`, name -> output features.
+
+    Raises: ModelError if theirs differ and cannot be one layer.
+    """
+    formats = [weight_format.of(name) for name in rows]
     if len(set(formats)) == 1:
         return formats[0]
     if weight_format.mixes:
-        return MixedLayer(formats)
+        return MixedLayer(formats, list(rows.values()))
     raise ModelError(
-        f"{', '.join(modules)} are stored in different formats, and they are one layer here",
+        f"{', '.join(rows)} are stored in different formats, and they are one layer here",
         hint="use the unquantized version of the model",
     )
 

@@ -106,6 +106,10 @@ template <class T> void pack(const Linear& l, const typename T::Elem* weight, ty
 
 void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                     int threads) {
+    if (l.next) {
+        const int64_t element = dtype == FLOAT32 ? 4 : 2;
+        linear_forward(*l.next, dtype, x, num_tokens, (char*)out + l.rows * element, epilogue, threads);
+    }
     if (l.kind == INT8 || l.kind == INT4) return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads);
     if (l.kind > INT4) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
     with_activations(dtype, [&](auto type) {

@@ -34,6 +34,7 @@ struct Linear {
     int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
     int64_t panel_bytes;                 // of a panel of the packed weight
     int64_t out_stride;                  // elements from one row of out to the next; 0: a row follows the other
+    const Linear* next;                  // whose output features follow, of another kind; null: none
 };
 
 // x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.

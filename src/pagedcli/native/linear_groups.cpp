@@ -34,16 +34,17 @@ inline vf add_chunk(vf acc, vi whole, vf scale, float sum_of_x, vf min) {
 template <int R, class Header, class Codes>  // not inlined into the code of each type of activations: the same for all
 __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const Header& header, int64_t blocks,
                                         const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+    constexpr int64_t COLUMNS = Codes::COLUMNS;
     vf acc[R][PANEL_VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = loadf(sums + r * PANEL + v * VL);
-    const int8_t* from = x.bytes + row * x.stride + first * blocks * BLOCK_COLUMNS;
+    const int8_t* from = x.bytes + row * x.stride + first * blocks * COLUMNS;
     for (int64_t c = first; c < end; c++) {
         typename Codes::Sum whole[R][PANEL_VECTORS];
         const uint8_t* block = chunk + Header::BYTES;
-        for (int64_t b = 0; b < blocks; b++, block += Codes::BYTES, from += BLOCK_COLUMNS) {
+        for (int64_t b = 0; b < blocks; b++, block += Codes::BYTES, from += COLUMNS) {
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++)
+            for (int i = 0; i < COLUMNS / 4; i++)
                 for (int v = 0; v < PANEL_VECTORS; v++) {
                     const vi w = Codes::four(block, i, v);
                     for (int r = 0; r < R; r++) whole[r][v].add(from + r * x.stride + 4 * i, w);
@@ -52,7 +53,7 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
                 for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].end_block();
         }
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vf scale = header.scale(chunk, v), min = header.min(chunk, v);
+            const vf scale = header.scale(chunk, v, c), min = header.min(chunk, v, c);
             for (int r = 0; r < R; r++)
                 acc[r][v] = add_chunk(acc[r][v], whole[r][v].get(), scale, x.sums[(row + r) * x.chunks + c], min);
         }
@@ -71,12 +72,14 @@ void multiply_unpacked(const Linear& l, int64_t blocks, const Activations& x, in
     });
 }
 
-// The same as they are packed.
-void multiply_packed(const Linear& l, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
-                     const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+// `rows` rows from `row` on times chunks [first, end) of a panel, as they are packed.
+void multiply_packed(const Linear& l, const Chunks& chunks, const Activations& x, int64_t row, int64_t rows,
+                     const uint8_t* panel, int64_t first, int64_t end, float* sums) {
+    const uint8_t* chunk = panel + chunks.head_bytes + first * chunks.bytes;
     with_packing(l, [&](auto header, auto codes) {
+        const auto own = header.at(panel, chunks.of_step());
         with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-            multiply<R(), decltype(header), decltype(codes)>(x, row, header, blocks, chunk, first, end, sums);
+            multiply<R(), decltype(own), decltype(codes)>(x, row, own, chunks.blocks, chunk, first, end, sums);
         });
     });
 }
@@ -85,11 +88,15 @@ void multiply_packed(const Linear& l, int64_t blocks, const Activations& x, int6
 constexpr int64_t UNPACKED_BLOCK = Bytes<NibbleSum>::BYTES;
 constexpr int64_t unpacked_bytes(int64_t blocks) { return FloatHeader::BYTES + blocks * UNPACKED_BLOCK; }
 
-void unpack(const Linear& l, int64_t blocks, const uint8_t* from, uint8_t* to) {
+// Chunk c of a panel.
+void unpack(const Linear& l, const Chunks& chunks, const uint8_t* panel, int64_t c, uint8_t* to) {
+    const int64_t blocks = chunks.blocks;
+    const uint8_t* from = panel + chunks.head_bytes + c * chunks.bytes;
     with_packing(l, [&](auto header, auto codes) {
+        const auto own = header.at(panel, chunks.of_step());
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            store_any(to + v * VL * 4, header.scale(from, v));
-            store_any(to + (PANEL + v * VL) * 4, header.min(from, v));
+            store_any(to + v * VL * 4, own.scale(from, v, c));
+            store_any(to + (PANEL + v * VL) * 4, own.min(from, v, c));
         }
         const uint8_t* block = from + header.BYTES;
         to += FloatHeader::BYTES;
@@ -105,16 +112,16 @@ constexpr int64_t TILED_ROWS = 2 * TILE_ROWS;
 
 // What multiply() computes, to the bit, for up to 32 rows and chunks with a byte per weight.
 template <class Header>
-void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int64_t rows, int64_t blocks, const uint8_t* chunk,
-                       int64_t first, int64_t end, float* sums) {
-    const int64_t columns = blocks % 2 ? BLOCK_COLUMNS : 2 * BLOCK_COLUMNS;  // of a product
+void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int64_t rows, const Header& header,
+                       int64_t chunk_columns, const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
+    const int64_t columns = chunk_columns % (2 * BLOCK_COLUMNS) ? std::min(chunk_columns, BLOCK_COLUMNS) : 2 * BLOCK_COLUMNS;
     const bool two = rows > TILE_ROWS;
     alignas(64) int32_t whole[TILED_ROWS * PANEL];
-    const int8_t* left = x.bytes + row * x.stride + first * blocks * BLOCK_COLUMNS;
+    const int8_t* left = x.bytes + row * x.stride + first * chunk_columns;
     t.shape((int)std::min<int64_t>(rows, TILE_ROWS), two ? (int)rows - TILE_ROWS : 0, (int)columns, (int)columns / GROUP);
     for (int64_t c = first; c < end; c++) {
-        const uint8_t *header = chunk, *block = chunk + Header::BYTES;
-        chunk = block + blocks * BLOCK_COLUMNS * PANEL;
+        const uint8_t *own = chunk, *block = chunk + Header::BYTES;
+        chunk = block + chunk_columns * PANEL;
         t.zero<0>(), t.zero<1>();
         if (two) t.zero<2>(), t.zero<3>();
         for (; block < chunk; block += columns * PANEL, left += columns) {
@@ -128,7 +135,7 @@ void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int6
         t.store<0>(whole, PANEL * 4), t.store<1>(whole + TILE_ROWS, PANEL * 4);
         if (two) t.store<2>(whole + TILE_ROWS * PANEL, PANEL * 4), t.store<3>(whole + (PANEL + 1) * TILE_ROWS, PANEL * 4);
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vf scale = Header::scale(header, v), min = Header::min(header, v);
+            const vf scale = header.scale(own, v, c), min = header.min(own, v, c);
             for (int64_t r = 0; r < rows; r++) {
                 float* sum = sums + r * PANEL + v * VL;
                 const vi exact = load_any<vi>(whole + r * PANEL + v * VL);
@@ -165,8 +172,8 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
         for (int64_t c = 0; c < chunks.count; c += part) {
             const int64_t stop = std::min(chunks.count, c + part);
             for (int64_t i = c; unpacks && i < stop; i++) {
-                const uint8_t* from = panel + i * chunks.bytes;
-                unpack(l, blocks, from, unpacked + (i - c) * unpacked_bytes(blocks));
+                const uint8_t* from = panel + chunks.head_bytes + i * chunks.bytes;
+                unpack(l, chunks, panel, i, unpacked + (i - c) * unpacked_bytes(blocks));
                 for (int64_t j = 0; j < chunks.bytes; j += 64) __builtin_prefetch(from + chunks.panel_bytes() + j, 0, 2);
             }
             for (int64_t pass = 0; pass < passes; pass++) {
@@ -174,13 +181,19 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
                 float* to = sums + row * PANEL;
 #if defined(HAS_TILES)
                 if (tiles) {
-                    const auto run = unpacks ? multiply_by_tiles<FloatHeader> : multiply_by_tiles<TypedHeader<F32>>;
-                    run(*registers, x, begin + row, rows, blocks, unpacks ? unpacked : panel + c * chunks.bytes, c, stop, to);
+                    if (unpacks)
+                        multiply_by_tiles(*registers, x, begin + row, rows, FloatHeader{}, chunks.columns, unpacked, c, stop, to);
+                    else
+                        with_packing(l, [&](auto header, auto) {
+                            const uint8_t* chunk = panel + chunks.head_bytes + c * chunks.bytes;
+                            const auto own = header.at(panel, chunks.of_step());
+                            multiply_by_tiles(*registers, x, begin + row, rows, own, chunks.columns, chunk, c, stop, to);
+                        });
                     continue;
                 }
 #endif
                 if (!unpacks)
-                    multiply_packed(l, blocks, x, begin + row, rows, panel + c * chunks.bytes, c, stop, to);
+                    multiply_packed(l, chunks, x, begin + row, rows, panel, c, stop, to);
                 else
                     multiply_unpacked(l, blocks, x, begin + row, rows, unpacked, c, stop, to);
             }
@@ -239,4 +252,43 @@ void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_
             run_piece<T>(l, chunks, activations, begin, end, first, last, (E*)out, epilogue);
         });
     });
+}
+
+extern "C" {
+
+// Rows of a packed weight as numbers, computed in float: the embedding of a model that shares it with its output layer.
+// 0, or 1 if a row does not exist; then nothing is read.
+int linear_widen_rows(const Linear* linear, int64_t dtype, const int64_t* rows, int64_t num_rows, void* out, int threads) {
+    const Linear& l = *linear;
+    for (int64_t r = 0; r < num_rows; r++)
+        if (rows[r] < 0 || rows[r] >= l.rows) return 1;
+    const Chunks chunks(l);
+    with_activations(dtype, [&](auto type) {
+        using T = decltype(type);
+        using E = typename T::Elem;
+        parallel_for(num_rows > 8 ? threads : 1, num_rows, [&](int64_t r) {
+            const uint8_t* panel = (const uint8_t*)l.weight + rows[r] / PANEL * chunks.panel_bytes();
+            const int v = (int)(rows[r] % PANEL / VL), lane = (int)(rows[r] % VL);
+            std::vector<float> numbers(l.columns + VL);
+            with_packing(l, [&](auto header, auto codes) {
+                const auto own = header.at(panel, chunks.of_step());
+                const uint8_t* chunk = panel + chunks.head_bytes;
+                for (int64_t c = 0; c < chunks.count; c++, chunk += chunks.bytes) {
+                    const float scale = own.scale(chunk, v, c)[lane], min = own.min(chunk, v, c)[lane];
+                    for (int64_t k = 0; k < chunks.columns && c * chunks.columns + k < l.columns; k += 4) {
+                        const uint8_t* block = chunk + header.BYTES + k / codes.COLUMNS * codes.BYTES;
+                        const int32_t four = codes.four(block, (int)(k % codes.COLUMNS / 4), v)[lane];
+                        for (int i = 0; i < 4; i++) {
+                            const float whole = scale * (float)(four >> (8 * i) & 255);
+                            numbers[c * chunks.columns + k + i] = whole - min;
+                        }
+                    }
+                }
+            });
+            E* to = (E*)out + r * l.columns;
+            for (int64_t k = 0; k < l.columns; k += VL) store_some<T>(to + k, loadf(&numbers[k]), l.columns - k);
+        });
+    });
+    return 0;
+}
 }

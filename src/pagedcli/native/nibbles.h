@@ -8,7 +8,7 @@
 constexpr int64_t BLOCK_COLUMNS = 32, BLOCK_STEPS = BLOCK_COLUMNS / GROUP;
 
 struct Nibbles {
-    static constexpr int64_t BYTES = PANEL * BLOCK_COLUMNS / 2;
+    static constexpr int64_t COLUMNS = BLOCK_COLUMNS, BYTES = PANEL * BLOCK_COLUMNS / 2;
     using Sum = NibbleSum;
     // Columns 4 i to 4 i + 3 of each feature.
     static vi four(const uint8_t* block, int i, int v) {

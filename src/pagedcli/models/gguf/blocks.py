@@ -23,7 +23,7 @@ class Blocks:
     """
 
     codes: Tensor  # uint8
-    scales: Tensor  # float32
+    scales: Tensor  # float32, or float16 where all of the type are
     zero: int = 0
     minima: Tensor | None = None  # float32; None: from `zero`
     # scales = step * factors and minima = minimum_step * minimum_factors, with a step per block
@@ -79,8 +79,12 @@ def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
 
 
 def _half(raw: Tensor, place: int) -> Tensor:
-    """The float16 at a place of each block, [..., 1] float32."""
-    return raw[..., place : place + 2].contiguous().view(torch.float16).float()
+    """The float16 at a place of each block, [..., 1]."""
+    return raw[..., place : place + 2].contiguous().view(torch.float16)
+
+
+def _float(raw: Tensor, place: int) -> Tensor:
+    return _half(raw, place).float()
 
 
 def _bits(raw: Tensor, bits: int, width: int) -> Tensor:
@@ -104,7 +108,7 @@ def _q4_0(raw: Tensor) -> Blocks:
 
 
 def _q4_1(raw: Tensor) -> Blocks:
-    return Blocks(_bits(raw[..., 4:], 4, 16).unsqueeze(-2), _half(raw, 0), minima=-_half(raw, 2))
+    return Blocks(_bits(raw[..., 4:], 4, 16).unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
 
 
 def _q5_0(raw: Tensor) -> Blocks:
@@ -114,7 +118,7 @@ def _q5_0(raw: Tensor) -> Blocks:
 
 def _q5_1(raw: Tensor) -> Blocks:
     codes = _bits(raw[..., 8:], 4, 16) | _fifth_bits(raw[..., 4:8])
-    return Blocks(codes.unsqueeze(-2), _half(raw, 0), minima=-_half(raw, 2))
+    return Blocks(codes.unsqueeze(-2), _float(raw, 0), minima=-_float(raw, 2))
 
 
 def _iq4_nl(raw: Tensor) -> Blocks:
@@ -153,36 +157,36 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(raw: Tensor) -> Blocks:
     scales, minima = _six_bits(raw[..., 4:16])
-    return _with_minima(_bits(raw[..., 16:], 4, 32), _half(raw, 0), scales, _half(raw, 2), minima)
+    return _with_minima(_bits(raw[..., 16:], 4, 32), _float(raw, 0), scales, _float(raw, 2), minima)
 
 
 def _q5_k(raw: Tensor) -> Blocks:
     scales, minima = _six_bits(raw[..., 4:16])
     codes = _bits(raw[..., 48:], 4, 32) | (_bits(raw[..., 16:48], 1, 32) << 4)
-    return _with_minima(codes, _half(raw, 0), scales, _half(raw, 2), minima)
+    return _with_minima(codes, _float(raw, 0), scales, _float(raw, 2), minima)
 
 
 def _q6_k(raw: Tensor) -> Blocks:
     codes = _bits(raw[..., :128], 4, 64) | (_bits(raw[..., 128:192], 2, 32) << 4)
-    return _with_steps(codes, _half(raw, 208), raw[..., 192:208].contiguous().view(torch.int8), zero=32)
+    return _with_steps(codes, _float(raw, 208), raw[..., 192:208].contiguous().view(torch.int8), zero=32)
 
 
 def _q2_k(raw: Tensor) -> Blocks:
     both = raw[..., :16]
-    return _with_minima(_bits(raw[..., 16:80], 2, 32), _half(raw, 80), both & 15, _half(raw, 82), both >> 4)
+    return _with_minima(_bits(raw[..., 16:80], 2, 32), _float(raw, 80), both & 15, _float(raw, 82), both >> 4)
 
 
 def _q3_k(raw: Tensor) -> Blocks:
     codes = _bits(raw[..., 32:96], 2, 32) | (_bits(raw[..., :32], 1, 32) << 2)
     factors = _bits(raw[..., 96:104], 4, 8) | (_bits(raw[..., 104:108], 2, 4) << 4)
-    return _with_steps(codes, _half(raw, 108), factors.to(torch.int8) - 32, zero=4)
+    return _with_steps(codes, _float(raw, 108), factors.to(torch.int8) - 32, zero=4)
 
 
 def _iq4_xs(raw: Tensor) -> Blocks:
     levels = torch.tensor(_IQ4_LEVELS) + 128
     codes = levels.to(torch.uint8)[_bits(raw[..., 8:], 4, 16).long()]
     factors = _bits(raw[..., 4:8], 4, 1) | (_bits(raw[..., 2:4], 2, 1) << 4)
-    return _with_steps(codes, _half(raw, 0), factors.to(torch.int8) - 32, zero=128)
+    return _with_steps(codes, _float(raw, 0), factors.to(torch.int8) - 32, zero=128)
 
 
 _READERS: dict[str, Callable[[Tensor], Blocks]] = {

@@ -9,10 +9,11 @@ from pagedcli.core.plan import Kernels
 from pagedcli.layers.linear import Linear, LinearLayer
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.layers.quantized import Weight
-from pagedcli.models.formats import AS_STORED, LayerFormat, Modules, StoredTensor
-from pagedcli.models.gguf.blocks import numbers
+from pagedcli.models.formats import AS_STORED, LayerFormat, Modules, StoredTensor, padded_rows
+from pagedcli.models.gguf.blocks import grouped, numbers
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.gguf.types import GgmlType
+from pagedcli.native import load_library
 
 
 class GgufFormat:
@@ -26,7 +27,7 @@ class GgufFormat:
 
     @property
     def lm_head(self) -> LayerFormat:
-        return AS_STORED
+        return self.of(self.quantization.output)
 
     def of(self, module: str) -> LayerFormat:
         kind = self.quantization.type_of(module)
@@ -35,13 +36,15 @@ class GgufFormat:
         return self._layers.setdefault(kind.name, GgufLayer(kind))
 
     def rounds_activations(self, kernels: Kernels) -> bool:
-        return False
+        return kernels == "cpu"
 
     def torch_refusal(self) -> str | None:
         return None
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
-        return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading"
+        if kernels == "cpu":
+            return f"weights are {self.name}, kept so; activations are rounded to 8 bits per token"
+        return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: only CPU kernels read them"
 
 
 class GgufLayer:
@@ -57,7 +60,10 @@ class GgufLayer:
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
         """See LayerFormat.kept_bytes."""
-        return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
+        if kernels != "cpu":
+            return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
+        num_rows, num_columns = shape
+        return padded_rows(num_rows, kernels, gated=gated) * num_columns // 32 * self.kind.packed
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         return torch.cat([numbers(module["weight"], self.kind, dtype) for module in modules])
@@ -72,6 +78,5 @@ class GgufLayer:
     def native_linear(
         self, modules: Modules, bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
     ) -> NativeLinear:
-        weight = self.weight(modules, dtype, "cpu")
-        assert isinstance(weight, Tensor), "widened"
-        return AS_STORED.native_linear([{"weight": weight}], bias, dtype, gated=gated)
+        raw = torch.cat([module["weight"] for module in modules])
+        return NativeLinear(load_library(), grouped(raw, self.kind), bias, gated=gated, dtype=dtype)

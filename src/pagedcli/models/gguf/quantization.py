@@ -29,6 +29,11 @@ class GgufQuantization:
         whole = sum(totals.values())
         return "GGUF: " + ", ".join(f"{kind} {100 * count / whole:.0f} %" for kind, count in totals.most_common())
 
+    @property
+    def output(self) -> str:
+        """The module whose tensor the output layer is."""
+        return "lm_head" if "output.weight" in self.types else "model.embed_tokens"
+
     def type_of(self, module: str) -> GgmlType:
         """The type of a linear layer, by the name that transformers gives it; F32 if the file lacks it."""
         name, _ = stored_module(module, normed_before=self.normed_before)

@@ -1,0 +1,64 @@
+"""The C++ product by the numbers of GGUF files, against the same numbers in float32."""
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import gguf, random_blocks
+
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.models.gguf.blocks import grouped, numbers
+from pagedcli.models.gguf.types import TYPES
+
+QUANTIZED = {kind.name: kind for kind in TYPES.values() if not kind.is_float}
+
+
+def made(kind, rows, columns, seed=0):
+    raw = random_blocks(gguf.GGMLQuantizationType[kind.name], rows, columns, np.random.default_rng(seed))
+    return torch.from_numpy(raw).reshape(rows, columns // kind.block, kind.num_bytes)
+
+
+def rounded(x):
+    """Activations as the kernels round them: to 8 bits per token."""
+    steps = x.float().abs().amax(1, keepdim=True) / 127
+    return (x.float() / steps).round() * steps
+
+
+@pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_are_those_of_the_numbers_of_the_file(kind, gated, library):
+    raw = made(kind, 70, 768)
+    linear = NativeLinear(library, grouped(raw, kind), gated=gated, dtype=torch.float32)
+    weight = numbers(raw, kind, torch.float32).double()
+    for num_tokens in (1, 5, 6, 40):
+        x = torch.randn(num_tokens, 768, generator=torch.Generator().manual_seed(num_tokens))
+        y = rounded(x).double() @ weight.T
+        if gated:
+            gate, up = y.chunk(2, 1)
+            y = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(linear(x).double(), y, rtol=2e-4, atol=2e-4 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
+def test_rows_are_read_back_exactly(kind, library):
+    raw = made(kind, 70, 512)
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = NativeLinear(library, grouped(raw, kind), dtype=dtype)
+        rows = torch.tensor([0, 31, 69, 32, 5])
+        assert torch.equal(linear.weight_rows(rows), numbers(raw, kind, torch.float32)[rows].to(dtype))
+        assert linear.nbytes == 96 * 512 // 32 * kind.packed
+    with pytest.raises(IndexError):
+        linear.weight_rows(torch.tensor([70]))
+
+
+def test_a_layer_may_have_parts_of_different_types(library):
+    kinds = [QUANTIZED[name] for name in ("Q4_K", "Q6_K", "Q8_0")]
+    raws = [made(kind, rows, 256, rows) for kind, rows in zip(kinds, (40, 32, 7), strict=True)]
+    bias = torch.randn(79, generator=torch.Generator().manual_seed(0))
+    biases = bias.split([40, 32, 7])
+    parts = [
+        NativeLinear(library, grouped(raw, kind), own, dtype=torch.float32)
+        for raw, kind, own in zip(raws, kinds, biases, strict=True)
+    ]
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([part(x) for part in parts], 1)
+    assert torch.equal(NativeLinear.side_by_side(parts)(x), alone)

@@ -1,0 +1,123 @@
+"""Quantized GGUF files on the native decoder, whose products keep the numbers of the file."""
+
+import pytest
+import torch
+from gguf_files import gguf_twins
+from model_zoo import tiny_model
+from paged_harness import paged_logits
+
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.cpu import CpuAttention
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.config import EngineConfig
+from pagedcli.errors import ConfigError, ModelError
+from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.loading import load_model, weight_format
+from pagedcli.models.parameters import decoder_parameters
+from pagedcli.models.reading import read_spec
+from pagedcli.models.sharding import shard_parameters
+from pagedcli.models.weights import open_weights
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import this_machine
+from pagedcli.planning.memory import predict_terms
+from pagedcli.runner.llm_engine import LLMEngine
+
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def medium(name):
+    """As in a Q4_K_M file: some of the most sensitive tensors in Q6_K."""
+    sensitive = ("token_embd", "output.", "blk.1.attn_v", "blk.1.ffn_down")
+    return "Q6_K" if name.startswith(sensitive) else "Q4_K"
+
+
+def dynamic(name):
+    """Any tensor may have any type, also gate and up."""
+    kinds = {"attn_q": "Q5_K", "attn_k": "F16", "attn_v": "Q8_0", "ffn_gate": "Q3_K", "ffn_up": "IQ4_XS"}
+    return next((kind for part, kind in kinds.items() if part in name), "Q4_0")
+
+
+# family, what differs in its config, types
+FILES = {
+    "medium": ("qwen3", {}, medium),
+    "tied": ("llama", {}, medium),
+    "dynamic": ("qwen3", {}, dynamic),
+    "biased": ("qwen2", {"hidden_size": 512, "head_dim": 128}, lambda name: "Q8_0"),
+    "experts": ("qwen3-moe", {"mlp_only_layers": [], "moe_intermediate_size": 256, "num_experts": 4}, medium),
+    "fused": ("phi3", {}, lambda name: "Q4_0"),
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def twins(request, tmp_path_factory):
+    family, sizes, type_of = FILES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    source = tiny_model(family, folder / "source", **WIDE | sizes)
+    return gguf_twins(source, folder, type_of=type_of)
+
+
+@pytest.fixture(scope="module")
+def cpu_backend(library):
+    return {size: CpuAttention(AttentionSpec(CPU, torch.float32, 4, 4, 2, size), library) for size in (64, 128)}
+
+
+def load(path, backend):
+    return load_model(path, read_spec(path), backend=backend, dtype=torch.float32, device=CPU)
+
+
+def logits_of(path, backend):
+    sequences = [list(range(5, 25)), list(range(40, 47))]
+    model = load(path, backend)
+    return torch.cat(paged_logits(model, backend, sequences, num_prompt=[15, 3], block_size=4, chunk=None))
+
+
+def test_logits_are_those_of_the_numbers_and_on_the_cpu_kernels_but_for_the_rounding_of_activations(twins, cpu_backend):
+    path, plain = twins
+    exact = logits_of(plain, ReferenceAttention())
+    torch.testing.assert_close(logits_of(path, ReferenceAttention()), exact, atol=2e-4, rtol=2e-4)
+    backend = cpu_backend[read_spec(path).head_dim]
+    ours = logits_of(path, backend)
+    assert (ours - exact).norm() < 0.05 * exact.norm()
+    assert any("activations are rounded to 8 bits per token" in note for note in load(path, backend).notes)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_plan_counts_the_weights_as_the_engine_keeps_them(twins, backend):
+    path, _ = twins
+    config = EngineConfig(model=str(path), attention_backend=backend, device="cpu", num_gpu_blocks_override=8)
+    spec, machine = read_spec(path), this_machine()
+    decided = decide(config, spec, machine)
+    engine = LLMEngine(config)
+    assert predict_terms(config, spec, decided, machine).weights == pytest.approx(engine.plan.weight_bytes, rel=0.01)
+    assert decided.notes[-1] in engine.model.notes
+
+
+def test_ranks_get_parts_between_blocks_and_a_split_within_one_is_refused(tmp_path):
+    source = tiny_model("qwen3", tmp_path / "source", **WIDE)
+    path, _ = gguf_twins(source, tmp_path, type_of=lambda name: "Q8_0")
+    spec = read_spec(path)
+    parameters = decoder_parameters(spec, weight_format(None, spec))
+
+    def tensors(parameters):
+        return open_weights(path, "auto", 0, spec).load(
+            parameters, ignored=frozenset(), dtype=torch.float32, device=CPU
+        )
+
+    whole = tensors(parameters)
+    parts = [tensors(shard_parameters(parameters, spec, ParallelContext(rank, 2))) for rank in (0, 1)]
+    for key, dim in {"layers.0.qkv[1].weight": 0, "layers.1.down[0].weight": 1, "lm_head": 0}.items():
+        assert torch.equal(torch.cat([part[key] for part in parts], dim), whole[key])
+    path, _ = gguf_twins(source, tmp_path, type_of=lambda name: "Q4_K")
+    stored = decoder_parameters(read_spec(path), weight_format(None, read_spec(path)))
+    with pytest.raises(ConfigError, match="groups of 256"):
+        shard_parameters(stored, spec, ParallelContext(0, 2))
+
+
+def test_a_quantized_file_is_not_rounded_again_and_has_no_dummy_weights(tmp_path):
+    source = tiny_model("qwen3", tmp_path / "source", **WIDE)
+    path, _ = gguf_twins(source, tmp_path, type_of=lambda name: "Q8_0")
+    with pytest.raises(ConfigError, match="quantized already: GGUF: Q8_0 100 %"):
+        weight_format("int8", read_spec(path))
+    with pytest.raises(ModelError, match="one file with its weights"):
+        open_weights(path, "dummy", 0, read_spec(path))
