@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all test-ray check lint clean
+.PHONY: demo test test-all test-ray check lint wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pagedcli generate examples/prompts.jsonl -o demo-output.jsonl --overwrite
 	@echo; echo "demo-output.jsonl:"; $(BIN)/python scripts/show_rows.py demo-output.jsonl
 
 test: $(VENV)/.installed-dev
+	@echo "about 5 minutes on two cores; make test-all also runs the slow tests"
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
@@ -27,6 +28,18 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 check: lint test
+
+# The package from its wheel alone: only the dependencies come from $(VENV).
+wheel: $(VENV)/.installed
+	rm -rf build/wheel dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv --without-pip build/wheel
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(build/wheel/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dependencies.pth"
+	$(BIN)/pip --python build/wheel/bin/python install --quiet --no-deps --ignore-installed dist/*.whl
+	cd build && wheel/bin/python -c "import pagedcli; assert '/build/wheel/' in pagedcli.__file__, pagedcli.__file__"
+	cd build && wheel/bin/pagedcli --version
+	cd build && wheel/bin/pagedcli generate ../examples/prompts.jsonl --limit 2 --max-tokens 4 > /dev/null
 
 # The constraints pin torch, whose newest build would bring gigabytes of CUDA packages. On a GPU machine install
 # torch first, as pytorch.org says, and then: pip install '.[cuda]'.

@@ -1,6 +1,7 @@
 """Shared fixtures: files of a run, data that may be absent, and few threads so that tests share two cores fairly."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,27 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+_MOST_REASONS = 3
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """One line for all skipped tests, unless -rs asks for each."""
+    if set("sAa") & set(config.option.reportchars):
+        return
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)]
+    line = skipped_line(Counter(reason.removeprefix("Skipped: ") for reason in reasons))
+    if line is not None:
+        terminalreporter.write_line(line)
+
+
+def skipped_line(reasons: Counter) -> str | None:
+    """How many tests were skipped, and the most frequent reasons; None: none was."""
+    if not reasons:
+        return None
+    parts = [f"{count} {reason}" for reason, count in reasons.most_common(_MOST_REASONS)]
+    others = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
+    parts += [f"{others} for other reasons"] if others else []
+    return f"{reasons.total()} skipped: {'; '.join(parts)} (pytest -rs lists them)"

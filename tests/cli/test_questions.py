@@ -1,4 +1,4 @@
-"""Seventeen questions that people ask about their KV cache, each answered by one command: the command and the line."""
+"""Twenty-one questions that people ask about their KV cache, each answered by one command: the command and the line."""
 
 import json
 import re
@@ -170,3 +170,30 @@ def test_17_do_two_equal_prompts_in_one_step_get_two_copies(files):
     assert "duplicates so far: 0" in text
     step = answer("trace", files / "same.jsonl", "--step", "0")
     assert re.search(r"\n +1 +same-1 +new +40 +2 +2 +32 +-\s+every full block found\n", step)
+
+
+def test_18_who_held_block_2_at_step_7(files):
+    text = answer("replay", files / "tight.run.jsonl", "--block", "2", "--step", "7")
+    assert "Block 2 at step 7: in use, ref count 1, 16 of 16 tokens, content " in text
+    assert re.search(r"^ +1 +row-1 +0 +decode +0-15 +0 +allocated$", text, re.MULTILINE)
+    assert re.search(r"^ +0 +allocated to seq 1 \(row-1\)$", text, re.MULTILINE)
+
+
+def test_19_who_held_a_block_and_what_was_in_it_through_the_run(files):
+    text = answer("explain", files / "clock.run.jsonl", "--block", "0")
+    assert re.search(r"^ +0 +20 +0 +0 +\d+ +allocated +finished$", text, re.MULTILINE)
+    assert "allocated to seq 0 (20)" in text
+
+
+def test_20_the_pool_at_every_step_for_a_spreadsheet_or_a_database(files, tmp_path):
+    answer("replay", files / "tight.run.jsonl", "--dump-kv", tmp_path / "kv.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "kv.blocks.jsonl").read_text().splitlines()]
+    (row,) = (row for row in rows if row["step"] == 7 and row["block_id"] == 2)
+    assert (row["state"], row["requests"]) == ("in_use", ["row-1"])
+
+
+def test_21_which_rows_failed_where_and_why(files):
+    text = pagedcli("generate", files / "long.jsonl", *SMALL_POOL, expect=3).stdout
+    rows = [json.loads(line) for line in text.splitlines()]
+    failed = [(row["id"], row["index"], row["error"]["message"]) for row in rows if row.get("error")]
+    assert failed == [("never", 1, "needs 13 blocks of 16 tokens, the pool has 8")]

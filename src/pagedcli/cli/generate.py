@@ -1,8 +1,10 @@
 """`pagedcli generate`: a JSONL file of prompts in, one JSON row per prompt out."""
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
@@ -18,6 +20,9 @@ from pagedcli.errors import UsageError
 from pagedcli.events import Emit, Event, only_wanted
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import say
+
+if TYPE_CHECKING:
+    from pagedcli.show.step_tables import StepPrinter
 
 
 @config_flags(*ENGINE_KEYS, *SAMPLING_KEYS, *RUN_KEYS)
@@ -80,11 +85,11 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         raise typer.Exit(_run_on_cluster(job, options))
     job.check_files()
     with ExitStack() as stack:
-        observers = _observers(stack, options, dump_files)
-        if dump.as_tables:
-            observers.append(_step_printer(dump, tables_format, rows_on_stdout=job.output is None))
-        trace_tokens = options.record_tokens or options.kv_events is not None
-        code = run_job(job, emit=_to_all(observers), trace_tokens=trace_tokens, terminal_is_taken=dump.as_tables)
+        printer = _step_printer(dump, tables_format, rows_on_stdout=job.output is None) if dump.as_tables else None
+        emit = _to_all(_observers(stack, options, dump_files, printer))
+        tokens = options.record_tokens or options.kv_events is not None
+        clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
+        code = run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
     raise typer.Exit(code)
 
 
@@ -116,19 +121,21 @@ def _tables_format(dump: Dump, format_: ShownFormat) -> Format:
     return Format(format_) if dump.as_tables else Format.TABLE
 
 
-def _step_printer(dump: Dump, format_: Format, *, rows_on_stdout: bool) -> Emit:
+def _step_printer(dump: Dump, format_: Format, *, rows_on_stdout: bool) -> "StepPrinter":
     from rich.console import Console
 
     from pagedcli.show.step_tables import StepPrinter
 
     width = table_width(stderr=rows_on_stdout)
     console = Console(stderr=rows_on_stdout)
-    return StepPrinter(console, chosen=dump.chosen, format=format_, width=width).on_event
+    return StepPrinter(console, chosen=dump.chosen, format=format_, width=width)
 
 
-def _observers(stack: ExitStack, options: GenerateOptions, dump_files: DumpFiles | None) -> list[Emit]:
-    """What writes or publishes the engine's events."""
-    observers: list[Emit] = []
+def _observers(
+    stack: ExitStack, options: GenerateOptions, dump_files: DumpFiles | None, printer: "StepPrinter | None"
+) -> list[Emit]:
+    """What prints, writes or publishes the engine's events."""
+    observers: list[Emit] = [] if printer is None else [printer.on_event]
     if options.record is not None:
         from pagedcli.trace.files import TraceWriter
 
