@@ -98,6 +98,7 @@ def _totals_table(explainer: Explainer) -> Table:
     labels = {
         "hit": "hit",
         "late_hit": "hit later: meanwhile computed by another sequence",
+        "vetoed": "lost: K and V cached, no checkpoint of the recurrent state",
         "evicted": "lost: evicted before the lookup",
         "in_flight": "lost: in flight in another sequence",
         "first_seen": "seen for the first time",

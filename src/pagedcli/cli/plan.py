@@ -135,7 +135,7 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> "tuple[_Pool | No
     found = expected_pool(engine, spec, plan, machine)
     pool = None
     if found is not None:
-        limits = replace(plan.limits, num_blocks=found.num_blocks or None)
+        limits = replace(plan.limits, num_blocks=found.num_blocks or None, num_state_slots=found.num_state_slots)
         pool = _Pool(plan.device, plan.block_bytes, found.num_blocks, found.reason, limits)
     return pool, plan
 
@@ -290,6 +290,12 @@ def _pool_table(plan: PromptSurvey, engine: EngineConfig, pool: _Pool | None) ->
         f" {size(pool.num_blocks * pool.block_bytes)} ({pool.reason})",
         f"that holds {decimal(at_once)} of the longest row ({plural(longest, 'token')}) at once, without sharing",
     ]
+    if pool.limits.num_state_slots is not None:
+        states = size(pool.limits.num_state_slots * pool.limits.state_bytes)
+        notes.append(
+            f"{plural(pool.limits.num_state_slots, 'slot')} of recurrent state, {states}: one per running sequence,"
+            " the others for checkpoints; with checkpoints at branches, hit rates are those above"
+        )
     if pool.tables.has_windows:
         notes.append("blocks of layers with a window: at most those that a sequence holds at once")
     if rows[0]["num_blocks"] > pool.num_blocks:

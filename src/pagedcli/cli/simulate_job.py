@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
-from pagedcli.config import LoadedConfig
+from pagedcli.config import EngineConfig, LoadedConfig
 from pagedcli.core.budget import ITEMSIZE, block_bytes
+from pagedcli.core.checkpoints import POLICIES
 from pagedcli.core.groups import CacheGroup, cache_groups, group_size
-from pagedcli.core.limits import STEP_TOKENS
+from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit, EngineStarted, Eviction
@@ -21,9 +24,10 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.loading import weight_format
 from pagedcli.models.spec import ModelSpec
 from pagedcli.planning.cards import find_card
+from pagedcli.planning.decide import LEAST_SLOTS
 from pagedcli.planning.memory import rank_spec
 from pagedcli.printable import plural
-from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
 from pagedcli.simulation import tables as tables
 from pagedcli.simulation.caches import Ints, accesses_of
@@ -47,8 +51,14 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
     accesses = accesses_of(workload, block_size, partial_blocks=options.partial_blocks)
     plan = _plan(loaded, options, workload, recorded, block_size)
     if model is not None:
-        limits = replace(plan.limits, windows=model.windows)
+        limits = _with_states(loaded, model, replace(plan.limits, windows=model.windows))
         plan = replace(plan, limits=limits, block_bytes=model.block_bytes(block_size))
+    if not plan.limits.has_states and "engine.checkpoints" in loaded.sources:
+        raise UsageError(
+            "--checkpoints needs recurrent state", hint="name a model that has it (-m), or --num-state-slots"
+        )
+    if plan.limits.has_states and options.no_schedule:
+        raise UsageError("--no-schedule leaves out the slots of recurrent state", hint="leave out --no-schedule")
     block_bytes = plan.block_bytes or None
     sweep = Sweep(workload, accesses, warmup=options.warmup, windows=plan.limits.windows, chunk=plan.limits.chunk_size)
     pool = options.pool or (DEFAULT_POOLS if recorded is None else str(recorded.num_blocks))
@@ -63,13 +73,14 @@ def run_simulation(loaded: LoadedConfig, options: SimulateOptions) -> int:
         tables.trace_table(workload, sweep),
         tables.pool_table(found, sweep, schedule, block_bytes),
         tables.miss_table(found),
+        *_checkpoint_tables(sweep, plan, pools[-1], schedule),
         tables.answer_table(sentences, options.format_),
     ]
     if options.output_file is not None:
         _write_page(options.output_file, render_page(options.traces, sweep, found, sentences, shown[:3], block_bytes))
     facts = tables.facts(sweep, block_size, block_bytes)
     if options.format_ is Format.JSON:
-        shown, facts = shown[:3], {**facts, "answers": sentences}
+        shown, facts = shown[:-1], {**facts, "answers": sentences}
     print_tables(shown, options.format_, facts=facts)
     return EXIT_BAD_ROWS if workload.num_bad else 0
 
@@ -149,6 +160,25 @@ def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
     return _Model(rank_spec(loaded.config.engine, spec), groups, _kv_dtype(loaded))
 
 
+def _with_states(loaded: LoadedConfig, model: _Model, limits: Limits) -> Limits:
+    """With the slots of a model with recurrent state: as no memory limits them, as many as an engine takes at most."""
+    state_bytes = model.spec.state_bytes(ITEMSIZE[_kv_dtype(loaded)])
+    if not state_bytes:
+        return limits
+    num_slots = loaded.config.engine.num_state_slots or max(LEAST_SLOTS, 2 * limits.max_num_seqs)
+    return replace(limits, state_bytes=state_bytes, num_state_slots=num_slots)
+
+
+def _checkpoint_tables(sweep: Sweep, plan: Plan, num_blocks: int, schedule: Schedule | None) -> list[Table]:
+    """The hit rate of each checkpoint policy in a pool, of an engine with recurrent state."""
+    if not plan.limits.has_states or schedule is None:
+        return []
+    names = dict.fromkeys([plan.limits.checkpoints, *POLICIES])
+    changes = {name: replace(plan.limits, num_blocks=num_blocks, checkpoints=name) for name in names}
+    points = {name: sweep.scheduled(replace(plan, limits=limits), schedule) for name, limits in changes.items()}
+    return [tables.checkpoint_table(points, sweep, plan.limits)]
+
+
 def _kv_dtype(loaded: LoadedConfig) -> str:
     """The dtype of the KV cache; 16 bits unless the configuration says otherwise."""
     engine = loaded.config.engine
@@ -194,6 +224,8 @@ def _plan(
         chunked_prefill_size=chunk,
         preemption_policy=engine.preemption_policy,
         windows=(None,) if recorded is None else recorded.windows,
+        num_state_slots=engine.num_state_slots,
+        checkpoints=engine.checkpoints,
     )
 
 
@@ -207,7 +239,9 @@ def _decided_step_tokens(loaded: LoadedConfig, options: SimulateOptions) -> int 
         return None
     card = None if options.gpu is None else find_card(options.gpu)
     machine = this_machine() if card is None else described_gpu(card.total_bytes, capability=card.capability)
-    return decide(loaded.config.engine, spec, machine).limits.max_num_batched_tokens
+    # slots are for the simulated engine, whatever the model
+    engine = msgspec.structs.replace(loaded.config.engine, num_state_slots=None, checkpoints=EngineConfig().checkpoints)
+    return decide(engine, spec, machine).limits.max_num_batched_tokens
 
 
 def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload, model: _Model | None) -> Schedule:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedcli.core.eviction import POLICIES
+from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
 from pagedcli.show import pages
 from pagedcli.show.tables import Column, Format, Table, count, percent, size
@@ -103,6 +104,27 @@ def point_row(point: SweepPoint, sweep: Sweep) -> dict[str, Any]:
             "total_s": run.total_s,
         }
     return row
+
+
+def checkpoint_table(points: dict[str, SweepPoint], sweep: Sweep, limits: Limits) -> Table:
+    """What each checkpoint policy finds, next to what attention alone would find in a cache without limit."""
+    hits, tokens = sweep.curve.ceiling[1], sweep.curve.num_tokens
+    rows = [
+        {"checkpoints": name, "tokens_hit": point.hit_tokens[0], "hit_rate": point.hit_rate}
+        for name, point in points.items()
+    ]
+    rows.append({"checkpoints": "bound", "tokens_hit": hits, "hit_rate": hits / max(1, tokens)})
+    columns = [
+        Column("checkpoints", "checkpoints"),
+        Column("tokens_hit", "tokens hit", count),
+        Column("hit_rate", "hit rate", percent),
+    ]
+    num_blocks = next(iter(points.values())).num_blocks
+    notes = [
+        f"{plural(limits.num_state_slots or 0, 'slot')} of recurrent state; branches: where waiting prompts differ;"
+        " end: at the end of each prompt; bound: a cache without limit of a model without such state",
+    ]
+    return Table("checkpoints", f"Checkpoints, with {plural(num_blocks, 'block')}", columns, rows, notes)
 
 
 def answer_table(sentences: Sequence[str], format: Format) -> Table:

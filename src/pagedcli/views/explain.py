@@ -19,7 +19,7 @@ from pagedcli.trace.state import PoolState, SeqState
 
 Reason = Literal[
     "all_hit", "evicted", "unfindable", "in_flight", "not_seen_before", "shorter_than_block", "no_shared_prefix",
-    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known",
+    "different_salt", "no_full_block", "caching_off", "hash_collision", "not_known", "no_checkpoint",
 ]  # fmt: skip
 
 REASON_WORDS: dict[Reason, str] = {
@@ -35,6 +35,7 @@ REASON_WORDS: dict[Reason, str] = {
     "caching_off": "prefix caching is off",
     "hash_collision": "the block with this hash holds other tokens",
     "not_known": "the sequence ended before it reached the missing block",
+    "no_checkpoint": "K and V of the next block are cached, but no checkpoint of the recurrent state",
 }
 
 
@@ -63,12 +64,15 @@ class Lookup:
     own: bool  # repeats its own request: after a preemption, or as another sample
     event: PrefixLookedUp
     block_size: int
+    # leading tokens whose K and V are cached, of a model with recurrent state, which allowed less; None: other models
+    kv_tokens: int | None = None
     reason: Reason = "not_known"
     evicted_step: int | None = None  # when the first missing block was evicted
     num_more_blocks: int | None = None  # by which the pool must at least grow to keep it, all else unchanged; lru
     num_evicted: int = 0  # missing blocks that were cached before the lookup
     num_in_flight: int = 0  # missing blocks that another sequence computed first, after the lookup
     num_first: int = 0  # missing blocks that had never been computed
+    num_vetoed: int = 0  # missing blocks whose K and V were cached, but after the last checkpoint
     num_late: int = 0  # missing blocks reused from another sequence while the prompt was prefilled in chunks
     late_tokens_hit: int = 0  # tokens that this saved
     divergence: Divergence | None = None
@@ -91,7 +95,7 @@ class Lookup:
     @property
     def num_shared_blocks(self) -> int:
         """Leading blocks also computed by others, earlier or at the same time."""
-        return self.event.blocks_hit + self.num_evicted + self.num_in_flight + self.num_late
+        return self.event.blocks_hit + self.num_vetoed + self.num_evicted + self.num_in_flight + self.num_late
 
     @property
     def tokens_hit(self) -> int:
@@ -138,6 +142,9 @@ class Lookup:
             more = self.num_more_blocks
             would = "" if more is None else f"; keeping it would take at least {plural(more, 'more block')}"
             return f"{words} at step {self.evicted_step}{would}"
+        if self.reason == "no_checkpoint":
+            last = f"the last one is at {event.tokens_hit:,}" if event.tokens_hit else "there is none"
+            return f"{self.kv_tokens:,} tokens of K and V are cached, but a checkpoint of the state is needed: {last}"
         if self.reason in ("not_seen_before", "shorter_than_block") and event.partial_tokens:
             return f"{words}: {plural(event.partial_tokens, 'more token')} shared, a block is {self.block_size}"
         if self.reason == "no_shared_prefix" and self.salted:
@@ -153,6 +160,7 @@ class Totals:
     num_tokens: int = 0
     hit: int = 0
     late_hit: int = 0  # reused while another sequence computed them
+    vetoed: int = 0  # K and V cached, but no checkpoint of the recurrent state
     evicted: int = 0  # cached before, evicted
     in_flight: int = 0  # computed twice at the same time
     first_seen: int = 0  # never computed before
@@ -177,6 +185,7 @@ class Totals:
         self.late_hit += lookup.late_tokens_hit
         self.last_token += event.blocks_hit * size - event.tokens_hit
         self.last_block += event.num_tokens - event.blocks_asked * size
+        self.vetoed += lookup.num_vetoed * size
         self.evicted += lookup.num_evicted * size
         self.in_flight += (lookup.num_in_flight + lookup.num_late) * size - lookup.late_tokens_hit
         self.first_seen += lookup.num_first * size
@@ -264,6 +273,8 @@ class Explainer(View[PoolState]):
         seq = state.seqs[event.seq_id]
         own, ids = seq.repeats, (seq.seq_id, seq.request_id, seq.row_id)
         lookup = Lookup(state.step_number, *ids, seq.salted, own, event, state.block_size)
+        if state.slots is not None and state.slots.lookup is not None:
+            lookup.kv_tokens = state.slots.lookup.cached_tokens
         self.lookups.append(lookup)
         if not own and event.seq_id in self._token_ids:
             token_ids = tuple(self._token_ids[event.seq_id])
@@ -281,7 +292,9 @@ class Explainer(View[PoolState]):
         """The reason for a miss, if it is already known at the lookup."""
         missing = lookup.event.missing_hash
         assert missing is not None, "a lookup that missed names the hash"
-        if missing in state.hash_to_block_id:
+        if lookup.kv_tokens is not None and lookup.kv_tokens > lookup.event.tokens_hit:
+            lookup.reason = "no_checkpoint"
+        elif missing in state.hash_to_block_id:
             lookup.reason = "hash_collision"
         elif self._num_copies.get(missing):
             lookup.reason = "unfindable"
@@ -364,7 +377,9 @@ class Explainer(View[PoolState]):
             if index != lookup.num_shared_blocks + lookup.num_first or index >= event.blocks_asked:
                 continue
             seen, by_seq_id = self._first_seen[block_hash]
-            if seen < since:
+            if lookup.kv_tokens is not None and index * lookup.block_size < lookup.kv_tokens:
+                lookup.num_vetoed += 1
+            elif seen < since:
                 lookup.num_evicted += 1
             elif by_seq_id == seq_id:
                 lookup.num_first += 1

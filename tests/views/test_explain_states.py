@@ -1,0 +1,55 @@
+"""What explain and simulate say about checkpoints of recurrent state."""
+
+import json
+import random
+
+from cli_harness import pagedcli
+from scripted import Simulation
+from trace_harness import EventList, write
+
+from pagedcli.views.explain import explain_trace
+
+
+def vetoed_events():
+    """Two prompts of 30 tokens that share 26; checkpoints after every 16 tokens, in blocks of 4."""
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=64, num_state_slots=4, checkpoints="16")
+    for last in (1, 2):
+        sim.add([7] * 26 + [last] * 4, 1)
+        sim.run()
+    return events
+
+
+def test_a_lookup_names_the_checkpoint_that_vetoed_cached_blocks():
+    explainer, state = explain_trace(EventList(vetoed_events()))
+    first, second = explainer.lookups
+    assert first.reason == "no_shared_prefix"
+    assert second.reason == "no_checkpoint"
+    assert second.why() == (
+        "24 tokens of K and V are cached, but a checkpoint of the state is needed: the last one is at 16"
+    )
+    totals = explainer.totals(own=False)
+    assert (totals.hit, totals.vetoed, totals.evicted) == (16, 8, 0)
+    assert totals.ideal == 24
+    checkpoint = state.slots.checkpoints[state.slots.index[next(iter(state.slots.index))]]
+    assert (checkpoint.num_tokens, checkpoint.seq_id, checkpoint.reason) == (16, 0, "interval")
+
+
+def test_explain_shows_it(tmp_path):
+    trace = write(tmp_path / "run.jsonl", vetoed_events())
+    result = pagedcli("explain", trace, columns=200)
+    assert "lost: K and V cached, no checkpoint of the recurrent state" in result.stdout
+    assert "no_checkpoint" in result.stdout
+    pagedcli("replay", trace, "--check")
+
+
+def test_simulate_compares_checkpoint_policies_with_the_bound(tmp_path):
+    rng = random.Random(0)
+    shared = list(range(3, 73))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": [*shared, 100 + i, *(rng.randrange(3, 90) for _ in range(25))]} for i in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--pool", "200", "--num-state-slots", "12", "--max-num-seqs", "4", "--format", "json")
+    rows = json.loads(pagedcli("simulate", prompts, *flags).stdout)["checkpoints"]
+    found = {row["checkpoints"]: row["tokens_hit"] for row in rows}
+    assert found == {"branches": 11 * 64, "end": 0, "none": 0, "bound": 11 * 64}
