@@ -43,7 +43,7 @@ FILES = {
     "medium": ("qwen3", {}, medium),
     "tied": ("llama", {}, medium),
     "dynamic": ("qwen3", {}, dynamic),
-    "biased": ("qwen2", {}, lambda name: "Q8_0"),
+    "biased": ("qwen2", {}, lambda name: "IQ4_NL"),
     "experts": ("qwen3-moe", {"mlp_only_layers": [], "moe_intermediate_size": 256, "num_experts": 4}, medium),
     "fused": ("phi3", {}, lambda name: "Q4_0"),
 }
