@@ -20,6 +20,8 @@ int64_t linear_num_panels(const Linear*);
 void linear_pack(const Linear*, const void* weight, void* packed, int threads);
 void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
 int64_t linear_packed_bytes(const Linear*);
+void linear_pack_grouped(const Linear*, const uint8_t* codes, const float* scales, const float* minima, const int8_t* factors, const float* steps, uint8_t* packed, int threads);
+int linear_widen_rows(const Linear*, int64_t dtype, const int64_t* rows, int64_t num_rows, void* out, int threads);
 void linear_pack_codes(const Linear*, const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t group_columns, uint8_t* packed, int threads);
 void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int32_t* sums, int threads);
 }
@@ -128,6 +130,50 @@ void check_codes(int64_t kind, int64_t group) {
     }
 }
 
+// Weights of a GGUF file: a scale and a minimum of a group in float, or as bytes times steps.
+void check_grouped(int64_t kind, int64_t group, int64_t scale_type) {
+    const int64_t rows = 97, columns = 512, tokens = 23, groups = columns / group, num_steps = columns / STEP_COLUMNS;
+    std::vector<uint8_t> codes(rows * columns);
+    std::vector<int8_t> factors(rows * groups * 2);
+    std::vector<float> steps(rows * num_steps * 2), scales(rows * groups), minima(rows * groups);
+    std::vector<float> x(tokens * columns), out(tokens * rows), alone(rows), widened(columns);
+    for (auto& code : codes) code = generator() % (kind == CODES8 ? 256 : 16);
+    for (auto& factor : factors) factor = (int8_t)(generator() % 256);
+    for (auto& step : steps) step = 0.5f + generator() % 1000 / 1000.f;
+    for (int64_t i = 0; i < rows * groups; i++) {
+        const int64_t step = (i / groups * num_steps + i % groups * group / STEP_COLUMNS) * 2;
+        scales[i] = factors[2 * i] * steps[step], minima[i] = factors[2 * i + 1] * steps[step + 1];
+    }
+    for (auto& each : x) each = (float)(generator() % 253) - 126;
+    for (int64_t t = 0; t < tokens; t++) x[t * columns] = 127;
+    Linear l = {};
+    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = scale_type;
+    std::vector<uint8_t> packed(linear_packed_bytes(&l));
+    linear_pack_grouped(&l, codes.data(), scales.data(), minima.data(), factors.data(), steps.data(), packed.data(), 1);
+    l.weight = packed.data();
+    linear_forward(l, FLOAT32, x.data(), tokens, out.data(), STORE, 2);
+    std::vector<double> ours(out.begin(), out.end()), exact(tokens * rows);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < columns; k++) {
+                const int64_t at = r * groups + k / group;
+                exact[t * rows + r] += x[t * columns + k] * (codes[r * columns + k] * (double)scales[at] - minima[at]);
+            }
+    const double error = relative_error(ours, exact);
+    expect(error < 1e-6, scale_type == STEPS ? "groups of steps" : "groups with minima", error);
+    for (int64_t t = 0; t < tokens; t++) {
+        linear_forward(l, FLOAT32, x.data() + t * columns, 1, alone.data(), STORE, 1);
+        expect(alone == part(out, t * rows, rows), "a row of groups depends on the others", t);
+    }
+    const int64_t row = rows - 1;
+    linear_widen_rows(&l, FLOAT32, &row, 1, widened.data(), 1);
+    for (int64_t k = 0; k < columns; k++) {
+        const int64_t at = row * groups + k / group;
+        const double number = codes[row * columns + k] * (double)scales[at] - minima[at];
+        expect(std::fabs(widened[k] - number) <= 1e-6 * std::fabs(scales[at] * 255.0), "a widened row", widened[k] - number);
+    }
+}
+
 // One sequence of `total` tokens, of which the last `num_new` attend, each to `window` tokens (0: all before it).
 template <class T>
 void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_t total, int32_t num_new, int64_t window, bool int8_cache, double tolerance) {
@@ -205,7 +251,8 @@ template <class T> void check_experts(int64_t dtype, bool renormalize, double to
         x.stored[i] = T::from_float((float)x.exact[i] / 32);
         x.exact[i] = Rows<T>::load_one(&x.stored[i]);
     }
-    Experts experts = {count, picked, renormalize, router.l, all_gate_up.data(), all_down.data()};
+    Experts experts = {count, picked, renormalize};
+    experts.scale = 1, experts.router = router.l, experts.gate_up = all_gate_up.data(), experts.down = all_down.data();
     std::vector<E> out(tokens * width), alone(width);
     experts_forward(experts, dtype, x.stored.data(), tokens, out.data(), GATE_SILU, 1);
     std::vector<double> ours, exact(tokens * width);
@@ -252,6 +299,9 @@ template <class T> void check(int64_t dtype, double tolerance, const char* name)
 
 int main() {
     for (const int64_t kind : {CODES4, CODES8, LEVELS4}) check_codes(kind, 32), check_codes(kind, 128);
+    for (const int64_t kind : {CODES4, CODES8})
+        for (const int64_t scale_type : {MINIMA, STEPS}) check_grouped(kind, 32, scale_type);
+    check_grouped(CODES8, 16, STEPS);
     printf("bf16 path %lld, int8 path %lld\n", (long long)bf16_path(), (long long)int8_path());
     check<F32>(0, 1e-5, "float32");
     check<BF16>(1, 0.01, "bfloat16");
