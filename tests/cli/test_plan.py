@@ -122,6 +122,26 @@ def test_shared_prefixes_name_their_rows_and_leave_out_parts_of_longer_ones():
     assert found.common_prefix_tokens(0.9) == 24
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_prompts_of_a_shared_prefix_are_the_first_that_begin_with_it(seed):
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(60):
+        base = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
+        prompts.append(base[: rng.randint(0, len(base))] + [rng.randrange(3) for _ in range(rng.randint(1, 40))])
+    found = PromptSurvey()
+    for line, token_ids in enumerate(prompts, 1):
+        found.add(line, token_ids, 0)
+    table, named = found.longest_shared(), found.shared_prompts()
+    assert len(named) == len(table) == 5
+    for row, shared in zip(table, named, strict=True):
+        size = row["num_tokens"]
+        lines = [line for line, token_ids in enumerate(prompts, 1) if token_ids[:size] == shared.token_ids]
+        assert (len(shared.token_ids), shared.num_prompts) == (size, len(lines))
+        assert row["num_prompts"] == len(lines)
+        assert shared.rows == lines[:4]
+
+
 def test_the_index_finds_the_same_before_and_after_merging(monkeypatch):
     monkeypatch.setattr("pagedcli.core.prefixes._MIN_RECENT", 3)
     index = PrefixRows()
@@ -271,6 +291,28 @@ def test_the_screen_and_a_hostile_prompt_file():
     markdown = plan("-", "--format", "md", stdin=lines, expect=3).stdout
     assert sum(line.startswith("### ") for line in markdown.splitlines()) == 8
     assert "block_size,hit_rate,hit_tokens" in plan("-", "--format", "csv", stdin=lines, expect=3).stdout
+
+
+def test_shared_texts_name_lines_and_both_ends_on_one_line():
+    beginning = "You answer in one line.\n\x1b[31m" + "Once upon a time there was a llama. " * 12
+    lines = "".join(json.dumps({"prompt": beginning + name}) + "\n" for name in "abcdef")
+    (row,) = as_json("-", stdin=lines)["shared_texts"]
+    assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (6, [1, 2, 3, 4], 2)
+    head, tail = row["text"].split(" … ")
+    assert beginning.startswith(head)
+    assert tail in beginning
+    assert len(head) == len(tail) == 32
+    screen = plan("-", stdin=lines).stdout
+    (shown,) = (line for line in screen.splitlines() if "1, 2, 3, 4" in line)
+    assert '  "You answer in one line. \\x1b[31m' in shown
+    assert "shared_texts" not in as_json("-", stdin='{"prompt": "The fox"}')
+
+
+def test_several_prompts_of_a_line_name_it_once():
+    question = "Once upon a time there was a llama "
+    line = json.dumps({"prompt": [question + "here", question + "there"]})
+    (row,) = as_json("-", stdin=line)["shared_texts"]
+    assert (row["num_prompts"], row["lines"], row["num_more_prompts"]) == (2, [1], 0)
 
 
 def test_what_an_engine_would_do_here_is_told_even_if_it_would_refuse(tmp_path):

@@ -1,4 +1,4 @@
-"""Twenty-one questions that people ask about their KV cache, each answered by one command: the command and the line."""
+"""Twenty-two questions that people ask about their KV cache, each answered by one command: the command and the line."""
 
 import json
 import re
@@ -197,3 +197,8 @@ def test_21_which_rows_failed_where_and_why(files):
     rows = [json.loads(line) for line in text.splitlines()]
     failed = [(row["id"], row["index"], row["error"]["message"]) for row in rows if row.get("error")]
     assert failed == [("never", 1, "needs 13 blocks of 16 tokens, the pool has 8")]
+
+
+def test_22_which_prompts_share_most_by_line_and_text(files):
+    text = answer("plan", files / "clock.jsonl")
+    assert re.search(r'^ +8 +2 +1, 2 +0  "Once upon a time it was 1"$', text, re.MULTILINE)

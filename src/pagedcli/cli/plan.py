@@ -20,6 +20,7 @@ from pagedcli.show.tables import Column, Format, Table, count, decimal, percent,
 from pagedcli.show.terminal import say
 
 if TYPE_CHECKING:
+    from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
@@ -42,6 +43,8 @@ def share_table(shares: SharePlan, num_workers: int) -> Table:
 
 
 _MAX_SHOWN = 10
+_MOST_END_CHARS = 32  # shown of each end of a shared text
+_MOST_END_TOKENS = 64  # decoded of each end
 EXIT_BAD_ROWS = 3
 
 
@@ -61,8 +64,9 @@ def plan(
 ) -> None:
     """Predict how a prompt file uses the KV cache, without generating anything or loading weights.
 
-    Shows invalid rows, prompt lengths, shared prefixes, the ideal hit rate and the waste at block sizes from 8 to 256,
-    the recommended block and pool size, how much this machine can hold, and which kernels it would use.
+    Shows invalid rows, prompt lengths, shared prefixes with their lines and text, the ideal hit rate and the
+    waste at block sizes from 8 to 256, the recommended block and pool size, how much this machine can hold, and which
+    kernels it would use.
 
     \b
     Examples:
@@ -175,6 +179,7 @@ def _tables(scan: PromptScan, config: Config, pool: _Pool | None) -> list[Table]
         tables.append(_bad_table(scan))
     if plan.num_prompts:
         tables += [_length_table(plan), _histogram_table(plan), _shared_table(plan)]
+        tables += _shared_text_tables(scan)
         tables += [_block_size_table(plan, config.engine), _pool_table(plan, config.engine, pool)]
     return tables
 
@@ -241,6 +246,39 @@ def _shared_table(plan: PromptSurvey) -> Table:
     notes = [f"tokens in this table: rounded down to a multiple of {UNIT}, so 23 shows as 16"] if rows else []
     title = "Shared prefixes that save most, and their full blocks at each block size"
     return Table("shared_prefixes", title, columns, rows, [*notes, _shared_in_words(plan)])
+
+
+def _shared_text_tables(scan: PromptScan) -> list[Table]:
+    """Which prompts begin with the same text; no table if none do."""
+    rows = [
+        {
+            "num_tokens": len(shared.token_ids),
+            "num_prompts": shared.num_prompts,
+            "lines": list(dict.fromkeys(shared.rows)),
+            "num_more_prompts": shared.num_prompts - len(shared.rows),
+            "text": _both_ends(scan.tokenizer, shared.token_ids),
+        }
+        for shared in scan.plan.shared_prompts()
+    ]
+    columns = [
+        Column("num_tokens", "tokens", count),
+        Column("num_prompts", "prompts", count),
+        Column("lines", "first lines", lambda lines: ", ".join(map(str, lines)), words=True),
+        Column("num_more_prompts", "+ more", count),
+        Column("text", "text", lambda text: f'"{text}"', words=True),
+    ]
+    return [Table("shared_texts", "The prompts that share these prefixes, and the text", columns, rows)] if rows else []
+
+
+def _both_ends(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
+    """The text of the tokens, of a long one only the beginning and the end. Part of a character is left out."""
+    ends = [token_ids]
+    if len(token_ids) > 2 * _MOST_END_TOKENS:
+        ends = [token_ids[:_MOST_END_TOKENS], token_ids[-_MOST_END_TOKENS:]]
+    texts = [tokenizer.decode(end, skip_special_tokens=False).strip("\ufffd") for end in ends]
+    if len(texts) == 1 and len(texts[0]) <= 2 * _MOST_END_CHARS:
+        return texts[0]
+    return f"{texts[0][:_MOST_END_CHARS]} … {texts[-1][-_MOST_END_CHARS:]}"
 
 
 def _shared_in_words(plan: PromptSurvey) -> str:

@@ -11,6 +11,7 @@ from pagedcli.planning.prompt_survey import PromptSurvey
 
 if TYPE_CHECKING:
     from pagedcli.batch.prompts import Refused
+    from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
 
@@ -28,6 +29,7 @@ class PromptScan:
     spec: "ModelSpec | None"  # None: a tokenizer's folder without config.json
     max_model_len: int | None  # tokens
     plan: PromptSurvey
+    tokenizer: "Tokenizer"
     num_rows: int = 0
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
@@ -87,8 +89,8 @@ def scan_prompts(
         survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
     without_pool = limits_without_pool(engine, spec)
     max_model_len = None if spec is None else without_pool.max_model_len
-    scan = PromptScan(spec, max_model_len, survey)
     prompts = open_prompts(loaded, input_name, folder, limits or without_pool)
+    scan = PromptScan(spec, max_model_len, survey, prompts.tokenizer)
     grammars = None
     if spec is not None:  # a run also refuses grammars that do not compile
         grammars = Grammars(prompts.tokenizer, end_token_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)

@@ -28,6 +28,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return values.tobytes()
 
 
+def token_ids_of(tokens: bytes) -> list[int]:
+    """The inverse of token_bytes."""
+    values = array("q", tokens)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
 def hash_block(tokens: bytes, prefix: int | None = None) -> int:
     """xxh64 of the previous block's hash (8 little-endian bytes; nothing for the first block) and then of the
     block's tokens as int64 bytes. The values equal nano-vllm's.
@@ -114,10 +122,7 @@ class Prefix:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        values = array("q", self.tokens)
-        if sys.byteorder == "big":
-            values.byteswap()
-        return tuple(values)
+        return tuple(token_ids_of(self.tokens))
 
     @classmethod
     def salt(cls, cache_salt: str) -> "Prefix":

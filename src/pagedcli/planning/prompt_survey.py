@@ -1,7 +1,8 @@
 """Predicts how a prompt file uses a KV cache: lengths, shared prefixes, ideal hit rates, waste.
 
 Used by `pagedcli plan` and `profile-memory --prompts`; handles neither text nor files. It receives each prompt's token
-ids once and keeps only hashes of prefixes: 12 to 20 bytes per 8 tokens that no earlier prompt began with.
+ids once and keeps only hashes of prefixes, 12 to 20 bytes per 8 tokens that no earlier prompt began with, and the
+tokens of those that prompts share.
 """
 
 import heapq
@@ -12,11 +13,20 @@ from typing import Any
 
 from pagedcli.core.budget import blocks_for
 from pagedcli.core.groups import TableShape
-from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED, PrefixRows, SeenPrefixes, unit_digests
+from pagedcli.core.prefixes import (
+    BLOCK_SIZES,
+    SMALLEST_RECOMMENDED,
+    PrefixRows,
+    SeenPrefixes,
+    token_bytes,
+    token_ids_of,
+    unit_digests,
+)
 
 MORE_SLOTS = 0.02  # share of additional slots accepted for a larger block size
 UNIT = BLOCK_SIZES[0]  # tokens; every other block size is a multiple, so one chain of hashes serves all
 _MOST_SHOWN = 5  # shared prefixes
+_MOST_ROWS = 4  # named of each
 Row = dict[str, Any]
 
 
@@ -28,8 +38,19 @@ class _Shared:
     first_row: int
     last_row: int
     parent: int | None  # digest of the prefix one unit shorter
+    tokens: bytes  # of the last unit
     num_rows: int = 2
-    has_equal_child: bool = False  # set by longest_shared: a longer prefix is shared by just as many
+    ends: list[int] | None = None  # the first rows whose known prefix was this one and no longer one
+    has_equal_child: bool = False  # set by _best_shared: a longer prefix is shared by just as many
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """A shared prefix and the prompts that begin with it."""
+
+    token_ids: list[int]
+    num_prompts: int
+    rows: list[int]  # of the first prompts; a row with several prompts may come several times
 
 
 @dataclass(slots=True)
@@ -104,7 +125,7 @@ class PromptSurvey:
         end = [-1] * (UNIT - num_prompt % UNIT)  # no token is negative: unlike any prefix of whole units
         *digests, whole = unit_digests([*token_ids, *end], cache_salt, UNIT)
         num_known = self._seen.num_known(digests)
-        self._note_shared(row, digests[:num_known])
+        self._note_shared(row, digests[:num_known], token_ids)
         self._longest_shared = max(self._longest_shared, self._newest.add(token_ids, cache_salt))
         self._seen.add(digests[num_known:], row)
         self.num_prompts += 1
@@ -123,18 +144,22 @@ class PromptSurvey:
             tally.num_spans += shape.num_spans(size)
             tally.num_tokens += shape.num_tokens(size)
 
-    def _note_shared(self, row: int, digests: Sequence[int]) -> None:
+    def _note_shared(self, row: int, digests: Sequence[int], token_ids: Sequence[int]) -> None:
         parent: int | None = None
+        shared: _Shared | None = None
         for depth, digest in enumerate(digests, 1):
             shared = self._shared.get(digest)
             if shared is None:
                 first_row = self._seen.first_row(digest)
                 assert first_row is not None, "a known prefix has a row"
-                self._shared[digest] = _Shared(depth, first_row, row, parent)
+                tokens = token_bytes(token_ids[(depth - 1) * UNIT : depth * UNIT])
+                shared = self._shared[digest] = _Shared(depth, first_row, row, parent, tokens)
             else:
                 shared.num_rows += 1
                 shared.last_row = row
             parent = digest
+        if shared is not None and len(shared.ends or ()) < _MOST_ROWS:
+            shared.ends = [*(shared.ends or ()), row]
 
     # ------------------------------------------------------------------ answers
 
@@ -170,12 +195,6 @@ class PromptSurvey:
     def longest_shared(self) -> list[Row]:
         """Shared prefixes, those that save most tokens first. A prefix is omitted if a longer one is shared by as many
         prompts. num_tokens is rounded down to a whole unit."""
-        for shared in self._shared.values():
-            parent = self._shared.get(shared.parent) if shared.parent is not None else None
-            if parent is not None and parent.num_rows == shared.num_rows:
-                parent.has_equal_child = True
-        candidates = (shared for shared in self._shared.values() if not shared.has_equal_child)
-        best = heapq.nlargest(_MOST_SHOWN, candidates, key=lambda s: ((s.num_rows - 1) * s.num_units, s.num_units))
         return [
             {
                 "num_tokens": shared.num_units * UNIT,
@@ -185,8 +204,47 @@ class PromptSurvey:
                 "saved_tokens": (shared.num_rows - 1) * shared.num_units * UNIT,
                 **{f"blocks_at_{size}": shared.num_units * UNIT // size for size in BLOCK_SIZES},
             }
-            for shared in best
+            for shared in map(self._shared.__getitem__, self._best_shared())
         ]
+
+    def shared_prompts(self) -> list[SharedPrompts]:
+        """Of the same prefixes, in the same order: their tokens, and which prompts begin with them."""
+        best = self._best_shared()
+        rows: dict[int, list[int]] = {digest: [self._shared[digest].first_row] for digest in best}
+        within: dict[int, tuple[int, ...]] = {}  # a prefix -> those of the best that it begins with
+        for digest, shared in self._shared.items():  # shorter ones come before those that they begin
+            inside = within.get(shared.parent, ()) if shared.parent is not None else ()
+            inside = (*inside, digest) if digest in rows else inside
+            if inside:
+                within[digest] = inside
+            for found in inside:
+                rows[found] += shared.ends or ()
+        return [
+            SharedPrompts(self._token_ids(digest), self._shared[digest].num_rows, sorted(rows[digest])[:_MOST_ROWS])
+            for digest in best
+        ]
+
+    def _best_shared(self) -> list[int]:
+        """The digests of the shared prefixes that save most tokens."""
+        for shared in self._shared.values():
+            parent = self._shared.get(shared.parent) if shared.parent is not None else None
+            if parent is not None and parent.num_rows == shared.num_rows:
+                parent.has_equal_child = True
+        candidates = (digest for digest, shared in self._shared.items() if not shared.has_equal_child)
+
+        def saved(digest: int) -> tuple[int, int]:
+            shared = self._shared[digest]
+            return (shared.num_rows - 1) * shared.num_units, shared.num_units
+
+        return heapq.nlargest(_MOST_SHOWN, candidates, key=saved)
+
+    def _token_ids(self, digest: int | None) -> list[int]:
+        units = []
+        while digest is not None:
+            shared = self._shared[digest]
+            units.append(shared.tokens)
+            digest = shared.parent
+        return token_ids_of(b"".join(reversed(units)))
 
     def longest_shared_tokens(self) -> int:
         """The longest prefix that any two prompts share: to the token between prompts close to each other in the file,
