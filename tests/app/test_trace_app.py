@@ -1,5 +1,6 @@
 """The application on a running engine: pause, steps, goals, the end, and what must never end the run."""
 
+import itertools
 import json
 import sys
 import threading
@@ -273,3 +274,60 @@ def test_paused_time_is_no_time_of_the_run(tmp_path):
     times = [event.time_ns for event in TraceReader(trace) if isinstance(event, StepStarted | StepFinished)]
     assert times[-1] - times[0] < 2e9
     assert times == sorted(times)
+
+
+def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
+    """The second request waits while the first is paused: no figure of it and no time of the recording says so."""
+    prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('{"prompt": "The fox", "max_tokens": 12}\n{"prompt": "Once upon a time", "max_tokens": 3}\n')
+    loaded = load_config(None, {"engine.num_gpu_blocks_override": 64, "engine.max_num_seqs": 1})
+    deck = LiveDeck(paused=True)
+    job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
+    app = PoolApp(deck, "pagedcli trace")
+    results, pauses = [], []
+
+    def work():
+        with TraceWriter(trace) as writer:
+            emit = both(writer, deck.on_event)
+            results.append(run_job(job, emit=emit, terminal_is_taken=True, clock_ns=deck.clock_ns))
+        deck.finish()
+
+    async def pause(pilot):
+        await until(pilot, lambda: "PAUSED" in screen_text(app))
+        step, start = deck.live.state.step_number, time.monotonic()
+        await pilot.pause(1)
+        assert deck.live.state.step_number == step
+        pauses.append(time.monotonic() - start)
+
+    async def script(pilot):
+        await until(pilot, lambda: deck.moment is not None and deck.moment.state.step_number == 0)
+        await pause(pilot)
+        await press(pilot, "-", "-", "space")  # 25 steps per second
+        await until(pilot, lambda: deck.live.state.step_number >= 2)
+        await press(pilot, "space")
+        await pause(pilot)
+        await press(pilot, ".")
+        await pause(pilot)
+        await press(pilot, "space")
+        await until(pilot, lambda: deck.has_ended)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert deck.has_started.wait(60)
+    start = time.monotonic()
+    try:
+        drive(app, script)
+    finally:
+        deck.release()
+        thread.join(60)
+    running_s = time.monotonic() - start - sum(pauses)
+    assert results == [0]
+    times = [event.time_ns for event in TraceReader(trace) if isinstance(event, StepStarted | StepFinished)]
+    assert times == sorted(times)
+    assert (times[-1] - times[0]) / 1e9 < running_s
+    assert max(b - a for a, b in itertools.pairwise(times)) / 1e9 < min(pauses)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["elapsed_s"] < running_s
+    assert summary["ttft_s"]["p99"] < running_s
+    assert 0 < summary["queued_s"]["p99"] < running_s
+    assert sum(summary["cache"]["waiting_s"].values()) < running_s
