@@ -88,11 +88,11 @@ def test_a_prompt_file_is_simulated_with_the_limits_that_generate_decides_here(t
     assert engines == [512, 512]
     gpu = tmp_path / "gpu.jsonl"
     pagedcli(*simulated, "--gpu", "h200", "--record", gpu)
-    assert next(iter(TraceReader(gpu))).max_num_batched_tokens == 2048
+    assert next(iter(TraceReader(gpu))).max_num_batched_tokens == 16384
 
 
 def test_the_limits_of_a_foreign_trace_are_named_as_assumed(trace):
-    assumed = "assumed: up to 256 sequences and 2,048 tokens per step, the defaults on a GPU"
+    assumed = "assumed: up to 256 sequences and 2,048 tokens per step ("
     assert any(note.startswith(assumed) for note in as_json(trace, "--pool", "30")["notes"])
     for flags in (("--max-num-batched-tokens", "512"), ("--no-schedule",)):
         assert not any("assumed" in note for note in as_json(trace, "--pool", "30", *flags)["notes"])

@@ -212,8 +212,8 @@ def _plan(
         step_tokens = max(STEP_TOKENS, max_num_seqs)
         if not options.no_schedule:
             workload.notes.append(
-                f"assumed: up to {plural(max_num_seqs, 'sequence')} and {plural(step_tokens, 'token')} per step, the"
-                " defaults on a GPU (see --max-num-seqs, --max-num-batched-tokens)"
+                f"assumed: up to {plural(max_num_seqs, 'sequence')} and {plural(step_tokens, 'token')} per step"
+                " (see --max-num-seqs, --max-num-batched-tokens)"
             )
     return plan_for(
         workload,

@@ -12,10 +12,8 @@ from pagedcli.errors import ConfigError
 from pagedcli.events import EngineStarted, Eviction
 
 NO_LIMIT = 2**62  # where an engine's own limits are not known
-STEP_TOKENS, CPU_STEP_TOKENS = (
-    2048,
-    512,
-)  # default tokens per step, where no GPU is known, and on a CPU: more do not help it
+# default tokens per step, where no GPU is known, and on a CPU: more do not help it
+STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
