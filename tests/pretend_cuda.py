@@ -301,6 +301,10 @@ class PretendGpu(TorchFunctionMode):
             assert gpu.recording is None
             gpu.pass_until(len(gpu.reading), len(gpu.arriving))
 
+        class Stream:
+            def __init__(self, device=None):
+                on(device)
+
         replaced = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -318,7 +322,7 @@ class PretendGpu(TorchFunctionMode):
             "Event": Event,
             "CUDAGraph": Graph,
             "graph": graph,
-            "Stream": lambda device=None: on(device) or object(),
+            "Stream": Stream,
         }
         monkeypatch.setattr(torch._utils, "_get_current_device_index", lambda: 0)
         for name, value in replaced.items():

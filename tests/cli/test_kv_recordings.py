@@ -79,7 +79,7 @@ def test_report_is_one_page_without_a_network(recording, tmp_path):
 
 
 def test_what_a_recording_does_not_have_is_refused(recording, tmp_path):
-    assert "--check, --follow and --export do not apply" in pagedcli("replay", recording, "--check", expect=2).stderr
+    assert "--steps and --block do not apply" in pagedcli("replay", recording, "--check", expect=2).stderr
     assert "no requests" in pagedcli("explain", recording, "--lookups", expect=2).stderr
     private = tmp_path / "private.jsonl"
     with CaptureWriter(private, ["x"], tokens=False) as writer:

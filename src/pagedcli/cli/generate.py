@@ -39,9 +39,9 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
       of it queued the part of it before the row's first step
       TPOT         time per output token after the first
       KV blocks    most blocks of the pool in use at once
-      preemptions  times a row lost its blocks to another; its tokens are recomputed
+      preemptions  times a row lost its blocks; its tokens are recomputed
       prefixes     prompt tokens found in the cache; ceiling: in an unlimited one
-      lost         tokens that the cache had, or nearly, and why they were not found
+      lost         tokens that could have been found in the cache, and why not
       waste        slots of blocks in use that hold no token
       waiting      time that rows waited for a step, and for what
       to change    the one setting that would have saved most

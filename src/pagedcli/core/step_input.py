@@ -119,7 +119,12 @@ class LogitChanges:
                     started.append((seq.row, seq.token_ids.copy(), seq.num_prompt_tokens))
                 seq.num_kept_tokens = seq.num_tokens + 1
             biased += [(row, token_id, bias) for token_id, bias in (seq.params.logit_bias or {}).items()]
-            ends = sorted(seq.end_token_ids) if _below_min_tokens(seq) else []
+            # requests may name any number; the executor knows which are in the vocabulary
+            ends = (
+                sorted(token_id for token_id in seq.end_token_ids if 0 <= token_id < 2**31)
+                if _below_min_tokens(seq)
+                else []
+            )
             if seq.guide is not None:
                 guided.append((row, seq.guide.allowed_tokens, ends))
             else:
