@@ -27,7 +27,13 @@ pytest.importorskip("triton")
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=16)
+    run_interpreted(__file__, "-m", "not slow", at_least=16)
+
+
+@plain
+@pytest.mark.slow
+def test_more_on_a_pretended_gpu():
+    run_interpreted(__file__, "-m", "slow", at_least=4)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,7 @@ def test_the_tokens_are_those_of_the_reference(model, gpu, backend, options):
 
 
 @interpreted
+@pytest.mark.slow
 def test_grouped_experts_in_graphs_give_the_tokens_of_the_reference(tmp_path, gpu):
     sizes = {"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts": 4, "hidden_size": 32}
     model, prompts = tiny_model("qwen3-moe", tmp_path / "m", **sizes), ragged_prompts(3)
@@ -95,6 +102,7 @@ def test_grouped_experts_in_graphs_give_the_tokens_of_the_reference(tmp_path, gp
 
 
 @interpreted
+@pytest.mark.slow
 def test_a_graph_serves_lengths_of_several_splits_without_growing_its_memory(model, gpu):
     config = {"max_model_len": 300, "num_gpu_blocks_override": 60, "max_num_seqs": 2}
     prompts = [[5 + i % 300 for i in range(length)] for length in (254, 3)]
@@ -148,6 +156,7 @@ def test_blocks_beyond_2_31_elements_of_a_cache_are_found():
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 def test_samples_forked_in_a_graph_step_get_the_tokens_of_the_reference(model, gpu, ahead):
     """The last piece of a prompt is one token, so that its step is served by a graph and its logits by several rows."""

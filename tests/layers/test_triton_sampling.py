@@ -19,13 +19,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @plain
 def test_equality_through_the_interpreter():
-    run_interpreted(__file__, "-m", "not slow", at_least=35)
+    run_interpreted(__file__, "-m", "not slow", at_least=34)
 
 
 @plain
 @pytest.mark.slow
 def test_distributions_through_the_interpreter():
-    run_interpreted(__file__, "-m", "slow", "-k", "hundred_thousand", at_least=1)
+    run_interpreted(__file__, "-m", "slow", "-k", "ten_thousand", at_least=1)
 
 
 def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
@@ -244,14 +244,9 @@ def test_a_hundred_thousand_draws_follow_the_definition():
 
 
 @interpreted
-def test_draws_of_the_kernels_follow_the_definition():
-    chi_square(KINDS, 300)
-
-
-@interpreted
 @pytest.mark.slow
-def test_a_hundred_thousand_draws_of_the_kernels_follow_the_definition():
-    chi_square(KINDS, 20_000)  # of each of five kinds
+def test_ten_thousand_draws_of_the_kernels_follow_the_definition():
+    chi_square(KINDS, 2_000)  # of each of five kinds: the interpreter takes 30 ms for one
 
 
 # ---------------------------------------------------------------------- changes of logits
