@@ -224,7 +224,7 @@ class KVApp(DeckApp):
         Binding("n", "next_hit(1)", show=False),
         Binding("N", "next_hit(-1)", show=False),
         Binding("f", "filter", "filter"),
-        Binding("s", "sort", "sort"),
+        Binding("s", "sort", "sort", show=False),
         Binding("e", "jump('eviction', False)", show=False),
         Binding("E", "jump('eviction', True)", show=False),
         Binding("m", "jump('miss', False)", show=False),
