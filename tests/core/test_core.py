@@ -136,6 +136,19 @@ roomy = {
 def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happenings):
     checker = TraceChecker()
     sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
+    got, gone = play(sim, requests, happenings, after_step=lambda: same_pool(sim, checker.state))
+    assert sim.block_manager.num_free_blocks == limits["num_blocks"]
+    for number, asked in enumerate(requests):
+        if str(number) in got:
+            assert {str(number): got[str(number)]} == alone(number, asked)
+    assert got.keys() | gone == {str(number) for number in range(len(requests))}
+    finished = checker.result(()).state.finished.values()
+    assert sim.stats.num_recomputed_tokens >= sum(seq.num_recomputed_tokens for seq in finished)
+
+
+def play(sim, requests, happenings, *, after_step):
+    """Add the requests and step until all have ended, with what happens in between. Returns the tokens of those that
+    have an output, and the ids of those that were refused or aborted."""
     outputs, gone, number = [], set(), 0
     happenings = iter(happenings)
     while number < len(requests) or sim.has_unfinished_requests():
@@ -154,16 +167,9 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, happ
         with suppress(RuntimeError):
             outputs += sim.step()
         assert sim.stats.num_steps < 3000, "no progress"
-        same_pool(sim, checker.state)
+        after_step()
     sim.step()  # what a step ahead still held is read
-    assert sim.block_manager.num_free_blocks == limits["num_blocks"]
-    got = results(outputs)
-    for number, asked in enumerate(requests):
-        if str(number) in got:
-            assert {str(number): got[str(number)]} == alone(number, asked)
-    assert got.keys() | gone == {str(number) for number in range(len(requests))}
-    finished = checker.result(()).state.finished.values()
-    assert sim.stats.num_recomputed_tokens >= sum(seq.num_recomputed_tokens for seq in finished)
+    return results(outputs), gone
 
 
 def same_pool(sim, state):

@@ -5,12 +5,12 @@ import random
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 from pool_harness import make_seq
 from scripted import Simulation
-from test_core import add, alone, happenings, limits, request, results, same_pool
+from test_core import alone, happenings, limits, plain, play, request, roomy, same_pool
 
 from pagedcli.core.hybrid_manager import HybridManager
 from pagedcli.core.limits import Limits
@@ -46,36 +46,30 @@ def same_slots(sim, state):
 
 @settings(max_examples=250, deadline=None)
 @given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=states, happenings=happenings)
+@example(  # preempted beams compute their prompt again, each in blocks of its own
+    requests=[
+        {**plain, "prompt": [0, 0], "max_tokens": 1},
+        {**plain, "prompt": [0] * 9, "max_tokens": 3},
+        {**plain, "prompt": [0] * 5, "max_tokens": 5, "beams": 2, "stop": 3},
+    ],
+    limits={**roomy, "max_num_batched_tokens": 3, "max_num_seqs": 3, "enable_prefix_caching": True},
+    states={"num_state_slots": 4, "checkpoints": "branches", "windows": (None,)},
+    happenings=[],
+)
 def test_every_request_gets_the_tokens_that_it_gets_alone(requests, limits, states, happenings):
     limits = {**limits, **states}
     if states["windows"] != (None,):
         limits["num_blocks"] *= 2
     checker = TraceChecker()
     sim = Simulation(emit=checker.apply, trace_tokens=True, **limits)
-    outputs, gone, number = [], set(), 0
-    happenings = iter(happenings)
-    while number < len(requests) or sim.has_unfinished_requests():
-        what = next(happenings, "add")
-        if what == "add" and number < len(requests):
-            try:
-                add(sim, number, requests[number])
-            except RequestError:  # more beams than the pools or the limits allow
-                assert requests[number]["beams"] is not None
-                gone.add(str(number))
-            number += 1
-        elif what == "abort" and number:
-            gone.add(str(number - 1))
-            sim.abort(str(number - 1))
-        sim.executor.fail_launch, sim.executor.fail_read = what == "launch", what == "read"
-        with suppress(RuntimeError):
-            outputs += sim.step()
-        assert sim.stats.num_steps < 3000, "no progress"
+
+    def same():
         same_pool(sim, checker.state)
         same_slots(sim, checker.state)
-    sim.step()  # what a step ahead still held is read
+
+    got, gone = play(sim, requests, happenings, after_step=same)
     assert sim.block_manager.num_free_blocks == limits["num_blocks"]
     assert sim.block_manager.states.num_held == 0
-    got = results(outputs)
     for number, asked in enumerate(requests):
         if str(number) in got:
             assert {str(number): got[str(number)]} == alone(number, asked, windows=states["windows"])

@@ -98,18 +98,23 @@ class Limits:
         """Bytes of all blocks and slots."""
         return (self.num_blocks or 0) * block_bytes + (self.num_state_slots or 0) * self.state_bytes
 
+    @property
+    def _shares_prompts(self) -> bool:
+        """Whether sequences with a common prompt always find it in each other's blocks. With recurrent state they do
+        not after a preemption, as the checkpoint that they would continue from may be gone."""
+        return self.enable_prefix_caching and not self.has_states
+
     def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
         """Most blocks that `width` sequences with a common prompt hold while each grows to num_tokens."""
         return self.tables.blocks_of_request(
-            num_prompt, num_tokens, width, chunk=self.chunk_size, shares_prompt=self.enable_prefix_caching
+            num_prompt, num_tokens, width, chunk=self.chunk_size, shares_prompt=self._shares_prompts
         )
 
     def room_for(self, num_prompt: int, width: int) -> int:
         """Tokens that each of `width` sequences with a common prompt may generate; below 1 if none fits."""
         room = self.max_model_len - num_prompt
         if self.num_blocks is not None:
-            shares = width > 1 and self.enable_prefix_caching
-            shared = self.tables.prompt_blocks(num_prompt) if shares else 0
+            shared = self.tables.prompt_blocks(num_prompt) if width > 1 and self._shares_prompts else 0
             own = (self.num_blocks - shared) // width
             # the last generated token is never written to the cache
             room = min(room, self.tables.longest(shared + own, self.chunk_size, self.max_model_len) - num_prompt + 1)
