@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from app_harness import drive, press, screen_text, settle
@@ -17,6 +18,7 @@ from pagedcli.cli.session import run_job
 from pagedcli.cli.trace import both
 from pagedcli.config import load_config
 from pagedcli.events import StepFinished, StepStarted
+from pagedcli.show.held_clock import HeldClock
 from pagedcli.trace.files import TraceReader, TraceWriter
 
 
@@ -276,12 +278,26 @@ def test_paused_time_is_no_time_of_the_run(tmp_path):
     assert times == sorted(times)
 
 
+class WatchedClock(HeldClock):
+    """Tells whether the run waits."""
+
+    is_held = False
+
+    @contextmanager
+    def held(self):
+        with super().held():
+            self.is_held = True
+            yield
+            self.is_held = False
+
+
 def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
     """The second request waits while the first is paused: no figure of it and no time of the recording says so."""
     prompts, trace = tmp_path / "in.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "The fox", "max_tokens": 12}\n{"prompt": "Once upon a time", "max_tokens": 3}\n')
     loaded = load_config(None, {"engine.num_gpu_blocks_override": 64, "engine.max_num_seqs": 1})
     deck = LiveDeck(paused=True)
+    deck.clock_ns = WatchedClock()
     job = Job(loaded, str(prompts), tmp_path / "out.jsonl", record=trace, summary_json=tmp_path / "summary.json")
     app = PoolApp(deck, "pagedcli trace")
     results, pauses = [], []
@@ -293,8 +309,7 @@ def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
         deck.finish()
 
     async def pause(pilot):
-        await until(pilot, lambda: "PAUSED" in screen_text(app))
-        await pilot.pause(0.5)  # a step that was running when the key was pressed ends
+        await until(pilot, lambda: "PAUSED" in screen_text(app) and deck.clock_ns.is_held)
         step, start = deck.live.state.step_number, time.monotonic()
         await pilot.pause(1)
         assert deck.live.state.step_number == step
@@ -307,7 +322,9 @@ def test_the_pause_key_stops_the_clock_of_a_real_run(tmp_path):
         await until(pilot, lambda: deck.live.state.step_number >= 2)
         await press(pilot, "space")
         await pause(pilot)
+        before = deck.live.state.step_number
         await press(pilot, ".")
+        await until(pilot, lambda: deck.live.state.step_number == before + 1)
         await pause(pilot)
         await press(pilot, "space")
         await until(pilot, lambda: deck.has_ended)

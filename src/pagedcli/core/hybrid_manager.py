@@ -6,6 +6,7 @@ blocks in the cache and a checkpoint of the state exists.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagedcli.core.block_manager import BlockManager, CacheUser, PrefixHit
 from pagedcli.core.checkpoints import CheckpointPlan, CheckpointPolicy
@@ -26,14 +27,7 @@ class HybridManager(BlockManager):
     """Owns blocks and state slots."""
 
     def __init__(self, num_blocks: int, limits: Limits, emit: Emit | None = None) -> None:
-        super().__init__(
-            num_blocks,
-            limits.block_size,
-            windows=limits.windows,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            eviction=limits.eviction,
-            emit=emit,
-        )
+        super().__init__(num_blocks, **_of_limits(limits), emit=emit)
         assert limits.num_state_slots, "a model with recurrent state has slots"
         policy = CheckpointPolicy.named(limits.checkpoints if limits.enable_prefix_caching else "none")
         self.plan = CheckpointPlan(policy, self.block_size, self.num_groups)
@@ -168,11 +162,10 @@ def make_manager(num_blocks: int, limits: Limits, emit: Emit | None = None) -> B
     """The block manager of an engine."""
     if limits.has_states:
         return HybridManager(num_blocks, limits, emit)
-    return BlockManager(
-        num_blocks,
-        limits.block_size,
-        windows=limits.windows,
-        enable_prefix_caching=limits.enable_prefix_caching,
-        eviction=limits.eviction,
-        emit=emit,
-    )
+    return BlockManager(num_blocks, **_of_limits(limits), emit=emit)
+
+
+def _of_limits(limits: Limits) -> dict[str, Any]:
+    """What a BlockManager takes from the limits."""
+    names = ("block_size", "windows", "enable_prefix_caching", "eviction")
+    return {name: getattr(limits, name) for name in names}

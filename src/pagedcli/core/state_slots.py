@@ -85,10 +85,6 @@ class StateSlots:
     def num_held(self) -> int:
         return len(self.slots) - self.num_available
 
-    @property
-    def num_checkpoints(self) -> int:
-        return len(self._index)
-
     def find(self, prefix: Prefix) -> int | None:
         """The slot with the state after these tokens, also where a step of now writes it."""
         slot_id = self._index.get(prefix.hash)

@@ -47,10 +47,6 @@ class SlotLedger:
     def num_held(self) -> int:
         return self.num_slots - len(self.empty) - len(self.idle)
 
-    @property
-    def num_checkpoints(self) -> int:
-        return len(self.index)
-
     def hit(self, chain: Sequence[int], step: int | None) -> int:
         """The longest beginning of a chain of hashes, of one group of layers, that ends at a checkpoint which a step
         can read."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedcli.layers.quantized import GroupedWeight
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, GroupedWeight
 from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # in halves
 _ROWS_BYTES = 2**24  # of the numbers that are computed at a time: copies of a whole weight would be the peak of loading
 
 
@@ -130,9 +129,8 @@ def _iq4_nl(raw: Tensor) -> Blocks:
 def _mxfp4(raw: Tensor) -> Blocks:
     exponents = raw[..., :1].to(torch.int32)  # of a half of a power of two: the smallest two are subnormal
     scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    levels = torch.tensor(_E2M1_LEVELS) + 12
-    codes = levels.to(torch.uint8)[_bits(raw[..., 1:], 4, 16).long()]
-    return Blocks(codes.unsqueeze(-2), scales.view(torch.float32), zero=12)
+    codes = torch.tensor(E2M1, dtype=torch.uint8)[_bits(raw[..., 1:], 4, 16).long()]
+    return Blocks(codes.unsqueeze(-2), scales.view(torch.float32), zero=E2M1_ZERO)
 
 
 def _with_steps(codes: Tensor, step: Tensor, factors: Tensor, *, zero: int) -> Blocks:
