@@ -176,7 +176,7 @@ def tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = 
 
 def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str = "5GB") -> Path:
     """Write a model of a transformers config, filled with seeded noise, to `path`."""
-    with torch.random.fork_rng():  # some families draw vectors, to which the noise is added
+    with torch.random.fork_rng(devices=[]):  # some families draw vectors, to which the noise is added
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
