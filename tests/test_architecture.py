@@ -216,6 +216,19 @@ def test_help_starts_fast_and_loads_no_torch():
     assert min(times) < 0.4, f"pagedcli --help took {min(times):.2f} s"
 
 
+def test_no_command_loads_torch_for_its_help_and_errors():
+    program = (
+        "import importlib, sys\n"
+        "from pagedcli.cli.main import COMMANDS\n"
+        "for name in COMMANDS:\n"
+        "    importlib.import_module('pagedcli.cli.' + name.replace('-', '_'))\n"
+        "    heavy = {'torch', 'transformers', 'textual'} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} loads {heavy}'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_engine_core_loads_no_torch():
     program = "import sys, pagedcli.core.engine_core; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,5 +1,6 @@
 """`pagedcli bench`: workloads that equal the published ones, a floor that equals the published one, and its tables."""
 
+import functools
 import json
 import random
 from dataclasses import asdict
@@ -8,7 +9,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from pagedcli.bench.rates import MachineRates
+from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
 from pagedcli.bench.workloads import PRESETS, RandomSpec, preset_workload, random_workload, within, workload_floor
@@ -98,6 +99,16 @@ def test_throughput_says_how_far_from_the_floor_it_is():
     assert row["machine"]["read_bytes_per_s"] > 1e9
 
 
+@pytest.fixture
+def measured_once(monkeypatch):
+    """The machine's rates are measured once for all tests that do not look at them."""
+    monkeypatch.setattr("pagedcli.bench.throughput.measure_rates", _rates)
+
+
+_rates = functools.cache(measure_rates)
+
+
+@pytest.mark.usefixtures("measured_once")
 def test_latency_has_a_row_per_batch_size():
     text = bench("latency", *SMALL, "--batch-size", "1", "--batch-size", "2", "--input-len", "8", "--output-len", "3")
     assert "TTFT ms" in text
@@ -114,6 +125,7 @@ def test_cache_gives_the_same_tokens_without_it():
     assert (with_cache["tokens_computed"], without["tokens_computed"]) == (16, 12 + 13 + 14 + 15 + 16)
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_a_model_with_a_small_vocabulary_can_be_measured(tmp_path):
     """Ids of workloads are drawn below 10,000."""
     config = json.loads((shape_folder("qwen3-small") / "config.json").read_text()) | {"vocab_size": 300}
@@ -162,6 +174,7 @@ def test_a_product_that_beats_the_registers_is_the_limit():
 SHORT = (*SMALL, "--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--repeat", "2")
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_an_earlier_file_is_compared_figure_by_figure(tmp_path):
     (tmp_path / "before.json").write_text(bench("throughput", *SHORT, "--format", "json"))
     found = json.loads(bench("throughput", *SHORT, "--compare", str(tmp_path / "before.json"), "--format", "json"))
@@ -234,6 +247,7 @@ def test_the_remaining_time_follows_from_the_share_that_is_done(monkeypatch, cap
     assert capsys.readouterr().err == "W1: 25%, about 60 s left\n"
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_passes_are_shown_as_they_end_and_by_default_fit_a_minute(monkeypatch, capsys):
     lengths = ("--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--format", "json")
     result = CliRunner().invoke(app, ["bench", "throughput", *SMALL, *lengths], catch_exceptions=False)

@@ -35,7 +35,6 @@ from pagedcli.core.admission import admit
 from pagedcli.core.limits import NO_LIMIT, Limits
 from pagedcli.errors import RequestError, UsageError
 from pagedcli.models.spec import ModelSpec
-from pagedcli.planning.decide import resolve_max_model_len
 from pagedcli.sampling_params import SamplingParams, seed_for
 
 _JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
@@ -336,6 +335,8 @@ def open_prompts(loaded: LoadedConfig, input_name: str, folder: Path, limits: Li
 
 def limits_without_pool(engine: EngineConfig, spec: ModelSpec | None) -> Limits:
     """What a request must fit into where the pool is not known; nor the model's length if `spec` is None."""
+    from pagedcli.planning.decide import resolve_max_model_len  # loads torch
+
     return Limits.of(
         engine,
         max_model_len=NO_LIMIT if spec is None else resolve_max_model_len(engine, spec),
