@@ -7,7 +7,8 @@ import pytest
 from cli_harness import FAST, pagedcli, rows_of
 from model_zoo import tiny_model
 
-from pagedcli.models.families import FAMILIES, Family
+from pagedcli.models.families import FAMILIES
+from pagedcli.models.family import Family
 from pagedcli.models.hub import resolve_model
 
 ENTRY = Family(

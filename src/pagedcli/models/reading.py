@@ -11,7 +11,8 @@ import msgspec
 
 from pagedcli.errors import ModelError
 from pagedcli.models.config_json import check_supported, convert, read_json, stop_ids
-from pagedcli.models.families import ATTENDS, FAMILIES, Family, FamilyConfig, OptionalInt
+from pagedcli.models.families import FAMILIES
+from pagedcli.models.family import ATTENDS, Family, FamilyConfig, OptionalInt
 from pagedcli.models.gguf.description import describe, frequency_factors
 from pagedcli.models.gguf.header import is_gguf, read_header
 from pagedcli.models.quantization import read_quantization, refusal

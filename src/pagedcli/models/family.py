@@ -1,0 +1,114 @@
+"""What may be said of a native family: the fields of its config.json, and how it differs from Llama. Free of torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from pagedcli.models.config_json import Ids
+
+OptionalInt = int | msgspec.UnsetType | None  # null and absent differ
+ATTENDS = frozenset({"full_attention", "attention"})  # of layer_types, new and old name
+RECURS = frozenset({"linear_attention", "mamba", "conv"})
+
+
+class FamilyConfig(msgspec.Struct):
+    """The fields of config.json that the native families use. UNSET by default if the file may omit them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: OptionalInt = msgspec.UNSET
+    head_dim: OptionalInt = msgspec.UNSET
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    max_position_embeddings: int | None = None
+    use_sliding_window: bool = False
+    sliding_window: OptionalInt = msgspec.UNSET
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    eos_token_id: Ids | msgspec.UnsetType = msgspec.UNSET
+    bos_token_id: OptionalInt = msgspec.UNSET
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    hidden_activation: str | None = None
+    attention_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
+    no_rope_layer_interval: int = 4
+    layer_rope_theta: list[float] | None = None  # 0: the layer has no rotary embedding
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float = 256
+    sliding_window_pattern: int = 2  # one full-attention layer in each group of this size
+    qkv_bias: bool = False
+    num_experts: int = 0
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    conv_L_cache: int = 3
+    conv_bias: bool = False
+    full_attn_idxs: list[int] | None = None
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_multiple_of: int = 256
+    attn_layer_indices: list[int] | None = None
+    mamba_n_heads: int = 128
+    mamba_d_head: int | str = "auto"  # auto: all heads together are mamba_expand * hidden_size wide
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[float | dict[str, str]] | None = None  # {"__float__": "Infinity"} is transformers' infinity
+    shared_intermediate_size: int = 1024
+    position_embedding_type: str | None = None
+    num_dense_layers: int = 2
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a native family differs from Llama. The defaults are those of its transformers config class, because
+    config.json omits values that equal them."""
+
+    architecture: str
+    num_kv_heads: int | None  # None: as many as query heads
+    head_dim: int | None  # None: hidden_size / num_heads
+    max_position_embeddings: int
+    special_ids: tuple[int | None, int | None]  # bos, eos
+    sliding: Literal["never", "all", "by layer", "as listed", "alternating", "alternating, full first", "if used"]
+    qkv_bias: bool | None = None  # None: attention_bias of config.json
+    out_bias: bool | None = None  # None: attention_bias of config.json
+    mlp_bias: bool | None = False  # None: mlp_bias of config.json
+    activations: tuple[str, ...] = ("silu", "swish")  # that it may have
+    # which layers have which rotary embedding: all the same one; none in those where no_rope_layers is 0; one for full
+    # attention and one for windows; one of each theta in layer_rope_theta; none unless position_embedding_type is rope
+    ropes: Literal["same", "as listed", "by window", "by theta", "if named"] = "same"
+    partial_rope: bool = False  # partial_rotary_factor is read
+    defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
+    traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
+    layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
+    # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`
+    nested: bool = False
+    renamed: dict[str, str] = field(default_factory=dict)  # fields of config.json -> what others call them
