@@ -4,6 +4,7 @@ Used by cli, batch and engine; needs no torch. How it is carried out on a machin
 """
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +15,7 @@ import msgspec
 import yaml
 
 from pagedcli.config_keys import check_ranges, key, keys_of
-from pagedcli.errors import ConfigError
+from pagedcli.errors import ConfigError, ParameterError
 from pagedcli.events import Eviction
 from pagedcli.sampling_params import SamplingParams
 
@@ -156,7 +157,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The batch run: chats, rows and errors."""
 
     system_prompt: Annotated[
-        str | None, _rows("System prompt for chats without one; turns text prompts into chats", metavar="TEXT")
+        str | None,
+        _rows("System prompt for chats without one; turns text prompts into chats", metavar="TEXT|@FILE", reads="text"),
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        _rows(
+            "OpenAI's list of tools, for chats without one; turns text prompts into chats; calls in answers are text",
+            metavar="JSON|@FILE",
+            reads="json",
+        ),
     ] = None
     chat_template: Annotated[str | None, _rows("Jinja file or text", metavar="FILE", default="the tokenizer's own")] = (
         None
@@ -193,6 +203,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             affects_rows=False,
         ),
     ] = None
+    deduplicate: Annotated[
+        bool,
+        _rows("Compute rows that ask for the same only once, if they are greedy or have a seed", affects_rows=False),
+    ] = False
     limit: Annotated[int | None, _rows("Read only the first N rows of the input", at_least=1, affects_rows=False)] = (
         None
     )
@@ -205,6 +219,19 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.tools is not None and (problem := tools_problem(self.tools)) is not None:
+            raise ParameterError(problem)
+
+
+def tools_problem(tools: object) -> str | None:
+    """What is wrong with a list of tools in OpenAI's form. None: nothing."""
+    if not isinstance(tools, list):
+        return "tools must be a list"
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return f'tools[{place}] must be {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}'
+    return None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -237,6 +264,8 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
     engine = document.get("engine", {})
     if isinstance(engine.get("kv_cache_memory"), str):
         engine["kv_cache_memory"] = parse_bytes(engine["kv_cache_memory"])
+    for dotted in _leaf_keys(document):
+        _read_value(document, dotted, sources[dotted])
     if type(engine.get("checkpoints")) is int:
         engine["checkpoints"] = str(engine["checkpoints"])
     defaults = msgspec.to_builtins(Config().sampling)
@@ -247,6 +276,52 @@ def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None
         where = f"{path}: " if path is not None else ""
         raise ConfigError(f"{where}{_in_words(str(error))}", hint=_nearest_key(str(error))) from error
     return LoadedConfig(config, sources)
+
+
+def _read_value(document: dict[str, Any], dotted: str, source: str) -> None:
+    """Replace @FILE by the content of the file where the key says so, and JSON text by its value."""
+    section, name = dotted.split(".", 1)
+    value, reads = document[section][name], None
+    if section in Config.__struct_fields__:
+        struct: type[msgspec.Struct] = type(getattr(Config(), section))
+        reads = keys_of(struct)[name][1].reads if name in struct.__struct_fields__ else None
+    if reads is None or not isinstance(value, str):
+        return
+    shown = source if source.startswith("--") else f"{source}: {dotted}"
+    place = shown
+    if value.startswith("@"):
+        place = f"{shown}: {value[1:]}"
+        try:
+            value = Path(value[1:]).read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be read: {error.strerror}", hint="@ is followed by a file") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
+    document[section][name] = value.removesuffix("\n") if reads == "text" else _from_json(value, place)
+    if dotted == "sampling.response_format":
+        document[section][name] = _response_format(document[section][name], place)
+    if dotted == "run.tools" and (problem := tools_problem(document[section][name])) is not None:
+        raise ConfigError(f"{place}: {problem}")
+
+
+def _from_json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{place}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}",
+            hint="give JSON, or @ and the name of a file with JSON",
+        ) from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, a number of 5,000 digits
+        raise ConfigError(f"{place} is not usable JSON: {str(error).partition(';')[0]}") from error
+
+
+def _response_format(value: Any, place: str) -> dict[str, Any]:
+    """OpenAI's response_format; a JSON schema becomes one."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place} must hold a JSON object: a schema, or OpenAI's response_format")
+    is_openai = value.get("type") in ("text", "json_object", "json_schema")
+    return value if is_openai else {"type": "json_schema", "json_schema": {"schema": value}}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Used by config and sampling_params, which declare keys, and by cli.options, whic
 import functools
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
@@ -27,6 +27,7 @@ class Key:
     above: float | None
     at_most: float | None
     names_in: str | None  # MODULE:TABLE of the allowed names: those who add one need not know this key
+    reads: Literal["text", "json"] | None  # @FILE stands for the content of a file; json: which is JSON, as text is
 
     @property
     def is_bounded(self) -> bool:
@@ -73,12 +74,13 @@ def key(
     above: float | None = None,
     at_most: float | None = None,
     names_in: str | None = None,
+    reads: Literal["text", "json"] | None = None,
 ) -> msgspec.Meta:
     """The annotation of a struct field (see Key). The range is not left to msgspec, whose message omits the value.
 
     A key affects rows unless it says otherwise: `--resume` then refuses another value, so forgetting is safe.
     """
-    made = Key(panel, description, metavar, default, has_flag, affects_rows, at_least, above, at_most, names_in)
+    made = Key(panel, description, metavar, default, has_flag, affects_rows, at_least, above, at_most, names_in, reads)
     return msgspec.Meta(description=description, extra={"key": made})
 
 

@@ -113,7 +113,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     regex: Annotated[str | None, _key("Constrain the output to match this regular expression", metavar="REGEX")] = None
     response_format: Annotated[
-        dict[str, Any] | None, _key("OpenAI's: {type: text | json_object | json_schema, ...}", has_flag=False)
+        dict[str, Any] | None,
+        _key(
+            "JSON schema that each output must match, or OpenAI's {type: json_object | json_schema, ...}",
+            metavar="JSON|@FILE",
+            reads="json",
+        ),
     ] = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None,

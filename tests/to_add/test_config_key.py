@@ -111,6 +111,8 @@ def test_every_key_of_today_is_in_the_fingerprint_or_declared_neutral(folder):
                 value = next(each for each in declared.names if each != default)
             elif "Literal" in str(type_):
                 value = next(each for each in str_literals(type_) if each != default)
+            if name == "tools":
+                value = [{"type": "function", "function": {"name": "x"}}]
             if name in ("chat_template", "model"):  # these two are files
                 continue
             changed = Config(**{section: struct(**{name: value})})

@@ -57,6 +57,8 @@ def _settings(config: Config) -> dict[str, str]:
         for name, (_, declared) in keys_of(type(values)).items():
             value = getattr(values, name)
             text = str(value).lower() if isinstance(value, bool) else str(value)
+            if isinstance(value, list):
+                text = _digest(msgspec.json.encode(value).decode())
             if name in _ALWAYS:
                 settings[name] = text
             elif declared.affects_rows and value != getattr(defaults, name):

@@ -174,6 +174,18 @@ def _grammar(structure: StructuredOutputsParams) -> str:
         raise RequestError("invalid_schema", f"the schema cannot be used: {_one_line(str(error))}") from error
 
 
+def check_grammar(params: SamplingParams) -> None:
+    """Raises: RequestError if the grammar of a whole run cannot be compiled; needs no vocabulary."""
+    from llguidance import LLMatcher
+
+    if params.structure is None:
+        return
+    problem = LLMatcher.validate_grammar(_grammar(params.structure))
+    if problem:
+        kind = params.structure.kind
+        raise RequestError(f"invalid_{kind}", f"the {kind} cannot be used: {_one_line(problem)}")
+
+
 def _check_size(structure: StructuredOutputsParams) -> None:
     """Raises: RequestError for a grammar that would take too long to compile."""
     for kind, text in (("regex", structure.regex), ("grammar", structure.grammar)):

@@ -22,7 +22,15 @@ from pagedcli.batch.journal import (
 )
 from pagedcli.batch.lines import InputScan, LineSource
 from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
-from pagedcli.batch.prompts import BatchOptions, KeptColumns, batch_options, open_source, open_tokenizer
+from pagedcli.batch.prompts import (
+    BatchOptions,
+    KeptColumns,
+    batch_options,
+    check_response_format,
+    open_source,
+    open_tokenizer,
+)
+from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.row_format import CsvLines, JsonLines, RowFormat, kind_of
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
@@ -117,6 +125,15 @@ class OpenJob:
         self._format = _row_format(job, self.lines, columns)
         self._columns = self._format.row_columns if isinstance(self._format, ParquetRows) else columns
         self._kept = KeptColumns(self.lines, columns, in_rows=self._columns.copies)
+        run = job.loaded.config.run
+        self._repeats: Repeats | None = None
+        if run.deduplicate:
+            if self.lines.is_live:
+                raise UsageError(
+                    "--deduplicate reads the input twice, but this one can be read only once",
+                    hint="write it into a file first",
+                )
+            self._repeats = Repeats(columns, limit=run.limit, shard=job.shard)
         self.sample = RowSample(job.num_verified)
         self._num_rows: int | None = None  # of the output, if known
         self._read: InputScan | None = None  # the rows up to the limit, if they have been read
@@ -140,13 +157,16 @@ class OpenJob:
         # a broken config.json is refused as such, before transformers blames the tokenizer
         read_spec(folder, trust_remote_code=config.engine.trust_remote_code)
         self._tokenizer = open_tokenizer(config, folder)
+        check_response_format(config.sampling)
         self._fingerprint = run_fingerprint(config, folder, self._tokenizer, shard=self.job.shard_name)
 
     def open_sink(self, stdout: BinaryIO) -> Sink:
         """The sink of the rows: a file or stream is opened; without one it is `stdout`."""
         job = self.job
-        scans = self.lines.scan(job.loaded.config.run.limit, observe=self._kept.add)
+        scans = self.lines.scan(job.loaded.config.run.limit, observe=self._look_at)
         self._kept.check()
+        if self._repeats is not None:
+            self._repeats.scanned()
         if scans is not None:
             self._read = scans[1]
             self._num_rows = len(range(job.shard[0], self._read.num_rows, job.shard[1]))
@@ -158,6 +178,11 @@ class OpenJob:
         fingerprint = self._fingerprint | kernel_fingerprint(job.loaded.config.engine)
         journal = open_journal(job.output_file, fingerprint, resume=job.resume, overwrite=job.overwrite)
         return FileSink(job.output_file, journal, order=order, rows_format=self._format)
+
+    def _look_at(self, content: bytes | None) -> None:
+        self._kept.add(content)
+        if self._repeats is not None:
+            self._repeats.add(content)
 
     def start(
         self,
@@ -180,6 +205,7 @@ class OpenJob:
             live=self.lines.is_live,
             num_rows=self._num_rows,
             read=self._read,
+            repeats=self._repeats,
             observe=observe,
             observe_row=self.sample.add if self.job.num_verified else None,
             stop_requested=stop_requested,

@@ -9,14 +9,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from pagedcli.batch.columns import Columns, names_of
-from pagedcli.batch.grammar import Grammars
+from pagedcli.batch.grammar import Grammars, check_grammar
 from pagedcli.batch.lines import Line, LineSource
 from pagedcli.batch.parquet import ParquetSource, is_parquet
+from pagedcli.batch.repeats import request_key
 from pagedcli.batch.requests import (
     BatchRequest,
     Message,
@@ -29,7 +30,7 @@ from pagedcli.batch.requests import (
     with_system_prompt,
 )
 from pagedcli.batch.stats import SeenIds
-from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.batch.tokenizer import NO_TOOLS, Tokenizer
 from pagedcli.config import Config, EngineConfig, LoadedConfig
 from pagedcli.core.admission import admit
 from pagedcli.core.limits import NO_LIMIT, Limits
@@ -121,7 +122,9 @@ class BatchOptions:
     max_tokens_given: bool = False  # set by a flag: then it is not lowered to what fits
     seed: int = 0  # for requests without one
     system_prompt: str | None = None  # also turns plain text prompts into chats
+    tools: list[dict[str, Any]] | None = None  # of chats without their own; the same
     strict: bool = False  # unknown fields are errors
+    deduplicate: bool = False  # rows with equal answers are computed once
     limit: int | None = None  # rows of the input
     max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
@@ -139,7 +142,9 @@ def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, i
         max_tokens_given=loaded.sources.get("sampling.max_tokens", "").startswith("--"),
         seed=config.engine.seed,
         system_prompt=config.run.system_prompt,
+        tools=config.run.tools,
         strict=config.run.strict,
+        deduplicate=config.run.deduplicate,
         limit=config.run.limit,
         max_errors=config.run.max_errors,
         shard=shard,
@@ -150,9 +155,27 @@ def batch_options(loaded: LoadedConfig, columns: Columns, *, shard: tuple[int, i
 
 
 def open_tokenizer(config: Config, folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder, with the run's chat template. Raises: ModelError, UsageError."""
+    """The tokenizer of a model's folder, with the run's chat template, which must show the run's tools.
+
+    Raises: ModelError, UsageError.
+    """
     run, engine = config.run, config.engine
-    return Tokenizer(folder, chat_template=run.chat_template, trust_remote_code=engine.trust_remote_code)
+    tokenizer = Tokenizer(folder, chat_template=run.chat_template, trust_remote_code=engine.trust_remote_code)
+    if run.tools and not tokenizer.shows_tools:
+        raise UsageError(
+            f"--tools: {NO_TOOLS}", hint="give a template that shows tools with --chat-template, or leave out --tools"
+        )
+    return tokenizer
+
+
+def check_response_format(defaults: SamplingParams) -> None:
+    """Raises: UsageError for a --response-format that no row could use."""
+    if defaults.response_format is None:
+        return
+    try:
+        check_grammar(defaults)
+    except RequestError as error:
+        raise UsageError(f"--response-format: {error.message}", hint="correct the schema") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +253,7 @@ class Intake:
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def _encode(self, request: BatchRequest) -> list[list[int]]:
-        """Token ids of each prompt; a system prompt turns text prompts into chats. Raises: RequestError."""
+        """Token ids of each prompt; the run's system prompt and tools turn texts into chats. Raises: RequestError."""
         if request.messages is not None:
             return [self._encode_chat(request, request.messages)]
         return [
@@ -238,13 +261,17 @@ class Intake:
         ]
 
     def _encode_text(self, request: BatchRequest, text: str) -> list[int]:
-        if self._options.system_prompt is not None:
+        if self._options.system_prompt is not None or (self._options.tools and request.tools is None):
             return self._encode_chat(request, [{"role": "user", "content": text}])
         return self._tokenizer.encode_within(text, self._limits.max_model_len)
 
     def _encode_chat(self, request: BatchRequest, messages: list[Message]) -> list[int]:
         messages = with_system_prompt(messages, self._options.system_prompt)
-        text = self._tokenizer.render_chat(messages, request.chat_template_kwargs)
+        tools = self._options.tools if request.tools is None else request.tools
+        if tools and not self._tokenizer.shows_tools:
+            raise RequestError("unsupported_parameter", f"{NO_TOOLS}; leave 'tools' out")
+        arguments = {"tools": tools, **request.chat_template_kwargs} if tools else request.chat_template_kwargs
+        text = self._tokenizer.render_chat(messages, arguments)
         # the template has already written the special tokens
         return self._tokenizer.encode_within(text, self._limits.max_model_len, add_special_tokens=False)
 
@@ -268,6 +295,7 @@ class Prompts:
         """`observe` is called with each line up to the limit, also with those of other shards."""
         self.tokenizer = tokenizer
         self.num_rows = 0  # so far, with those of other shards
+        self.num_copied = 0  # so far, with the answers of an earlier one (see `admitted`)
         self._lines = lines
         self._options = options
         self._limits = limits
@@ -296,15 +324,23 @@ class Prompts:
 
     def admitted(self, grammars: Grammars | None = None) -> Iterator[tuple[Prepared, list[int]] | Refused]:
         """The same without an engine: with the number of tokens that each prompt may generate, and what the engine
-        would refuse as Refused. One that only does not fit into the pool comes a second time, as if it did.
+        would refuse as Refused. One that only does not fit into the pool comes a second time, as if it did. With
+        `deduplicate` rows with the answers of an earlier one are left out.
 
         `grammars` compiles those of the prompts; None: they are not checked.
         """
+        seen: set[bytes] = set()
         for taken in self:
             if isinstance(taken, Refused):
                 yield taken
             if not isinstance(taken, Prepared):
                 continue
+            if self._options.deduplicate:
+                key = request_key(taken)
+                if key in seen:
+                    self.num_copied += 1
+                    continue
+                seen.add(key)
             try:
                 if grammars is not None:
                     grammars.guides(taken.prompts[0].params)  # the line's

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from pagedcli.batch.columns import Columns
+from pagedcli.config import tools_problem
 from pagedcli.errors import RequestError
 from pagedcli.sampling_params import SamplingParams
 
@@ -81,7 +82,9 @@ _ALIASES = {
 }
 _GRAMMAR_FIELDS = ("response_format", "regex", "structured_outputs")
 _BEAM_FIELDS = ("use_beam_search", "best_of")  # of older vLLM, where best_of, or else n, is the number of beams
-_REQUEST_FIELDS = frozenset(("prompt", "messages", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS))
+_REQUEST_FIELDS = frozenset(
+    ("prompt", "messages", "tools", "cache_salt", "chat_template_kwargs", "top_logprobs", *_BEAM_FIELDS)
+)
 _GUIDED_FIELDS = {"guided_json": "json", "guided_choice": "choice", "guided_grammar": "grammar"}  # vLLM's older names
 _ENVELOPE_FIELDS = frozenset(("id", "custom_id", "method", "url", "body"))
 # arguments of apply_chat_template that are not template variables
@@ -105,7 +108,6 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {  # field: values without eff
     "stream": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 _USED_FIELDS = _SAMPLING_FIELDS | _REQUEST_FIELDS | _GUIDED_FIELDS.keys()
@@ -135,6 +137,7 @@ class BatchRequest:
     max_tokens_given: bool  # set by the line itself
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None  # None: the run's
 
 
 class RequestParser:
@@ -170,6 +173,7 @@ class RequestParser:
             max_tokens_given="max_tokens" in body,
             cache_salt=_typed(body, "cache_salt", str, None),
             chat_template_kwargs=_template_kwargs(body),
+            tools=_tools(body, in_chat=messages is not None),
         )
 
     def _check_envelope(self, document: dict[str, Any], shape: Shape) -> None:
@@ -293,6 +297,15 @@ def request_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
     return request | {"messages" if isinstance(first, dict) else "prompt": value}
 
 
+def asked_of(document: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """What a line asks for, without its id and without fields that have no effect: of lines with equal answers it is
+    mostly equal. Raises: RequestError as request_of."""
+    request = request_of(document, columns)
+    body = request.get("body")
+    fields = body if isinstance(body, dict) else request
+    return {name: value for name, value in fields.items() if name in _USED_FIELDS or name in _ALIASES}
+
+
 def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     """Text or token ids, or a list of either, as the completions endpoint accepts. Raises: RequestError."""
     if isinstance(prompt, str):
@@ -337,6 +350,20 @@ def _beams(body: dict[str, Any]) -> dict[str, Any]:
     if width is None:
         raise RequestError("invalid_parameter", "use_beam_search needs 'beam_width' (or best_of, n)")
     return {"beam_width": width}
+
+
+def _tools(body: dict[str, Any], *, in_chat: bool) -> list[dict[str, Any]] | None:
+    """The line's own tools. None: those of the run. Raises: RequestError."""
+    if body.get("tool_choice") == "none":
+        return []
+    tools: list[dict[str, Any]] | None = body.get("tools")
+    if tools is None:
+        return None
+    if (problem := tools_problem(tools)) is not None:
+        raise RequestError("invalid_request", problem)
+    if tools and not in_chat:
+        raise RequestError("invalid_request", "'tools' needs 'messages'")
+    return tools
 
 
 def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.lines import InputDigest, InputScan, Line, as_they_come
 from pagedcli.batch.prompts import BatchOptions, Prepared, Prompts, Refused
+from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.requests import RowHead
 from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.sinks import Sink
@@ -111,7 +112,7 @@ class BatchRun:
     """One pass over an input.
 
     `live`: lines may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if known.
-    `read`: the rows of the input up to the limit, if they have been read before.
+    `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal rows once.
     `observe` is called with the counters after each step, `observe_row` with each good row. `stop_requested` is called
     before each step, and True ends the run once the rows so far are written.
     """
@@ -128,6 +129,7 @@ class BatchRun:
         live: bool = False,
         num_rows: int | None = None,
         read: InputScan | None = None,
+        repeats: Repeats | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[Line, list[Answer]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
@@ -161,6 +163,7 @@ class BatchRun:
         self._max_tokens_in_work = read_ahead(engine.limits) if options.read_ahead is None else options.read_ahead
         self._num_tokens_in_work = 0
         self._window = PrefixWindow() if options.reorder == "prefix" else None
+        self._repeats = repeats
         self._exhausted = False  # whether the input has ended
         self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
 
@@ -219,13 +222,20 @@ class BatchRun:
             if taken is None:
                 waits = True
                 break
-            if not isinstance(taken, Line):  # else its row is done already
+            if not isinstance(taken, Line):
                 self._take(taken)
+            elif self._repeats is not None:  # its row is done already
+                self._repeats.leave_out(taken.index)
         if self._window is not None:
-            self._start_waiting(self._window, partial=self._exhausted or waits or self._sink.full)
+            self._start_waiting(self._window, partial=self._exhausted or waits or self._is_held_up)
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether too many rows wait for others to be done."""
+        return self._sink.full or (self._repeats is not None and self._repeats.full)
 
     def _has_room(self) -> bool:
-        if self._sink.full:
+        if self._is_held_up:
             return False
         return self._engine_has_room() if self._window is None else not self._window.full
 
@@ -233,9 +243,17 @@ class BatchRun:
         return len(self._in_work) < self._max_in_work or self._num_tokens_in_work < self._max_tokens_in_work
 
     def _take(self, taken: Prepared | Refused) -> None:
-        """Queue the request of a line, or write its error row."""
+        """Queue the request of a line, or write its row if its error or an equal row's answers are known."""
         if isinstance(taken, Refused):
+            if self._repeats is not None:
+                self._repeats.leave_out(taken.line.index)
             self._write_error(taken.head, taken.line.digest, taken.error)
+            return
+        found = False if self._repeats is None else self._repeats.take(taken)
+        if not isinstance(found, bool):
+            self._write_copy(taken.head, taken.line, found)
+        elif found:
+            pass  # another row that is being computed has its answers
         elif self._window is not None:
             self._window.add(taken)
         else:
@@ -326,6 +344,24 @@ class BatchRun:
             self.stats.queued.add(metrics.queued_s)
             if metrics.tpot_s is not None:
                 self.stats.tpot.add(metrics.tpot_s)
+        self._write_copies(row.line.index, answers)
+
+    def _write_copies(self, index: int, outcome: list[Answer] | RequestError) -> None:
+        """Write the rows that have waited for the answers of this one."""
+        if self._repeats is not None:
+            for head, line in self._repeats.finish(index, outcome):
+                self._write_copy(head, line, outcome)
+
+    def _write_copy(self, head: RowHead, line: Line, outcome: list[Answer] | RequestError) -> None:
+        if isinstance(outcome, RequestError):
+            self._write_error(head, line.digest, outcome)
+            return
+        self._sink.write(head.index, line.digest, self._rows.encode_success(head, outcome), ok=True)
+        if self._observe_row is not None:
+            self._observe_row(line, outcome)
+        self.stats.num_done += 1
+        self.stats.num_copied += 1
+        self.stats.num_copied_tokens += sum(len(each.token_ids) for answer in outcome for each in answer.output.samples)
 
     def _fail(self, row: _Row, error: RequestError) -> None:
         """Write the error row of a line, and drop its other prompts."""
@@ -333,6 +369,7 @@ class BatchRun:
             if self._finish(request_id) is not None:
                 self._engine.abort(request_id)
         self._write_error(row.head, row.line.digest, error)
+        self._write_copies(row.line.index, error)
 
     def _write_error(self, head: RowHead, line_digest: int, error: RequestError) -> None:
         self._sink.write(head.index, line_digest, self._rows.encode_error(head, error), ok=False)

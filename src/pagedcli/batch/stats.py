@@ -49,6 +49,8 @@ class BatchStats:
     num_resumed: int = 0  # rows that were in the journal
     num_resumed_failed: int = 0  # rows
     num_row_tokens: int = 0  # generated tokens in the rows of this run; dropped beams and failed rows have others
+    num_copied: int = 0  # rows of this run with the answers of an equal one (--deduplicate)
+    num_copied_tokens: int = 0  # generated tokens in these, which num_row_tokens leaves out
     elapsed_s: float = 0.0
     ttft: LogHistogram = field(default_factory=LogHistogram)  # seconds, from when the engine took the row
     queued: LogHistogram = field(default_factory=LogHistogram)  # seconds, the part of it before the first step

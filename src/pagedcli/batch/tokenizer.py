@@ -27,6 +27,7 @@ _MAX_RENDERED = 2**24  # characters of a chat: as much as a line may have
 _MAX_RENDER_S = 5.0  # a chat template takes microseconds
 _PANIC = "PanicException"  # of the Rust library: no subclass of Exception, and its module cannot be imported
 _TAIL = 8  # prompt tokens decoded before the output: enough to know whether its first word begins with a space
+NO_TOOLS = "the chat template does not show tools to the model"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,6 +68,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         template = self._hf.chat_template
         return template if template is None or isinstance(template, str) else repr(sorted(template.items()))
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template uses the tools that it is given."""
+        return "tools" in (self.chat_template or "")
 
     @property
     def eos_token_id(self) -> int | None:

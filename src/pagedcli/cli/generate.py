@@ -104,6 +104,8 @@ def _run_on_cluster(job: Job, options: GenerateOptions) -> int:
             "--ray cannot be combined with --record, --dump-kv, --kv-events, --metrics, --shard or --verify"
         )
     run = job.loaded.config.run
+    if run.deduplicate:
+        raise UsageError("--ray cannot be combined with --deduplicate: equal rows may be in different parts")
     if run.order != "input" or run.reorder != "none" or run.read_ahead is not None:
         raise UsageError(
             "--ray cannot be combined with --order, --reorder or --read-ahead: it groups rows by prefix itself"

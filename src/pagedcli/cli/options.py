@@ -20,7 +20,7 @@ from pagedcli.config_keys import Key, keys_of
 from pagedcli.show.tables import Format
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
-_SHORT = {"engine.model": "-m"}
+_SHORT = {"engine.model": "-m", "run.system_prompt": "--system"}
 _METAVARS = {int: "N", float: "X"}
 
 
@@ -37,7 +37,7 @@ def _flags(section: str) -> dict[str, Any]:
         if not declared.has_flag:
             continue
         long = "--" + name.replace("_", "-")
-        taken = str if declared.metavar == "BYTES" else _flag_type(type_, declared)
+        taken = str if declared.metavar == "BYTES" or declared.reads else _flag_type(type_, declared)
         names = [f"{long}/--no-{long[2:]}" if taken is bool else long]
         if short := _SHORT.get(f"{section}.{name}"):
             names.insert(0, short)

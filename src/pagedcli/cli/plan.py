@@ -189,6 +189,8 @@ def _rows_table(scan: PromptScan) -> Table:
     rows = [{"what": "rows", "rows": scan.num_rows}, {"what": "valid", "rows": scan.num_valid}]
     rows += [{"what": f"bad: {code}", "rows": n} for code, n in scan.bad_codes.most_common()]
     rows.append({"what": "prompt equal to an earlier one", "rows": plan.num_repeated})
+    if scan.num_copied:
+        rows.append({"what": "with the answers of an earlier one, left out", "rows": scan.num_copied})
     notes = [
         f"ignored field {name!r} in {plural(lines, 'row')}" for name, lines in sorted(scan.ignored.items())[:_MAX_SHOWN]
     ]

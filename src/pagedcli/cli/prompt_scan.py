@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pagedcli.models.spec import ModelSpec
 
 PROMPT_KEYS = (
-    *("sampling.max_tokens", "run.system_prompt", "run.chat_template"),
-    *("run.field", "run.id_field", "run.limit", "run.strict"),
+    *("sampling.max_tokens", "sampling.response_format", "run.system_prompt", "run.tools", "run.chat_template"),
+    *("run.field", "run.id_field", "run.limit", "run.strict", "run.deduplicate"),
 )
 MAX_LISTED = 1000  # bad rows kept with their line and message; all are counted
 
@@ -31,6 +31,7 @@ class PromptScan:
     plan: PromptSurvey
     tokenizer: "Tokenizer"
     num_rows: int = 0
+    num_copied: int = 0  # of them: left out, because they have the answers of an earlier one (--deduplicate)
     bad_rows: list[dict[str, Any]] = field(default_factory=list)  # line, id, code, message; the first ones
     bad_codes: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, int] = field(default_factory=dict)  # field without effect -> lines
@@ -81,9 +82,10 @@ def scan_prompts(
     Changes: adds every good row to `shares`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
-    from pagedcli.batch.prompts import Refused, limits_without_pool, open_prompts
+    from pagedcli.batch.prompts import Refused, check_response_format, limits_without_pool, open_prompts
 
     engine = loaded.config.engine
+    check_response_format(loaded.config.sampling)
     survey = PromptSurvey(shares_prompts=engine.enable_prefix_caching)
     if limits is not None:
         survey.windows, survey.chunk_size = limits.windows, limits.chunk_size
@@ -112,5 +114,5 @@ def scan_prompts(
             )
             if shares is not None:
                 shares.add(prompt.token_ids, num_new * params.num_sequences, row.cache_salt)
-    scan.num_rows, scan.ignored = prompts.num_rows, prompts.ignored
+    scan.num_rows, scan.num_copied, scan.ignored = prompts.num_rows, prompts.num_copied, prompts.ignored
     return scan

@@ -78,6 +78,11 @@ def say_summary(result: BatchResult, findings: Findings | None = None) -> None:
             f"  generated    {plural(facts.num_generated_tokens, 'token')}{in_rows}, {generated_per_s:,.0f} tok/s"
             f" ({all_per_s:,.0f} with prompts)"
         )
+        if stats.num_copied:
+            _say_line(
+                f"  deduplicated {plural(stats.num_copied, 'row')} with the answers of an equal one:"
+                f" {plural(stats.num_copied_tokens, 'token')} not generated again"
+            )
         _say_line(
             f"  TTFT         {_percentiles(stats.ttft)}, from admission of the row, not from the start of the run"
         )
@@ -131,6 +136,7 @@ def summary_document(result: BatchResult, findings: Findings | None = None) -> d
         "rows": stats.num_finished,
         "rows_failed": stats.num_finished_failed,
         "rows_resumed": stats.num_resumed,
+        "rows_deduplicated": stats.num_copied,
         "error_codes": dict(stats.error_codes),
         "ignored_fields": result.ignored,
         **{figure.key: figure.value for figure in figures(stats)},

@@ -1,0 +1,148 @@
+"""--deduplicate: rows that ask for the same are computed once, and the output is the one without the flag."""
+
+import json
+
+import msgspec
+import pytest
+from batch_harness import Harness, MemorySource, encode, without_run_dependent_fields
+
+from pagedcli.batch.columns import Columns
+from pagedcli.batch.job import Job
+from pagedcli.batch.journal import journal_path
+from pagedcli.batch.prompts import Prepared, PreparedPrompt
+from pagedcli.batch.repeats import Repeats, request_key
+from pagedcli.cli.session import run_job
+from pagedcli.config import load_config
+from pagedcli.errors import UsageError
+from pagedcli.sampling_params import SamplingParams
+
+LINES = [
+    {"prompt": "Once upon a time", "id": 0, "n": 2},
+    {"prompt": "Once upon a time", "id": 1, "n": 2, "user": "another one"},
+    {"prompt": "The fox", "temperature": 1.0},
+    {"prompt": "The fox", "temperature": 1.0},  # draws of its own
+    {"prompt": "The fox", "temperature": 1.0, "seed": 7, "n": 2},
+    {"prompt": "The fox", "temperature": 1.0, "seed": 7, "n": 2, "logprobs": 1},
+    {"prompt": "The fox", "temperature": 1.0, "seed": 7, "n": 2, "logprobs": 1},
+    {"prompt": ["a b c", "Hello"], "max_tokens": 3},
+    {"max_tokens": 3, "prompt": ["a b c", "Hello"]},
+    {"prompt": "Hello", "beam_width": 3, "n": 2},
+    {"prompt": "Hello", "beam_width": 3, "n": 2},
+    {"prompt": "Hello", "cache_salt": "mine"},
+    {"prompt": "Hello"},
+    {"prompt": "Hello"},
+    {"prompt": "x", "max_tokens": -1},
+    {"prompt": "x", "max_tokens": -1},
+    {"prompt": "Once upon a time " * 1000},
+    {"prompt": "Once upon a time " * 1000},
+    b"{broken",
+    {"custom_id": "c", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}]}},
+    {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "Hi"}]}},
+    {"prompt": "Once upon a time", "id": 21, "n": 2},
+]
+NUM_EQUAL = 7  # good rows that an earlier one answers
+
+
+def scanned(lines, *, limit=None, shard=(0, 1)):
+    repeats = Repeats(Columns(), limit=limit, shard=shard)
+    for line in MemorySource(lines):
+        repeats.add(line.content)
+    repeats.scanned()
+    return repeats
+
+
+@pytest.fixture(scope="module", params=["much memory", "preemptions"])
+def harness(request):
+    if request.param == "much memory":
+        return Harness()
+    return Harness(num_gpu_blocks_override=16, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("reorder", ["none", "prefix"])
+def test_the_rows_are_those_without_it_and_fewer_are_computed(harness, reorder):
+    generated = harness.engine.stats.num_generated_tokens
+    plain = harness.rows(LINES, reorder=reorder)
+    plain_generated = harness.engine.stats.num_generated_tokens - generated
+    repeats = scanned(LINES)
+    result, rows = harness.run(LINES, reorder=reorder, run={"repeats": repeats})
+    assert [without_run_dependent_fields(row) for row in rows] == plain
+    assert result.stats.num_copied == NUM_EQUAL
+    generated = harness.engine.stats.num_generated_tokens - generated - plain_generated
+    assert generated < plain_generated
+    assert not repeats._same, "no answer is kept that no row needs"
+
+
+def test_a_row_whose_equal_is_done_already_is_computed():
+    repeats = scanned([{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}])
+    prompts = [PreparedPrompt([1], SamplingParams(temperature=0.0))]
+    lines = list(MemorySource([{"prompt": "a"}] * 3))
+    repeats.leave_out(0)  # in the journal
+    assert repeats.take(Prepared(lines[1], None, prompts, None)) is False
+    assert repeats.take(Prepared(lines[2], None, prompts, None)) is True
+    assert [line.index for _, line in repeats.finish(1, [])] == [2]
+
+
+def test_only_the_rows_of_the_shard_and_up_to_the_limit_count():
+    lines = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a"}]
+    prompts = [PreparedPrompt([1], SamplingParams(temperature=0.0))]
+    for settings in ({"shard": (0, 3)}, {"limit": 1}):
+        first = Prepared(next(iter(MemorySource(lines))), None, prompts, None)
+        repeats = scanned(lines, **settings)
+        assert repeats.take(first) is False
+        assert not repeats._same, settings
+
+
+def test_what_makes_two_rows_equal():
+    def key(token_ids, salt=None, **params):
+        prompts = [PreparedPrompt(token_ids, SamplingParams(**params))]
+        return request_key(Prepared(None, None, prompts, salt))
+
+    greedy = key([1, 2], temperature=0.0, seed=1)
+    assert greedy == key([1, 2], temperature=0.0, seed=2), "greedy rows draw nothing"
+    assert greedy != key([1, 2], temperature=0.0, max_tokens=3)
+    assert greedy != key([1, 3], temperature=0.0)
+    assert greedy != key([1, 2], salt="x", temperature=0.0)
+    assert key([1], seed=1) == key([1], seed=1)
+    assert key([1], seed=1) != key([1], seed=2)
+    assert key([1], seed=1, beam_width=2) == key([1], seed=2, beam_width=2), "beams draw nothing either"
+
+
+FLAGS = {
+    "sampling.max_tokens": 6, "engine.dtype": "float32", "engine.max_num_seqs": 2,
+    "engine.num_gpu_blocks_override": 12, "run.output_token_ids": True,
+}  # fmt: skip
+
+
+def test_a_stopped_run_resumes_to_the_same_file(tmp_path):
+    lines = [{"prompt": f"Story {i % 4}: Once", "id": i} for i in range(24)]
+    (tmp_path / "in.jsonl").write_bytes(encode(lines))
+
+    def run(name, *, deduplicate, resume=False, stop_after=None):
+        steps = iter(range(10**6))
+        job = Job(
+            load_config(None, FLAGS | {"run.deduplicate": deduplicate}),
+            str(tmp_path / "in.jsonl"), tmp_path / name, resume=resume,
+        )  # fmt: skip
+        return run_job(job, stop_requested=lambda: stop_after is not None and next(steps) >= stop_after)
+
+    assert run("plain.jsonl", deduplicate=False) == 0
+    assert run("out.jsonl", deduplicate=True, stop_after=9) == 130
+    num_done = journal_path(tmp_path / "out.jsonl").read_text().count("\n") - 1
+    assert 2 <= num_done < 24
+    assert run("out.jsonl", deduplicate=True, resume=True) == 0
+    expected, rows = (
+        [without_run_dependent_fields(json.loads(line)) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("plain.jsonl", "out.jsonl")
+    )
+    assert rows == expected
+    assert all(row["token_ids"] for row in rows)
+
+
+def test_an_input_that_is_read_once_is_refused(monkeypatch):
+    job = Job(load_config(None, {"run.deduplicate": True}), "-", None)
+    with pytest.raises(UsageError, match="reads the input twice"):
+        run_job(job)
+
+
+def test_the_flag_does_not_change_the_fingerprint(tmp_path):
+    assert msgspec.to_builtins(load_config(None, {"run.deduplicate": True}).config)["run"]["deduplicate"] is True
