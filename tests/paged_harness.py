@@ -5,7 +5,8 @@ import itertools
 import torch
 
 from pagedcli.attention.base import PagedBatch
-from pagedcli.core.groups import cache_groups, group_size
+from pagedcli.models.base import cache_shape
+from pagedcli.models.spec import layer_groups
 from pagedcli.runner.device_state import state_pools
 
 
@@ -13,10 +14,9 @@ class PagedHarness:
     """A pool in which sequences own scattered blocks; every slot that no token was written to holds NaN."""
 
     def __init__(self, model, backend, *, lengths, block_size, dtype=torch.float32):
-        spec = model.spec
         self.model = model
         self.block_size = block_size
-        groups = cache_groups([layer.window for layer in model.attention_layers])
+        groups = layer_groups(model.attention_layers)
         widths = [-(-length // block_size) for length in lengths]
         num_blocks = sum(widths) * len(groups)
         owned = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int().split(widths * len(groups))
@@ -25,8 +25,7 @@ class PagedHarness:
         for row, blocks in zip(self.tables.flatten(0, 1), owned, strict=True):
             row[: len(blocks)] = blocks
         self.table = self.tables[0]
-        shape = backend.kv_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv_cache = torch.full((2, group_size(groups), *shape), float("nan"), dtype=dtype)
+        self.kv_cache = torch.full(cache_shape(model, backend, num_blocks, block_size), float("nan"), dtype=dtype)
         # a sequence has two slots of state: each step reads the one that the step before wrote, and writes the other
         self.states = state_pools(model, 2 * len(lengths), dtype, self.kv_cache.device)
         for pool in itertools.chain.from_iterable(self.states):

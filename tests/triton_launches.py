@@ -9,9 +9,9 @@ from triton_compile import NAMES, Compiled
 
 from pagedcli.attention.base import PagedBatch, named_dtype
 from pagedcli.config import EngineConfig
-from pagedcli.models.blocks import cache_groups
 from pagedcli.models.loading import load_model
 from pagedcli.models.reading import read_spec
+from pagedcli.models.spec import layer_groups
 from pagedcli.planning.decide import attention_spec, decide
 from pagedcli.planning.machine import described_gpu
 
@@ -99,7 +99,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
         )  # fmt: skip
         own = model.spec
         shape = backend.kv_shape(64, decided.limits.block_size, own.num_kv_heads, own.head_dim)
-        num_groups = len(cache_groups([layer.window for layer in model.attention_layers]))
+        num_groups = len(layer_groups(model.attention_layers))
         cache = torch.empty((2, own.num_layers, *shape), dtype=named_dtype(decided.kv_dtype), device=GPU)
         for lengths in steps:
             batch, num_tokens = _batch(lengths, decided.limits.block_size, num_groups)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from pool_harness import PoolMachine, make_seq, prefill
 
 from pagedcli.core.block_manager import BlockManager
-from pagedcli.core.groups import TableShape, cache_groups, group_size
+from pagedcli.core.groups import TableShape, cache_groups, group_size, page_bytes
 
 
 def grow(manager, seq, token):
@@ -139,3 +139,21 @@ TestWindowedPool = WindowedPoolMachine.TestCase
 TestAlternatingPool = AlternatingPoolMachine.TestCase
 for case in (TestWindowedPool, TestAlternatingPool):
     case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_groups_of_layers_with_other_heads_take_about_the_same_bytes():
+    # five layers of 2 heads of 8 with a window for each layer of 1 head of 16 without one, as bytes 16 and 16
+    alike = cache_groups([4] * 5 + [None], [(2, 8)] * 5 + [(1, 16)])
+    assert [(group.window, len(group.layers)) for group in alike] == [(4, 1)] * 5 + [(None, 1)]
+    # layers of twice the bytes: a block holds one of them or two of the others
+    wide = cache_groups([4] * 4 + [None] * 2, [(1, 8)] * 4 + [(1, 16)] * 2)
+    assert [(group.heads, len(group.layers)) for group in wide] == [((1, 8), 4), ((1, 16), 2)]
+    assert page_bytes(wide, block_size=2, heads=(1, 8), kv_dtype="int8") == 2 * 4 * 2 * 12  # scales: (16 + 4) * 2 < 48
+    # room for three layers of 4 elements, though the five of 2 take only 10
+    rounded = cache_groups([4] * 25 + [None] * 5, [(2, 2)] * 25 + [(1, 2)] * 5)
+    assert [len(group.layers) for group in rounded] == [3] * 7 + [2] * 2 + [5]
+
+
+def test_layers_that_read_another_are_in_no_group():
+    groups = cache_groups([4, None, 4, None], keeps=[True, True, False, False])
+    assert [group.layers for group in groups] == [(0,), (1,)]

@@ -4,13 +4,14 @@ Shape letters, everywhere: T new tokens, B sequences, N blocks, S tokens per blo
 G key/value heads, D head size, L layers, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pagedcli.attention.layer import AttentionLayer
+from pagedcli.attention.layer import AttentionLayer, Heads
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,6 +74,20 @@ class AttentionSpec:
     layers: frozenset[AttentionLayer] = frozenset()  # the different ones of the model
     capability: tuple[int, int] | None = None  # compute capability of a CUDA device
 
+    @property
+    def parts(self) -> "tuple[AttentionSpec, ...]":
+        """One spec for each kind of key/value heads, where layers differ in them; otherwise only this one."""
+        kinds = sorted({layer.heads for layer in self.layers if layer.heads is not None})
+        return tuple(
+            replace(
+                self,
+                num_kv_heads=heads[0],
+                head_dim=heads[1],
+                layers=frozenset(replace(layer, heads=None) for layer in self.layers if layer.heads == heads),
+            )
+            for heads in kinds
+        ) or (self,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
@@ -88,6 +103,7 @@ class Capabilities:
     soft_cap: bool = False  # AttentionLayer.soft_cap
     sinks: bool = False  # AttentionLayer.sinks
     negative_scale: bool = True  # AttentionLayer.scale below 0
+    apart: bool = False  # in a layer's cache the next block need not begin where one ends
     batch_invariant: bool = False  # a token's result does not depend, in any bit, on the rest of the batch
     graph_safe: bool = False  # a step of one token per sequence can be captured in a CUDA graph
     native_step: bool = False  # a decoder can attend within its own native call, see geometry_address
@@ -107,6 +123,20 @@ class AttentionBackend(Protocol):
         """Shape of one layer's K cache (V has the same): any layout whose first dimension is the block, [N, ...],
         with S * G * D elements per block."""
         ...
+
+    def of(self, layer: AttentionLayer) -> "AttentionBackend":
+        """The backend of a layer, where layers differ in their key/value heads; of all others this one."""
+        return self
+
+    def cache_shape(self, groups: Sequence[tuple[int, Heads]], num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of a model's cache, [2, P, N, ...]: K and V of as many layers as have a block in common. `groups`: how
+        many those are in each group, and their heads."""
+        [heads] = {heads for _, heads in groups}
+        return (2, max(count for count, _ in groups), *self.kv_shape(num_blocks, block_size, *heads))
+
+    def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[tuple[Tensor, Tensor]]:
+        """K and V cache of each layer of a group: views of cache_shape's tensor. `heads`: AttentionLayer.heads."""
+        return [(kv_cache[0, place], kv_cache[1, place]) for place in range(num_layers)]
 
     def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
         """Raises BackendError unless the caches have this backend's shape and dtype, which later calls rely on."""

@@ -49,6 +49,7 @@ class CpuAttention(AttentionBackend):
         negative_scale=False,
         batch_invariant=True,
         native_step=True,
+        apart=True,
     )
 
     def __init__(self, spec: AttentionSpec, library: NativeLibrary) -> None:
@@ -59,7 +60,7 @@ class CpuAttention(AttentionBackend):
         self._kv_dtype = spec.kv_dtype or spec.dtype
         self._scale_bytes = SCALE_BYTES if self._kv_dtype == torch.int8 else 0
         sizes = (spec.block_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._geometry = (_int64 * 6)(0, *sizes, self._kv_dtype == torch.int8)
+        self._geometry = (_int64 * 7)(0, *sizes, self._kv_dtype == torch.int8, 0)  # check_cache fills in the rest
         self.geometry_address = ctypes.addressof(self._geometry)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -137,9 +138,9 @@ class CpuAttention(AttentionBackend):
         spec, dtype = self._spec, self._kv_dtype
         inside = self.kv_shape(0, spec.block_size, spec.num_kv_heads, spec.head_dim)[1:]
         for cache in (k_cache, v_cache):
-            if cache.shape[1:] != inside or cache.dtype != dtype or not cache.is_contiguous():
+            if cache.shape[1:] != inside or cache.dtype != dtype or not cache[:1].is_contiguous():
                 raise BackendError(f"the cache is {cache.dtype} {tuple(cache.shape)}, not {dtype} [N, *{inside}]")
-        self._geometry[0] = k_cache.shape[0]
+        self._geometry[0], self._geometry[6] = k_cache.shape[0], k_cache.stride(0)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+Heads = tuple[int, int]  # of a layer: G key/value heads of D elements
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
@@ -13,3 +15,5 @@ class AttentionLayer:
     sinks: bool = False  # a learned logit per query head joins the softmax and adds nothing to its result
     k_scale: float = 1.0  # scale of K in an fp8 cache; 1 for every other cache
     v_scale: float = 1.0  # the same for V
+    heads: Heads | None = None  # key/value heads and their size, where layers differ; None: those of the AttentionSpec
+    source: int | None = None  # the layer, counted among those that attend, whose K and V it reads; None: its own

@@ -19,6 +19,7 @@ class ReferenceAttention(AttentionBackend):
         windows=True,
         soft_cap=True,
         sinks=True,
+        apart=True,
     )
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -29,8 +30,9 @@ class ReferenceAttention(AttentionBackend):
     ) -> None:
         rows = (slots >= 0).nonzero().flatten()
         target = slots[rows].long()
-        k_cache.flatten(0, 1)[target] = k[rows]
-        v_cache.flatten(0, 1)[target] = v[rows]
+        block, offset = target // k_cache.shape[1], target % k_cache.shape[1]
+        k_cache[block, offset] = k[rows]
+        v_cache[block, offset] = v[rows]
 
     def attend(
         self,

@@ -46,7 +46,10 @@ class SdpaAttention(AttentionBackend):
 
     name = "sdpa"
     capabilities = Capabilities(
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), windows=True, sinks=True
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
+        windows=True,
+        sinks=True,
+        apart=True,
     )
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -164,7 +167,10 @@ def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tu
 def _gather(cache: Tensor, group: _Group) -> Tensor:
     """[n, G, k, D] of the group's pages, zero in unowned slots: a NaN there would survive a zero weight."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    pieces = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, group.pages)
+    if cache.is_contiguous():
+        pieces = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, group.pages)
+    else:
+        pieces = cache[group.pages // num_kv_heads, group.pages % num_kv_heads]
     gathered = pieces.view(group.mask.shape[0], num_kv_heads, -1, head_dim)
     gathered[:, :, group.shortest :].masked_fill_(group.unowned, 0)
     return gathered

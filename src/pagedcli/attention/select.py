@@ -11,6 +11,7 @@ from importlib import import_module
 import torch
 
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, Capabilities, dtype_name
+from pagedcli.attention.by_heads import BackendsByHeads
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import BackendError
 
@@ -88,8 +89,9 @@ def choose_backend(
     (backend name -> reason).
     Raises:  BackendError with reason and hint if the name is unknown or the backend cannot run there.
     """
-    if spec.num_heads % spec.num_kv_heads:
-        raise BackendError(f"num_heads is {spec.num_heads}, not a multiple of num_kv_heads {spec.num_kv_heads}")
+    for part in spec.parts:
+        if part.num_heads % part.num_kv_heads:
+            raise BackendError(f"num_heads is {part.num_heads}, not a multiple of num_kv_heads {part.num_kv_heads}")
     by_name = tuple(entry for entry in REGISTRY if entry.name == name)
     if not by_name and name != "auto":
         raise BackendError(f"unknown attention backend '{name}'", hint=f"choose one of {', '.join(backend_names())}")
@@ -113,7 +115,11 @@ def choose_backend(
 
 def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     """The backend of a choice. Raises: BackendError."""
-    return _load(next(entry for entry in REGISTRY if entry.name == name), spec)
+    entry = next(entry for entry in REGISTRY if entry.name == name)
+    if spec.parts == (spec,):
+        return _load(entry, spec)
+    backends = {(part.num_kv_heads, part.head_dim): _load(entry, part) for part in spec.parts}
+    return BackendsByHeads(backends, spec.block_size)
 
 
 def available_backends(spec: AttentionSpec, missing: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
@@ -132,10 +138,13 @@ def _why_not(entry: Entry, spec: AttentionSpec, missing: Mapping[str, str]) -> s
 def _probe(entry: Entry, spec: AttentionSpec, is_here: bool, missing: Mapping[str, str]) -> type[AttentionBackend]:
     if entry.name in missing:
         raise BackendError(missing[entry.name])
-    if is_here:
-        return type(_load(entry, spec))
-    kind: type[AttentionBackend] = import_module(entry.module).check(spec)
-    check_spec(kind.capabilities, spec)
+    parts = spec.parts
+    for part in parts:
+        kind: type[AttentionBackend] = type(_load(entry, part)) if is_here else import_module(entry.module).check(part)
+        check_spec(kind.capabilities, part)
+    if parts != (spec,) and not kind.capabilities.apart:
+        sizes = ", ".join(f"{part.num_kv_heads} of {part.head_dim}" for part in parts)
+        raise BackendError(f"does not support layers that differ in their key/value heads ({sizes})")
     return kind
 
 

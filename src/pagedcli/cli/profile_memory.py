@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pagedcli.cli.options import ENGINE_KEYS, ConfigFile, Flags, FormatOption, config_flags, option
 from pagedcli.cli.prompt_scan import PROMPT_KEYS, prompt_model, scan_prompts
 from pagedcli.config import LoadedConfig, load_config
-from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, block_bytes, blocks_for
-from pagedcli.core.groups import CacheGroup, TableShape, group_size
+from pagedcli.core.budget import ITEMSIZE, SCALE_BYTES, TERMS, Terms, blocks_for
+from pagedcli.core.groups import CacheGroup, TableShape, group_bytes, group_size, page_bytes
 from pagedcli.core.prefixes import BLOCK_SIZES
 from pagedcli.errors import ConfigError, UsageError
 from pagedcli.planning.cards import CARDS
@@ -74,7 +74,7 @@ def profile_memory(
     if prompts is not None:
         lengths, shared = _lengths_of(loaded, prompts, lengths)
     tables = [_waterfall_table(profile), _concurrency_table(profile, lengths, shared)]
-    if profile.plan.limits.tables.has_windows:
+    if len(profile.plan.groups) > 1 or profile.plan.limits.tables.has_windows:
         tables.append(_group_table(profile, lengths))
     if target_concurrency is not None:
         tables.append(_target_table(profile, target_concurrency, lengths, shared or 0))
@@ -196,10 +196,9 @@ def _waterfall_table(profile: "Profile") -> Table:
     columns.append(Column("note", "what it is"))
     num_slots = pool.num_blocks // len(plan.groups) * plan.limits.block_size
     in_windows = ", and more where windows release blocks" if plan.limits.tables.has_windows else ""
-    num_layers = group_size(plan.groups)
-    formula = block_formula(profile.spec, plan.limits.block_size, plan.kv_dtype, num_layers=num_layers)
+    largest = max(plan.groups, key=lambda group: group_bytes(group, **_block_of(profile)))
     notes = [
-        f"bytes/block = {formula}",
+        f"bytes/block = {block_formula(profile.spec, plan.limits.block_size, plan.kv_dtype, largest)}",
         f"{plural(pool.num_blocks, 'block')} of {size(plan.block_bytes)} = {plural(num_slots, 'token')}{in_windows}",
     ]
     if limits.has_states:
@@ -219,25 +218,23 @@ def _tokens_of_state(profile: "Profile") -> int:
     return limits.state_bytes * limits.block_size // (profile.plan.block_bytes * len(profile.plan.groups))
 
 
-def _block_bytes(spec: "ModelSpec", block_size: int, kv_dtype: str, num_layers: int) -> int:
-    return block_bytes(
-        num_layers=num_layers,
-        block_size=block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        kv_dtype=kv_dtype,
-    )
+def _block_of(profile: "Profile") -> dict[str, Any]:
+    """What a block of this engine is, for group_bytes."""
+    plan, spec = profile.plan, profile.spec
+    heads = spec.num_kv_heads, spec.head_dim
+    return {"block_size": plan.limits.block_size, "heads": heads, "kv_dtype": plan.kv_dtype}
 
 
-def block_formula(spec: "ModelSpec", block_size: int, kv_dtype: str, num_layers: int | None = None) -> str:
-    """Bytes per block, of all layers or of num_layers, with the numbers filled in."""
-    num_layers = num_layers or spec.num_layers
-    head = f"{spec.head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
+def block_formula(spec: "ModelSpec", block_size: int, kv_dtype: str, group: CacheGroup | None = None) -> str:
+    """Bytes per block, of all layers or of a group, with the numbers filled in."""
+    group = group or CacheGroup(None, tuple(range(spec.num_layers)))
+    num_kv_heads, head_dim = heads = group.heads or (spec.num_kv_heads, spec.head_dim)
+    head = f"{head_dim} head_dim x {ITEMSIZE[kv_dtype]} bytes"
     if kv_dtype in SCALE_BYTES:
         head = f"({head} + {SCALE_BYTES[kv_dtype]} of scale)"
     return (
-        f"2 (K and V) x {num_layers} layers x {block_size} tokens x {spec.num_kv_heads} kv_heads"
-        f" x {head} = {_block_bytes(spec, block_size, kv_dtype, num_layers):,}"
+        f"2 (K and V) x {len(group.layers)} layers x {block_size} tokens x {num_kv_heads} kv_heads"
+        f" x {head} = {group_bytes(group, block_size=block_size, heads=heads, kv_dtype=kv_dtype):,}"
     )
 
 
@@ -285,17 +282,19 @@ def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: i
 def group_rows(
     lengths: Mapping[str, int], *, groups: Sequence[CacheGroup], tables: TableShape, block_bytes: int, chunk: int
 ) -> Iterator[Row]:
-    """What a sequence of each length holds in the groups of each window while it generates, at most while its prompt is
-    computed in chunks, and if no block were released before it ends."""
+    """What a sequence of each length holds in the groups of each kind of layers while it generates, at most while its
+    prompt is computed in chunks, and if no block were released before it ends."""
     for name, num_tokens in lengths.items():
         whole = blocks_for(num_tokens, tables.block_size)
-        for window in dict.fromkeys(tables.windows):
-            alike = [index for index, group in enumerate(groups) if group.window == window]
+        for window, heads in dict.fromkeys((group.window, group.heads) for group in groups):
+            alike = [i for i, group in enumerate(groups) if (group.window, group.heads) == (window, heads)]
             num_blocks = sum(tables.most_in_group(index, num_tokens, 1) for index in alike)
+            differ: Row = {} if heads is None else {"num_kv_heads": heads[0], "head_dim": heads[1]}
             yield {
                 "at": name,
                 "num_tokens": num_tokens,
                 "window": window,
+                **differ,
                 "num_layers": sum(len(groups[index].layers) for index in alike),
                 "num_groups": len(alike),
                 "num_blocks": num_blocks,
@@ -305,8 +304,21 @@ def group_rows(
             }
 
 
+def _group_notes(profile: "Profile") -> Iterator[str]:
+    """How full the blocks of each kind of layers are, and which layers have none."""
+    plan, kinds = profile.plan, {(group.window, group.heads): group for group in profile.plan.groups}
+    for (window, heads), group in kinds.items():
+        used = group_bytes(group, **_block_of(profile))
+        kind = f"of {plural(len(group.layers), 'layer')} with {heads} (KV heads, head size)" if heads else ""
+        seen = "all tokens" if window is None else f"a window of {window:,}"
+        yield f"a block {kind} that see {seen} uses {size(used)} of {size(plan.block_bytes)}"
+    if num_shared := sum(layer.source is not None for layer in profile.spec.attention_layers):
+        yield f"{plural(num_shared, 'layer')} read the K and V of an earlier layer and have no blocks"
+
+
 def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
     plan = profile.plan
+    by_heads = any(group.heads is not None for group in plan.groups)
     rows = list(
         group_rows(
             lengths,
@@ -320,6 +332,7 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
         Column("at", "a sequence of"),
         Column("num_tokens", "tokens", count),
         Column("window", "window", lambda window: "none" if window is None else count(window)),
+        *(Column(*each, count) for each in (("num_kv_heads", "KV heads"), ("head_dim", "of size")) if by_heads),
         Column("num_layers", "layers", count),
         Column("num_groups", "groups", count),
         Column("num_blocks", "blocks", count),
@@ -327,11 +340,14 @@ def _group_table(profile: "Profile", lengths: Mapping[str, int]) -> Table:
         Column("kv_cache_bytes", "KV cache", size),
         Column("one_table_bytes", "without release", size),
     ]
+    blocks = f"blocks: while it generates; in prefill: at most, with chunks of {plan.limits.chunk_size:,} tokens"
     notes = [
-        f"a block holds {plan.limits.block_size} tokens of {group_size(plan.groups)} layers; blocks: while it"
-        f" generates; in prefill: at most, with chunks of {plan.limits.chunk_size:,} tokens",
+        f"a block holds {plan.limits.block_size} tokens of {group_size(plan.groups)} layers; {blocks}",
         "without release: the same layers, if no block were released before the sequence ends",
     ]
+    if by_heads:
+        notes[0] = f"a block holds {plan.limits.block_size} tokens of the layers of a group; {blocks}"
+        notes += list(_group_notes(profile))
     return Table("groups", "What one sequence holds, by window", columns, rows, notes)
 
 
@@ -427,10 +443,10 @@ def size_rows(
     spec: "ModelSpec", kv_bytes: int, num_tokens: int, *, groups: Sequence[CacheGroup] | None = None
 ) -> Iterator[Row]:
     """What kv_bytes hold at every KV dtype and block size, and how many requests of num_tokens fit."""
-    groups = groups or (CacheGroup(None, tuple(range(spec.num_layers))),)
+    groups, heads = groups or (CacheGroup(None, tuple(range(spec.num_layers))),), (spec.num_kv_heads, spec.head_dim)
     for dtype in KV_DTYPES:
         for block_size in BLOCK_SIZES:
-            num_bytes = _block_bytes(spec, block_size, dtype, group_size(groups))
+            num_bytes = page_bytes(groups, block_size=block_size, heads=heads, kv_dtype=dtype)
             num_blocks = max(0, kv_bytes) // num_bytes
             yield {
                 "kv_dtype": dtype,

@@ -12,9 +12,9 @@ from pagedcli.batch.prompts import limits_without_pool, open_prompts
 from pagedcli.cli.prompt_scan import prompt_model
 from pagedcli.cli.simulate_flags import SimulateOptions
 from pagedcli.config import EngineConfig, LoadedConfig
-from pagedcli.core.budget import ITEMSIZE, block_bytes
+from pagedcli.core.budget import ITEMSIZE
 from pagedcli.core.checkpoints import POLICIES
-from pagedcli.core.groups import CacheGroup, cache_groups, group_size
+from pagedcli.core.groups import CacheGroup, page_bytes
 from pagedcli.core.limits import STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import UsageError
@@ -22,7 +22,7 @@ from pagedcli.events import Emit, EngineStarted, Eviction
 from pagedcli.files import whole_file
 from pagedcli.models.footprint import footprint
 from pagedcli.models.loading import weight_format
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.cards import find_card
 from pagedcli.planning.decide import LEAST_SLOTS
 from pagedcli.planning.memory import rank_spec
@@ -140,13 +140,8 @@ class _Model:
         return tuple(group.window for group in self.groups)
 
     def block_bytes(self, block_size: int) -> int:
-        return block_bytes(
-            num_layers=group_size(self.groups),
-            block_size=block_size,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
-            kv_dtype=self.kv_dtype,
-        )
+        heads = self.spec.num_kv_heads, self.spec.head_dim
+        return page_bytes(self.groups, block_size=block_size, heads=heads, kv_dtype=self.kv_dtype)
 
 
 def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
@@ -156,7 +151,7 @@ def _model(loaded: LoadedConfig, workload: Workload) -> _Model | None:
     _, spec = prompt_model(loaded, None)
     if spec is None or spec.is_fallback:
         return None
-    groups = cache_groups([layer.window for layer in spec.attention_layers])
+    groups = layer_groups(spec.attention_layers)
     return _Model(rank_spec(loaded.config.engine, spec), groups, _kv_dtype(loaded))
 
 

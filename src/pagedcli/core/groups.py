@@ -1,16 +1,18 @@
 """Groups of layers that share blocks, and how many blocks a sequence holds in each: arithmetic only.
 
-Layers with the same window form groups of equal size, so that a block of any group takes the same memory and all groups
-share one pool. A *span* is block_size consecutive tokens of a sequence; it has one block per group. A block table lists
-them span by span: entry `span * num_groups + group`. With one group that is an ordinary block table. A block that no
-later token sees is released, and its entry becomes None.
+Layers with the same window, and as many key/value heads of the same size, form groups of about equal bytes, so that a
+block of any group takes the same memory and all groups share one pool. A *span* is block_size consecutive tokens of a
+sequence; it has one block per group. A block table lists them span by span: entry `span * num_groups + group`. With one
+group that is an ordinary block table. A block that no later token sees is released, and its entry becomes None.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedcli.core.budget import blocks_for
+from pagedcli.core.budget import block_bytes, blocks_for
+
+Heads = tuple[int, int]  # of a layer: G key/value heads of D elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +20,66 @@ class CacheGroup:
     """Layers whose K and V of the same tokens are in one block."""
 
     window: int | None  # tokens that a query sees, itself included; None: all before it
-    layers: tuple[int, ...]  # at most group_size; where there are fewer, part of a block stays unused
+    layers: tuple[int, ...]  # as many as a block has room for; where there are fewer, part of it stays unused
+    heads: Heads | None = None  # of each layer; None: the model's, which are the same in all layers
 
 
-def cache_groups(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
-    """The groups of a model whose layers have these windows, those that see everything last.
+def cache_groups(
+    windows: Sequence[int | None], heads: Sequence[Heads | None] = (), keeps: Sequence[bool] = ()
+) -> tuple[CacheGroup, ...]:
+    """The groups of a model whose layers have these windows and heads, those that see everything last. `keeps`: whether
+    each has K and V of its own; by default all have.
 
-    The group size is the smallest number of layers with the same window, or the largest if they are about equal: few
-    groups keep tables short, small ones leave little of a block unused.
+    Layers of one kind have window and heads in common. A block has room for the kind that takes least, or for the
+    largest if they are about equal: few groups keep tables short, small ones leave little of a block unused. It holds
+    whole layers of every kind.
     """
-    counts = Counter(windows)
-    least, most = min(counts.values()), max(counts.values())
-    size = most if most < 1.25 * least else least
+    kinds = dict(enumerate(zip(windows, heads or [None] * len(windows), strict=True)))
+    kinds = {i: kind for i, kind in kinds.items() if not keeps or keeps[i]}
+    counts = Counter(kinds.values())
+    totals = [count * _elements(kind[1]) for kind, count in counts.items()]
+    largest_layer = max(_elements(heads) for _, heads in counts)
+    least, most = min(totals), max(totals)
+    room = most if most < 1.25 * least else blocks_for(least, largest_layer) * largest_layer
     groups = []
-    for window in sorted(counts, key=lambda window: float("inf") if window is None else window):
-        layers = [i for i, each in enumerate(windows) if each == window]
-        num_groups = blocks_for(len(layers), size)
-        groups += [CacheGroup(window, tuple(layers[i::num_groups])) for i in range(num_groups)]
+    for window, of_layer in sorted(counts, key=_order):
+        layers = [i for i, kind in kinds.items() if kind == (window, of_layer)]
+        num_groups = blocks_for(len(layers), room // _elements(of_layer))
+        groups += [CacheGroup(window, tuple(layers[i::num_groups]), of_layer) for i in range(num_groups)]
     return tuple(groups)
+
+
+def _elements(heads: Heads | None) -> int:
+    """Of the K of a token in a layer; 1 where all layers have the same."""
+    return 1 if heads is None else heads[0] * heads[1]
+
+
+def _order(kind: tuple[int | None, Heads | None]) -> tuple[float, Heads]:
+    window, heads = kind
+    return float("inf") if window is None else window, heads or (0, 0)
 
 
 def group_size(groups: Sequence[CacheGroup]) -> int:
     """Layers that a block has room for."""
     return max(len(group.layers) for group in groups)
+
+
+def page_bytes(groups: Sequence[CacheGroup], *, block_size: int, heads: Heads, kv_dtype: str) -> int:
+    """Bytes of a block, K and V of all layers of a group: the most that a group needs. `heads`: those of the groups
+    that name none."""
+    return max(group_bytes(group, block_size=block_size, heads=heads, kv_dtype=kv_dtype) for group in groups)
+
+
+def group_bytes(group: CacheGroup, *, block_size: int, heads: Heads, kv_dtype: str) -> int:
+    """Bytes that the layers of a group use of a block."""
+    num_kv_heads, head_dim = group.heads or heads
+    return block_bytes(
+        num_layers=len(group.layers),
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        kv_dtype=kv_dtype,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pagedcli.config import LoadFormat
 from pagedcli.errors import ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.formats import WeightFormat
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ModelSpec, layer_groups
 
 
 class CausalLM(Protocol):
@@ -42,8 +42,8 @@ class CausalLM(Protocol):
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """One step: hidden states of the new tokens, after the final norm.
 
-        Shapes:  input_ids, positions [T] int64; kv_cache [2, L, N, ...], where kv_cache[0, i] and kv_cache[1, i] are K
-                 and V of layer i in the backend's kv_shape; returns [T, E] in the model's dtype.
+        Shapes:  input_ids, positions [T] int64; kv_cache of the backend's cache_shape; returns [T, E] in the model's
+                 dtype.
         Changes: kv_cache at batch.slots, batch.work.
         """
         ...
@@ -56,13 +56,20 @@ class CausalLM(Protocol):
         ...
 
 
+def cache_shape(model: CausalLM, backend: AttentionBackend, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Shape of the model's cache for a backend."""
+    own = model.spec.num_kv_heads, model.spec.head_dim
+    groups = [(len(group.layers), group.heads or own) for group in layer_groups(model.attention_layers)]
+    return backend.cache_shape(groups, num_blocks, block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderNeeds:
     """What the choice of a decoder depends on. Each decoder module has `refusal(needs) -> str | None`: why it
     cannot run the model, before anything is loaded."""
 
     spec: ModelSpec  # of the whole model
-    backend: type[AttentionBackend]
+    backend: AttentionBackend | type[AttentionBackend]
     weight_format: WeightFormat
     num_ranks: int = 1
 

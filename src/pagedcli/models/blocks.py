@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
-from pagedcli.core.groups import cache_groups
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
     Routing,
@@ -28,6 +27,7 @@ from pagedcli.layers.basic import (
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.layers.recurrent import StateStep
 from pagedcli.models.rope import RopeSpec
+from pagedcli.models.spec import layer_groups
 
 
 @dataclass(slots=True)
@@ -51,15 +51,17 @@ class LayerStep:
 def layer_steps(
     batch: PagedBatch, kv_cache: Tensor, backend: AttentionBackend, layers: Sequence[AttentionLayer]
 ) -> list[LayerStep]:
-    """A step as each layer sees it, prepared for the backend. Layer i of a group has kv_cache[:, i]."""
-    k_caches, v_caches = (caches.unbind(0) for caches in kv_cache.unbind(0))
-    groups = cache_groups([layer.window for layer in layers])
+    """A step as each layer sees it, prepared for the backend."""
     steps: dict[int, LayerStep] = {}
-    for group, of_group in zip(groups, (batch, *batch.others), strict=True):
+    for group, of_group in zip(layer_groups(layers), (batch, *batch.others), strict=True):
         prepared = replace(of_group, window=group.window)
-        backend.prepare(prepared)
-        for place, index in enumerate(group.layers):
-            steps[index] = LayerStep(layers[index], prepared, k_caches[place], v_caches[place])
+        backend.of(layers[group.layers[0]]).prepare(prepared)
+        caches = backend.layer_caches(kv_cache, len(group.layers), group.heads)
+        for index, (k_cache, v_cache) in zip(group.layers, caches, strict=True):
+            steps[index] = LayerStep(layers[index], prepared, k_cache, v_cache)
+    for index, layer in enumerate(layers):
+        if layer.source is not None:
+            steps[index] = replace(steps[layer.source], layer=layer)
     return [steps[index] for index in range(len(layers))]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import PagedBatch
-from pagedcli.core.groups import cache_groups
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
@@ -19,7 +18,7 @@ from pagedcli.models.formats import AS_STORED, LayerFormat
 from pagedcli.models.parameters import decoder_parameters, linear_formats
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.rope import rope_notes
-from pagedcli.models.spec import ExpertsSpec
+from pagedcli.models.spec import ExpertsSpec, layer_groups
 from pagedcli.models.weights import open_weights
 from pagedcli.native import load_library
 from pagedcli.native.structs import (
@@ -64,7 +63,7 @@ class CpuDecoder:
         self.notes += rope_notes(spec.rope, request.max_model_len)
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
-        self._groups = cache_groups([layer.window for layer in self.attention_layers])
+        self._groups = layer_groups(self.attention_layers)
         self._functions = bind(load_library().functions)
         build = _Builder(request, tensors, formats)
         self._embedding, self._lm_head = build.tables()
@@ -141,7 +140,7 @@ class _Builder(Parts):
         spec, attention = self._spec, self._spec.attention_layers[0]
         shared = spec.experts.shared_intermediate_size if spec.experts is not None else None
         layers = (LayerStruct * spec.num_layers)(*(self._layer(i, f"layers.{i}") for i in range(spec.num_layers)))
-        groups = cache_groups([layer.window for layer in spec.attention_layers])
+        groups = layer_groups(spec.attention_layers)
         attending = [i for i in range(spec.num_layers) if i not in spec.recurrent_layers]
         for number, group in enumerate(groups):
             for place, index in enumerate(group.layers):

@@ -66,7 +66,7 @@ def load_model(
         parallel=parallel,
     )
     if decoder is None:
-        decoder = choose_decoder(DecoderNeeds(spec, type(backend), request.weight_format, parallel.size))
+        decoder = choose_decoder(DecoderNeeds(spec, backend, request.weight_format, parallel.size))
     model: CausalLM = import_module(REGISTRY[decoder]).load(request)
     return model
 

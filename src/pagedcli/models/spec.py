@@ -1,9 +1,11 @@
 """What a model is: ModelSpec, the facts that planning and running need. Free of torch; models.reading makes one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pagedcli.attention.layer import AttentionLayer
+from pagedcli.attention.layer import AttentionLayer, Heads
+from pagedcli.core.groups import CacheGroup, cache_groups
 from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.recurrent_spec import Recurrent, StateTensor
 from pagedcli.models.rope import RopeSpec
@@ -85,6 +87,8 @@ class ModelSpec:
     dtype: str  # dtype of the stored weights, e.g. "bfloat16"
     windows: tuple[int | None, ...] = ()  # of each layer: tokens a query sees, itself included; empty: all see all
     attention_chunk: int | None = None  # tokens; some layer attends only within chunks of so many
+    layer_heads: tuple[Heads, ...] = ()  # G and D of each layer, where layers differ; empty: the same in all
+    kv_sources: tuple[int | None, ...] = ()  # of each layer: an earlier one whose K and V it reads; empty: none does
     # What follows describes the native decoder, and differs from Llama where it is set.
     qk_norm_all: bool = False  # RMSNorm over all heads of q together, and of k
     layer_norms: Literal["before", "after", "around"] = "before"  # where attention and MLP are normed
@@ -112,10 +116,18 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What each layer that attends asks of the attention backend. Of the fallback, as far as its config says."""
-        scale = self.query_scale or self.head_dim**-0.5
-        windows = self.windows or (None,) * (self.num_layers - len(self.recurrent_layers))
+        nothing = (None,) * (self.num_layers - len(self.recurrent_layers))
+        facts = zip(self.windows or nothing, self.layer_heads or nothing, self.kv_sources or nothing, strict=True)
         return tuple(
-            AttentionLayer(scale=scale, window=window, soft_cap=self.soft_cap, sinks=self.sinks) for window in windows
+            AttentionLayer(
+                scale=self.query_scale or (heads[1] if heads is not None else self.head_dim) ** -0.5,
+                window=window,
+                soft_cap=self.soft_cap,
+                sinks=self.sinks,
+                heads=heads,
+                source=source,
+            )
+            for window, heads, source in facts
         )
 
     @property
@@ -136,3 +148,9 @@ class ModelSpec:
         """The spec for sequences of at most so many tokens: without windows that hide none of them."""
         windows = [None if window is None or window >= max_model_len else window for window in self.windows]
         return replace(self, windows=tuple(windows) if any(windows) else ())
+
+
+def layer_groups(layers: Sequence[AttentionLayer]) -> tuple[CacheGroup, ...]:
+    """The groups of layers that share blocks. Layers that read another's K and V are in none."""
+    windows, heads = [layer.window for layer in layers], [layer.heads for layer in layers]
+    return cache_groups(windows, heads, [layer.source is None for layer in layers])

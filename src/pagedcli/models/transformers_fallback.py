@@ -24,14 +24,13 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.attention.select import layer_refusal
-from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.errors import ModelError
-from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest
+from pagedcli.models.base import CausalLM, DecoderNeeds, DecoderRequest, cache_shape
 from pagedcli.models.blocks import LayerStep, layer_steps
 from pagedcli.models.fallback_spec import AttentionTrace, first_sentence, read_config, refuse_length
 from pagedcli.models.fallback_spec import refusal as refused
 from pagedcli.models.formats import AS_STORED
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ModelSpec, layer_groups
 
 _ATTENTION_NAME = "pagedcli"
 _AUTO_MODEL: Any = AutoModelForCausalLM  # transformers is only partly typed
@@ -314,9 +313,9 @@ def _paged_logits(paged: ProbedModel, dtype: torch.dtype, device: torch.device) 
     ids = _probe_ids(spec.vocab_size, device)
     width = -(-max(len(sequence) for sequence in ids) // block_size)
     table = torch.arange(2 * width, dtype=torch.int32).flip(0).view(2, width)
-    groups = cache_groups([layer.window for layer in paged.attention_layers])
-    kv_shape = backend.kv_shape(2 * width * len(groups), block_size, spec.num_kv_heads, spec.head_dim)
-    kv_cache = torch.zeros((2, group_size(groups), *kv_shape), dtype=dtype, device=device)
+    groups = layer_groups(paged.attention_layers)
+    shape = cache_shape(paged, backend, 2 * width * len(groups), block_size)
+    kv_cache = torch.zeros(shape, dtype=dtype, device=device)
     rows: list[Tensor] = []
     starts = [0, 0]
     for chunk in zip(*_CHUNKS, strict=True):

@@ -84,7 +84,7 @@ template <class A, class T> struct Attention {
         const uint32_t S = (uint32_t)g.block_size, token = (uint32_t)next.t;
         const int64_t block = next.table[token / S];
         if (block < 0 || block >= g.num_blocks) return false;
-        const int64_t offset = ((block * g.num_kv_heads + next.head) * S + token % S) * (g.head_dim + SCALE<T>);
+        const int64_t offset = block * g.block_stride + (next.head * S + token % S) * (g.head_dim + SCALE<T>);
         next.keys[place] = k + offset;
         next.values[place] = v + offset;
         if ((next.t += VL) >= next.end) next.t = next.begin, next.head++;
@@ -138,7 +138,7 @@ template <class A, class T> struct Attention {
         for (int64_t i = first; i < valid; i++) {
             int64_t block = table[(t + i) / S], s = (t + i) % S;
             if (block < 0 || block >= g.num_blocks) return false;
-            const int64_t plain = (block * g.num_kv_heads + head) * S * (D + SCALE<T>), offset = plain + S * SCALE<T> + s * D;
+            const int64_t plain = block * g.block_stride + head * S * (D + SCALE<T>), offset = plain + S * SCALE<T> + s * D;
             memcpy(key + i * SCALE<T>, k + plain + s * SCALE<T>, SCALE<T>);
             memcpy(value + i * SCALE<T>, v + plain + s * SCALE<T>, SCALE<T>);
             for (int64_t d = 0; d < D; d++) {

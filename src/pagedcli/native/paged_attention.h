@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// The items of one step. geometry: six int64 (num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache).
+// The items of one step. geometry: seven int64, as in paged_cache.h.
 // window: tokens that a query sees, itself included; 0: all before it.
 StepWork* paged_work_new(const Geometry* geometry, int64_t num_sequences, const int32_t* cu_q, const int32_t* num_tokens,
                      const int32_t* table, int64_t table_stride, int64_t window, int threads);

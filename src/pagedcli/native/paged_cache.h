@@ -16,6 +16,7 @@ constexpr int MAX_INT8_HEAD = 512;  // head_dim of an int8 cache: 512 x 32767 x 
 
 struct Geometry {
     int64_t num_blocks, block_size, num_heads, num_kv_heads, head_dim, int8_cache;
+    int64_t block_stride;  // elements from one block to the next, in K and in V
     int64_t group() const { return num_heads / num_kv_heads; }
     bool packed() const { return block_size % VL || head_dim % VL; }
     int64_t width() const { return (head_dim + VL - 1) / VL * VL; }  // head_dim as vectors see it

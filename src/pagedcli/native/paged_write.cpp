@@ -58,7 +58,7 @@ void write_cache(const Geometry& g, int64_t num_tokens, int threads, const void*
             const int64_t block = slots[i] / S, offset = slots[i] % S;
             for (int64_t h = 0; h < g.num_kv_heads; h++) {
                 const Row* from = rows + i * token_stride + h * head_stride;
-                Elem* to = (Elem*)(is_key ? k_cache : v_cache) + (block * g.num_kv_heads + h) * S * (g.head_dim + SCALE<T>);
+                Elem* to = (Elem*)(is_key ? k_cache : v_cache) + block * g.block_stride + h * S * (g.head_dim + SCALE<T>);
                 if constexpr (T::SCALED) {
                     const float scale = whole_row<A, T>(from, g.head_dim, whole);
                     write_row<T>(g, whole, scale, to, offset, is_key);

@@ -12,9 +12,9 @@ import torch
 from pagedcli.attention.base import AttentionBackend, AttentionSpec, dtype_name
 from pagedcli.attention.select import choose_backend
 from pagedcli.config import EngineConfig
-from pagedcli.core.budget import Terms, block_bytes
+from pagedcli.core.budget import Terms
 from pagedcli.core.checkpoints import CheckpointPolicy
-from pagedcli.core.groups import cache_groups, group_size
+from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
@@ -28,7 +28,7 @@ from pagedcli.models.hub import resolve_model
 from pagedcli.models.loading import IN_ONE_CALL, check_length, choose_decoder, weight_format
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.sharding import shard_spec
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.machine import Gpu, Machine
 from pagedcli.printable import plural
 
@@ -54,7 +54,7 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     spec, own = _of_rank(config, spec, rank)
     state_bytes = own.state_bytes(dtype.itemsize)
     _check_states(config, spec, state_bytes, device)
-    groups = cache_groups([layer.window for layer in own.attention_layers])
+    groups = layer_groups(own.attention_layers)
     gpu = machine.gpu(str(device))
     limits = Limits.of(
         config,
@@ -89,12 +89,8 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
         kernels=kernels,
         in_one_call=decoder == IN_ONE_CALL,
         groups=groups,
-        block_bytes=block_bytes(
-            num_layers=group_size(groups),
-            block_size=limits.block_size,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
-            kv_dtype=kv_dtype,
+        block_bytes=page_bytes(
+            groups, block_size=limits.block_size, heads=(own.num_kv_heads, own.head_dim), kv_dtype=kv_dtype
         ),
         # no gain where host and device are the same processor
         runs_ahead=gpu is not None if config.async_scheduling is None else config.async_scheduling,

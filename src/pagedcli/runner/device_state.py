@@ -13,10 +13,9 @@ from torch import Tensor
 
 from pagedcli.attention.base import AttentionBackend, PagedBatch, named_dtype
 from pagedcli.core.budget import blocks_for
-from pagedcli.core.groups import cache_groups, group_size
 from pagedcli.core.limits import Limits
 from pagedcli.core.step_input import StepInput
-from pagedcli.models.base import CausalLM
+from pagedcli.models.base import CausalLM, cache_shape
 from pagedcli.models.recurrent_spec import StateTensor
 from pagedcli.native.system import ask_for_huge_pages
 
@@ -33,7 +32,7 @@ class DeviceState:
     block_size: int  # tokens
     num_groups: int  # of layers, see core.groups
     num_state_slots: int  # of recurrent state; padding writes one more, the last; 0: the model has none
-    kv_cache: Tensor  # [2, layers of a group, N, ...]
+    kv_cache: Tensor  # of AttentionBackend.cache_shape: [2, P, N, ...]
     states: tuple[
         tuple[Tensor, ...], ...
     ]  # of each recurrent layer: pools [num_state_slots + 1, ...] of ModelSpec.state
@@ -54,16 +53,14 @@ class DeviceState:
     ) -> "DeviceState":
         """The cache is not cleared: no backend may read a slot that no sequence owns."""
         assert limits.num_blocks is not None, "the pool has its size"
-        groups = cache_groups([layer.window for layer in model.attention_layers])
-        shape = (limits.num_blocks, limits.block_size, model.spec.num_kv_heads, model.spec.head_dim)
-        layer_shape = backend.kv_shape(*shape)
-        kv_cache = torch.empty((2, group_size(groups), *layer_shape), dtype=kv_dtype, device=device)
+        shape = cache_shape(model, backend, limits.num_blocks, limits.block_size)
+        kv_cache = torch.empty(shape, dtype=kv_dtype, device=device)
         ask_for_huge_pages(kv_cache)
         rows, columns = limits.table_dimensions
         return cls(
             device=device,
             block_size=limits.block_size,
-            num_groups=len(groups),
+            num_groups=len(limits.windows),
             num_state_slots=limits.num_state_slots or 0,
             kv_cache=kv_cache,
             states=state_pools(model, limits.num_state_slots or 0, dtype, device),

@@ -53,7 +53,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> Tensor:
-        """[2, layers of a group, N, ...]"""
+        """Of AttentionBackend.cache_shape: [2, P, N, ...]."""
         return self.state.kv_cache
 
     def make_graphs(self, *, capture: bool) -> None:
