@@ -142,7 +142,7 @@ def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
             ("req nobody", "there is no request 'nobody' in this run"),
             ("blok 3", "there is no 'blok': use step, start, end, block"),
             ("block", "block needs N"),
-            ("s 3", "'s' may be step or start or seq"),
+            ("s 3", "'s' may be step or start or seq or slots"),
             ("end 3", "end takes no '3'"),
         ):
             assert words in run_command(app.commands(), text)
@@ -150,6 +150,27 @@ def test_jumps_by_name_go_there_and_say_what_they_do_not_know(events):
         assert app.screen is not app.screen_stack[0], "the line stays, to be corrected"
 
     drive(app, script)
+
+
+def test_slots_of_recurrent_state_have_a_page():
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=16, num_state_slots=4, checkpoints="16")
+    sim.add([7] * 30, 3)
+    sim.run()
+    app = app_of(events)
+
+    async def script(pilot):
+        await typed(pilot, ":", "slots")
+        await settle(pilot)
+        shown = await press(pilot, "down")
+        assert "4 state slots of" in shown
+        assert "checkpoint, the state after 16 tokens" in shown
+
+    drive(app, script)
+
+
+def test_a_model_without_recurrent_state_has_no_slots_to_show(events):
+    assert "it has no slots" in run_command(app_of(events).commands(), "slots")
 
 
 def test_tab_completes_names_and_requests(events):

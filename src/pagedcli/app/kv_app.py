@@ -26,7 +26,7 @@ from pagedcli.app.rows import Painted, Rows
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows
 from pagedcli.kvevents.tree import Branch, Decode, Shape, branch_label, hash_text, largest_branches, token_ids
-from pagedcli.printable import one_line, plural
+from pagedcli.printable import one_line, plural, seconds_text
 
 if TYPE_CHECKING:
     from pagedcli.kvevents.scrape import Scraper
@@ -405,10 +405,10 @@ def _figures(picture: Picture) -> Text:
         f"{plural(facts['num_resident_tokens'], 'token')}, at most "
         f"{facts['peak_resident_blocks']:,}; different blocks {facts['num_unique_blocks']:,}",
         f"last 10 s: {facts['stored_blocks_per_s']:,.1f} stored/s, {facts['removed_blocks_per_s']:,.1f} removed/s; a "
-        f"block stays {_seconds(facts['median_lifetime_s'])} (median)",
+        f"block stays {_known(facts['median_lifetime_s'])} (median)",
         f"churn {again:,} of {plural(stored, 'block')} stored{share}: "
         f"{plural(facts['num_tokens_computed_twice'], 'token')} twice; "
-        f"gone for {_seconds(facts['median_pause_s'])}",
+        f"gone for {_known(facts['median_pause_s'])}",
     ]
     return Text("\n".join(lines))
 
@@ -476,5 +476,5 @@ def _block_line(branch: Branch, place: int) -> tuple[str, str]:
     return f"at {branch.depth + place:,}", f"block {hash_text(node.hash)}: {plural(node.num_tokens, 'token')}, {state}"
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f} s"
+def _known(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)

@@ -26,6 +26,7 @@ from pagedcli.views.conditions import FIELDS, GRAMMAR
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import unknown_request
 from pagedcli.views.search import Hit, find
+from pagedcli.views.state_slots import slot_words, slots_line, state_slots
 from pagedcli.views.words import Story, waiting_reason
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -301,6 +302,7 @@ class PoolApp(DeckApp):
             Command("block", "N", "to a block of the pool", self._jump_to_block),
             Command("req", "ID", "to a request, by its id or number", self._jump_to_request, self._names),
             Command("seq", "N", "to a sequence, by its number", self._jump_to_number_of_seq),
+            Command("slots", "", "the slots of recurrent state", self._show_slots),
             self.landmark_command("preempt", "preemption", "preemption"),
             self.landmark_command("evict", "eviction", "eviction"),
             self.landmark_command("miss", "miss", "prefix miss"),
@@ -315,6 +317,16 @@ class PoolApp(DeckApp):
         if block_id is None or block_id >= num_blocks:
             return f"there is no block {argument!r}: they are numbered from 0 to {num_blocks - 1:,}"
         self._map.go_to(block_id)
+        return ""
+
+    def _show_slots(self, argument: str) -> str:
+        state = self._moment.state
+        line = slots_line(state)
+        if line is None:
+            return "this model has no recurrent state: it has no slots"
+        page = StoryPage(f"slots of recurrent state, step {state.step_number}", Text(line))
+        page.fill([(f"slot {slot.slot_id}", slot_words(slot)) for slot in state_slots(state)], empty="all are empty")
+        self.call_after_refresh(self.push_screen, page)  # once the line that was typed is closed
         return ""
 
     def _jump_to_request(self, argument: str) -> str:

@@ -12,6 +12,7 @@ from pagedcli.show.panels import block_ids_text, why_waiting
 from pagedcli.trace.state import SeqState
 from pagedcli.views.conditions import Condition, parse
 from pagedcli.views.moment import Moment
+from pagedcli.views.state_slots import slots_of
 
 
 def sequence_facts(moment: Moment, seq: SeqState) -> Text:
@@ -35,6 +36,9 @@ def sequence_facts(moment: Moment, seq: SeqState) -> Text:
         lines.append(
             f"window     {passed}; one table for all layers would hold {plural(len(seq.block_table), 'block')}"
         )
+    slots = slots_of(state, seq)
+    if slots is not None:
+        lines.append(f"state      {slots}")
     if shared:
         lines.append(f"shared     with seq {', '.join(map(str, shared))}")
     return Text("\n".join(lines))
@@ -143,7 +147,7 @@ class SequenceRows:
         self._list = shown
         self._state = state = moment.state
         step = state.step
-        self._new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+        self._new_tokens = {} if step is None else step.new_tokens
         self._places = {seq.seq_id: place for place, seq in enumerate(state.waiting())}
         self._followed = moment.follow_seq_ids
 

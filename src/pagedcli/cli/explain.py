@@ -1,5 +1,6 @@
 """`pagedcli explain`: why each prefix lookup of a recorded run hit or missed."""
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +17,23 @@ from pagedcli.show.tables import Column, Format, Table, count, percent, print_ta
 from pagedcli.show.terminal import say
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState
-from pagedcli.views.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text, explain_trace
+from pagedcli.views.explain import (
+    REASON_WORDS,
+    CheckpointUse,
+    Explainer,
+    Lookup,
+    Totals,
+    divergence_text,
+    explain_trace,
+)
 from pagedcli.views.names import find_request
+from pagedcli.views.words import CHECKPOINT_WORDS
 
 _REQUEST_HELP = "Only lookups of this request, by its id or its row's index, or of one sequence (seq:31)."
 _BLOCK_HELP = "Instead: who held block N, what it contained, and its story."
 _FORMAT_HELP = "Output format. csv has one table: the totals, or with --lookups or --request the lookups."
 _MOST_LOST = 10  # lookups shown without --lookups
+_MOST_CHECKPOINTS = 20
 
 
 def explain(
@@ -75,6 +86,8 @@ def explain(
         title = "Lookups that lost most" if chosen else "Lookups: none lost any tokens"
     else:
         title = "Lookups"
+    if request is None and explainer.checkpoints:
+        tables.append(_checkpoints_table(explainer.checkpoints))
     tables.append(_lookups_table(chosen, title, decode))
     if format_ is Format.CSV:  # one table per file
         tables = tables[-1:] if lookups or request is not None else tables[:1]
@@ -163,6 +176,21 @@ def _reasons_table(explainer: Explainer) -> Table:
         Column("meaning", "meaning"),
     ]
     return Table("reasons", "Why lookups ended where they did", columns, rows)
+
+
+def _checkpoints_table(checkpoints: list[CheckpointUse]) -> Table:
+    """The checkpoints that most tokens were found by."""
+    used = sorted(checkpoints, key=lambda use: use.tokens_hit, reverse=True)
+    rows = [asdict(use) | {"why": CHECKPOINT_WORDS[use.reason]} for use in used[:_MOST_CHECKPOINTS]]
+    columns = [
+        Column("step", "made in step", count), Column("seq_id", "by seq", count), Column("label", "request"),
+        Column("num_tokens", "after tokens", count), Column("why", "because of"), Column("num_hits", "hits", count),
+        Column("tokens_hit", "tokens hit", count), Column("dropped_step", "dropped in step", count),
+    ]  # fmt: skip
+    unused = sum(not use.num_hits for use in checkpoints)
+    title = f"Checkpoints of recurrent state: {len(checkpoints):,}, of which {unused:,} were never used"
+    notes = [f"the {len(rows)} of most use are shown"] if len(rows) < len(checkpoints) else []
+    return Table("checkpoints", title, columns, rows, notes)
 
 
 def _lookups_table(chosen: list[Lookup], title: str, decode: Decode | None) -> Table:

@@ -14,7 +14,7 @@ from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
-from pagedcli.printable import byte_text, plural, printable
+from pagedcli.printable import byte_text, plural, printable, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
 from pagedcli.views.whole_run import Findings, advice, finding_lines
 
@@ -204,8 +204,4 @@ def _percentiles(histogram: LogHistogram) -> str:
     p50, p95 = histogram.percentile(50), histogram.percentile(95)
     if p50 is None or p95 is None:
         return "-"
-    return f"p50 {_seconds(p50)}, p95 {_seconds(p95)}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:,.1f} ms"
+    return f"p50 {seconds_text(p50)}, p95 {seconds_text(p95)}"

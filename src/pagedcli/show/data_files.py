@@ -129,7 +129,7 @@ _WRITERS: dict[str, Any] = {".csv": CsvRows, ".jsonl": JsonRows, ".parquet": Par
 
 
 class DataFiles:
-    """Takes rows by table; the first call opens all files, even without rows, and `close` lets them appear.
+    """Takes rows by table; the first call opens its file, even without rows, and `close` lets all appear.
 
     A file that cannot be written ends the dump, not the run: `close` says so.
     Raises: UsageError for another extension, or Parquet without pyarrow.
@@ -147,23 +147,24 @@ class DataFiles:
 
     @property
     def names(self) -> str:
-        """All files, for messages: `kv.{steps,sequences,blocks,lookups}.csv`."""
-        return str(self._path.with_name(f"{self._path.stem}.{{{','.join(self.paths)}}}{self._path.suffix}"))
+        """All files, or those with rows so far, for messages: `kv.{steps,sequences,blocks,lookups}.csv`."""
+        tables = ",".join(self._rows or self.paths)
+        return str(self._path.with_name(f"{self._path.stem}.{{{tables}}}{self._path.suffix}"))
 
     def write(self, table: str, rows: Iterable[Row]) -> None:
         if self._problem is not None:
             return
         try:
-            if not self._files:
-                self._open()
+            if table not in self._files:
+                self._open(table)
             self._rows[table].write(rows)
         except OSError as error:
             self._problem = error
 
-    def _open(self) -> None:
-        for table, path in self.paths.items():
-            self._files[table] = PendingFile(path, overwrite=self._overwrite)
-            self._rows[table] = _WRITERS[path.suffix](self._files[table].file, TABLES[table])
+    def _open(self, table: str) -> None:
+        path = self.paths[table]
+        self._files[table] = PendingFile(path, overwrite=self._overwrite)
+        self._rows[table] = _WRITERS[path.suffix](self._files[table].file, TABLES[table])
 
     def close(self) -> bool:
         """Give the files their names. Returns False if nothing was to be written. Raises: PagedcliError if they could

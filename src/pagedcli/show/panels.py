@@ -18,6 +18,7 @@ from pagedcli.trace.fold import pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
+from pagedcli.views.state_slots import slots_line
 from pagedcli.views.stats import ROLLING_STEPS, HitCounts, memory_use, pool_counts
 from pagedcli.views.words import waiting_reason
 
@@ -155,6 +156,9 @@ def work_lines(moment: Moment) -> Text:
     ]
     if state.engine is not None and any(state.engine.windows):
         lines.append(f"windows   save {plural(use.passed_blocks, 'block')} ({byte_text(use.passed_bytes)})")
+    slots = slots_line(state)
+    if slots is not None:
+        lines.append(f"state     {slots}")
     if facts.num_failed_steps:
         lines.append(f"failed    {plural(facts.num_failed_steps, 'step')}: what was running waited again")
     if use.contiguous_times is not None:

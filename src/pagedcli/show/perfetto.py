@@ -12,6 +12,7 @@ from pagedcli.events import RequestFinished, RequestPreempted, StepFailed, StepF
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.fold import EventSource, fold
 from pagedcli.trace.state import PoolState
+from pagedcli.views.state_slots import slot_counts
 from pagedcli.views.stats import RunStats
 from pagedcli.views.whole_run import SeqTimeline, Timelines
 
@@ -103,6 +104,10 @@ class _Writer:
             start += part
         blocks = {"in use": state.num_used_blocks, "cached": state.num_cached_blocks, "empty": state.num_empty_blocks}
         self.write(ph="C", name="blocks", pid=_ENGINE, ts=self.last, args=blocks)
+        slots = slot_counts(state)
+        if slots is not None:
+            shown = {"in use": slots["in_use"], "idle checkpoints": slots["idle"], "empty": slots["empty"]}
+            self.write(ph="C", name="state slots", pid=_ENGINE, ts=self.last, args=shown)
         rate = stats.rolling.from_others.token_rate
         if rate is not None:
             self.write(

@@ -21,10 +21,11 @@ from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
 from pagedcli.trace.state import PoolState
-from pagedcli.views.explain import REASON_WORDS, Explainer, Lookup, Totals, divergence_text
+from pagedcli.views.explain import REASON_WORDS, CheckpointUse, Explainer, Lookup, Totals, divergence_text
 from pagedcli.views.moment import Moment
 from pagedcli.views.stats import StepSeries
 from pagedcli.views.whole_run import RequestRow, SeqTimeline, WholeRun, story
+from pagedcli.views.words import CHECKPOINT_WORDS
 
 _MOST_SHARED = 11  # largest number of owners distinguished on the map
 _Taken = ev.BlocksReused | ev.BlocksAllocated | ev.BlocksReleased | ev.SequenceForked | ev.WindowPassed
@@ -269,6 +270,7 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
         "totals": {
             "first": _totals_document(explainer.totals(own=False)), "own": _totals_document(explainer.totals(own=True)),
         },
+        "checkpoints": [_checkpoint_row(use) for use in explainer.checkpoints[:MAX_LOOKUPS]],
         "lookups": [
             [
                 lookup.step, lookup.seq_id, lookup.label, lookup.kind, lookup.event.num_tokens,
@@ -279,6 +281,13 @@ def _explain_document(explainer: Explainer, decode: Decode | None) -> dict[str, 
             for lookup in lookups
         ],
     }  # fmt: skip
+
+
+def _checkpoint_row(use: CheckpointUse) -> list[Any]:
+    words = CHECKPOINT_WORDS[use.reason]
+    return [
+        use.step, use.seq_id, use.label, use.num_tokens, words, use.num_hits, use.tokens_hit, use.dropped_step,
+    ]  # fmt: skip
 
 
 def _totals_document(totals: Totals) -> dict[str, Any]:

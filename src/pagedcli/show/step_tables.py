@@ -22,8 +22,10 @@ from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.moment import Moment
 from pagedcli.views.names import NamedRequest
 from pagedcli.views.shared_prefixes import SharedPrefix, shared_prefixes
+from pagedcli.views.state_slots import slots_line, state_slots
 from pagedcli.views.stats import ROLLING_STEPS, HitCounts
 from pagedcli.views.step_rows import StepChoice
+from pagedcli.views.words import CHECKPOINT_WORDS
 
 _STYLES = {
     "prefill": "cyan", "decode": "green", "waiting": "yellow", "preempted": "bold red",
@@ -39,14 +41,14 @@ def step_tables(moment: Moment) -> list[Table]:
     state = moment.state
     tables_of = {seq.seq_id: seq.block_table for seq in state.running()}
     prefixes, longest = shared_prefixes(tables_of)
-    tables = [_sequences(moment, longest), _prefixes(prefixes), _lookups(moment), _hits(moment)]
+    tables = [_sequences(moment, longest), _prefixes(prefixes), _slots(state), _lookups(moment), _hits(moment)]
     return [table for table in tables if table.rows]
 
 
 def _sequences(moment: Moment, longest: Mapping[int, SharedPrefix]) -> Table:
     """Every sequence, or the followed ones: those that run before those that wait."""
     state, step = moment.state, moment.state.step
-    new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+    new_tokens = {} if step is None else step.new_tokens
     rows: list[Row] = []
     for seq in _shown(moment, state.running()):
         num_held = len(seq.held_block_ids)
@@ -100,6 +102,24 @@ def _prefixes(prefixes: Sequence[SharedPrefix]) -> Table:
         Column("blocks", "its part of a block table"),
     ]  # fmt: skip
     return Table("prefixes", "Shared prefixes", columns, rows)
+
+
+def _slots(state: PoolState) -> Table:
+    """Each slot of recurrent state that is not empty."""
+    rows: list[Row] = [
+        {
+            "slot_id": slot.slot_id, "kind": slot.kind if slot.ref_count else "idle checkpoint",
+            "num_tokens": slot.num_tokens, "ref_count": slot.ref_count, "seq_ids": ", ".join(map(str, slot.seq_ids)),
+            "made": "" if slot.reason is None else f"step {slot.made_step} by seq {slot.made_by}: "
+            + CHECKPOINT_WORDS[slot.reason],
+        }
+        for slot in state_slots(state)
+    ]  # fmt: skip
+    columns = [
+        Column("slot_id", "slot", count), Column("kind", "holds"), Column("num_tokens", "after tokens", count),
+        Column("ref_count", "ref count", count), Column("seq_ids", "sequences"), Column("made", "made in", words=True),
+    ]  # fmt: skip
+    return Table("state_slots", "Slots of recurrent state", columns, rows)
 
 
 def _lookups(moment: Moment) -> Table:
@@ -250,7 +270,7 @@ def print_step_tables(moment: Moment, console: Console, width: int | None) -> No
     """Print a moment in full, at a width or (None) without limit."""
     state = moment.state
     console.print(Text(_title(state), "bold"), soft_wrap=True)
-    for line in (pool_line(state), Text(ref_counts_line(state))):
+    for line in _pool_lines(state):
         for part in [line] if width is None else line.wrap(console, width):
             console.print(part, soft_wrap=True)
     for table in step_tables(moment):
@@ -267,6 +287,11 @@ def print_step_tables(moment: Moment, console: Console, width: int | None) -> No
     console.print()
 
 
+def _pool_lines(state: PoolState) -> list[Text]:
+    slots = slots_line(state)
+    return [pool_line(state), Text(ref_counts_line(state)), *([] if slots is None else [Text(slots)])]
+
+
 def _title(state: PoolState) -> str:
     title = "before the first step" if state.step is None else f"step {state.step.step}"
     return f"── {title}, as its forward pass sees the cache"
@@ -279,7 +304,7 @@ def step_markdown(moment: Moment) -> str:
     events = moment.last_words(50, of_step=state.step_number, with_lookups=False)
     parts = [
         f"## {title}, as its forward pass sees the cache\n",
-        f"{pool_line(state).plain}  \n{ref_counts_line(state)}\n",
+        "  \n".join(line.plain for line in _pool_lines(state)) + "\n",
         *(as_markdown(table) for table in step_tables(moment)),
         *(["\n".join(f"- {markdown_text(words)}" for words in events) + "\n"] if events else []),
     ]

@@ -297,6 +297,11 @@ class StepRecord:
     waiting: RequestWaiting | None = None
 
     @property
+    def new_tokens(self) -> dict[int, int]:
+        """Sequence -> the tokens that the step computes of it."""
+        return dict(zip(self.seq_ids, self.num_new_tokens, strict=True))
+
+    @property
     def busy_ns(self) -> int:
         """The step's duration without observers, 0 while it runs."""
         return 0 if self.end_ns is None else max(0, self.end_ns - self.start_ns - self.observer_ns)

@@ -216,11 +216,26 @@ def divergence_text(split: Divergence, decode: Callable[[tuple[int, ...]], str] 
 _CONTEXT = 8  # tokens kept on each side of a divergence
 
 
+@dataclass(slots=True)
+class CheckpointUse:
+    """A checkpoint of recurrent state: where and why it was made, and what it was good for."""
+
+    step: int | None
+    seq_id: int  # that computed it
+    label: str
+    num_tokens: int  # before it
+    reason: ev.CheckpointReason
+    num_hits: int = 0  # lookups that continued from it
+    tokens_hit: int = 0
+    dropped_step: int | None = None  # None: it was never dropped
+
+
 class Explainer(View[PoolState]):
-    """Collects every lookup. Call `finish` after the last event."""
+    """Collects every lookup, and every checkpoint of recurrent state. Call `finish` after the last event."""
 
     def __init__(self) -> None:
         self.lookups: list[Lookup] = []
+        self.checkpoints: list[CheckpointUse] = []
         self.block_size = 0
         self.num_failed_steps = 0
         self.num_lost_blocks = 0  # full ones whose content a failed step left uncertain
@@ -230,6 +245,7 @@ class Explainer(View[PoolState]):
     def _forget_cache(self) -> None:
         # by sequence: its lookups with blocks still to be computed, and when each was
         self._pending: dict[int, list[tuple[int, Lookup]]] = {}
+        self._checkpoint_in: dict[int, CheckpointUse] = {}  # by slot
         self._first_seen: dict[int, tuple[int, int]] = {}  # hash -> event number and sequence that first filled it
         self._num_copies: dict[int, int] = {}  # hash -> blocks that hold it
         self._ghosts: dict[int, tuple[int, int | None]] = {}  # hash -> place in _evictions, step
@@ -265,6 +281,25 @@ class Explainer(View[PoolState]):
         self.block_size = state.block_size
         if event.token_ids is not None:
             self._token_ids[event.seq_id] = list(event.token_ids)
+
+    def on_checkpoint_made(self, event: ev.CheckpointMade, state: PoolState) -> None:
+        label = state.seqs[event.seq_id].label
+        use = CheckpointUse(state.step_number, event.seq_id, label, event.num_tokens, event.reason)
+        self._checkpoint_in[event.slot_id] = use
+        self.checkpoints.append(use)
+
+    def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
+        if event.slot_id is not None:
+            use = self._checkpoint_in[event.slot_id]
+            use.num_hits += 1
+            use.tokens_hit += event.checkpoint_tokens
+
+    def on_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
+        self._checkpoint_in.pop(event.slot_id).dropped_step = state.step_number
+
+    def on_states_recovered(self, event: ev.StatesRecovered, state: PoolState) -> None:
+        for slot_id in self._checkpoint_in.keys() - set(event.idle_slot_ids):
+            self._checkpoint_in.pop(slot_id).dropped_step = state.step_number
 
     def on_prefix_looked_up(self, event: ev.PrefixLookedUp, state: PoolState) -> None:
         if event.reason == "continued":

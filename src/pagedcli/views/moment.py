@@ -3,10 +3,10 @@
 Shared by the application and the printed tables, so they cannot disagree. Independent of the terminal.
 """
 
-import dataclasses
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -18,6 +18,7 @@ from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.fold import EventSource, Fold, pool_fold
 from pagedcli.trace.state import PoolState, SeqState
 from pagedcli.views.names import NamedRequest
+from pagedcli.views.state_slots import slot_counts, state_slots
 from pagedcli.views.stats import ROLLING_STEPS, Hits, RunStats, StepSeries, memory_use, pool_counts
 from pagedcli.views.words import describe, event_seq_ids
 
@@ -30,6 +31,9 @@ _NOTABLE = (
     ev.SequenceForked,
     ev.BlockCopied,
     ev.StepFailed,
+    ev.CheckpointLookedUp,
+    ev.CheckpointMade,
+    ev.CheckpointDropped,
 )
 _KEPT_EVENTS = 400
 _KEPT_STEPS = 240  # of the trends
@@ -141,7 +145,7 @@ class Moment(View[PoolState]):
         state, stats, facts = self.state, self.stats, self.stats.facts
         step = state.step
         waiting = step.waiting if step is not None else None
-        new_tokens = dict(zip(step.seq_ids, step.num_new_tokens, strict=True)) if step is not None else {}
+        new_tokens = {} if step is None else step.new_tokens
         return {
             "step": state.step_number,
             "blocks": pool_counts(state),
@@ -160,10 +164,11 @@ class Moment(View[PoolState]):
                 for seq in state.running() + state.waiting()
             ],
             "lookups": msgspec.to_builtins(step.lookups) if step is not None else [],
+            **_slots_summary(state),
             "hit_rates": {
                 "run": _rates(stats.run), f"last_{ROLLING_STEPS}_steps": _rates(stats.rolling),
             },
-            "memory": dataclasses.asdict(memory_use(state)),
+            "memory": asdict(memory_use(state)),
             "num_finished": state.num_finished,
             "num_failed_steps": facts.num_failed_steps,
             "num_preemptions": facts.num_preemptions,
@@ -177,9 +182,15 @@ class Moment(View[PoolState]):
         }  # fmt: skip
 
 
+def _slots_summary(state: PoolState) -> dict[str, Any]:
+    """The slots of recurrent state; nothing for a model without it."""
+    counts = slot_counts(state)
+    return {} if counts is None else {"state_slots": counts | {"slots": [asdict(each) for each in state_slots(state)]}}
+
+
 def _rates(hits: Hits) -> dict[str, Any]:
     return {
-        name: {**dataclasses.asdict(counts), "token_rate": counts.token_rate, "block_rate": counts.block_rate}
+        name: {**asdict(counts), "token_rate": counts.token_rate, "block_rate": counts.block_rate}
         for name, counts in (("from_others", hits.from_others), ("own", hits.own))
     }
 

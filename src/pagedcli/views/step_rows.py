@@ -1,4 +1,5 @@
-"""The pool of each step as rows of four tables: steps, sequences, blocks, lookups. A view; writes no files.
+"""The pool of each step as rows of tables: steps, sequences, blocks, lookups; for models with recurrent state, slots.
+A view; writes no files.
 
 Used by --dump-kv FILE. Every column is declared here, with its type and meaning; files and docs follow.
 """
@@ -11,6 +12,7 @@ import pagedcli.events as ev
 from pagedcli.errors import UsageError
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.state import PoolState, SeqState
+from pagedcli.views.state_slots import state_slots
 from pagedcli.views.stats import ROLLING_STEPS, RunStats
 
 Row = tuple[Any, ...]
@@ -85,7 +87,11 @@ TABLES: dict[str, tuple[DataColumn, ...]] = {
         ("num_preemptions", "int", "sequences that the step has preempted"),
         ("num_evictions", "int", "cached blocks that the step has evicted"),
         ("waiting_seq_id", "int", "the first waiting sequence, if the scheduler said why it waits"),
-        ("waiting_reason", "text", "why: max_num_seqs, token_budget, free_blocks or preemption"),
+        (
+            "waiting_reason",
+            "text",
+            "why: max_num_seqs, token_budget, free_blocks, preemption, state_slots or checkpoint",
+        ),
         ("hit_rate", "float", "tokens found / tokens looked up, 0 to 1, by first lookups of requests since the start"),
         ("block_hit_rate", "float", "full blocks found / full blocks looked up, by the same lookups"),
         ("recent_hit_rate", "float", _RECENT.replace("the same", "hit_rate")),
@@ -140,6 +146,18 @@ TABLES: dict[str, tuple[DataColumn, ...]] = {
         ("partial_tokens", "int", "tokens after the last hit that a cached block begins with, too"),
         ("shared_tokens", "int", "tokens that an earlier sequence begins with, too, cached or not; null: not counted"),
     ),
+    "slots": _columns(
+        _STEP,
+        ("slot_id", "int", "number of the slot of recurrent state, from 0"),
+        ("kind", "text", "state (of sequences alone) or checkpoint (lookups find it, too)"),
+        ("ref_count", "int", "sequences that hold it; 0: an idle checkpoint"),
+        ("seq_ids", "ints", "the sequences that hold it"),
+        ("num_tokens", "int", "tokens before the state, after this step"),
+        ("made_by", "int", "of a checkpoint: the sequence that computed it"),
+        ("reason", "text", "of a checkpoint, why there: branch, interval or end"),
+        ("made_step", "int", "of a checkpoint: the step that computed it"),
+        ("hash", "text", "of a checkpoint: the blocks before it, 16 hexadecimal digits"),
+    ),
 }
 
 
@@ -159,7 +177,11 @@ class StepRows(View[PoolState]):
 
     def on_engine_started(self, event: ev.EngineStarted, state: PoolState) -> None:
         for table in TABLES:  # each exists even if nothing follows
-            self._write(table, ())
+            if table != "slots":
+                self._write(table, ())
+
+    def on_state_slots_made(self, event: ev.StateSlotsMade, state: PoolState) -> None:
+        self._write("slots", ())
 
     def on_step_started(self, event: ev.StepStarted, state: PoolState) -> None:
         if self._first_ns is None:
@@ -177,6 +199,8 @@ class StepRows(View[PoolState]):
         self._write("steps", [self._step_row(event, state)])
         self._write("sequences", _sequence_rows(event, state))
         self._write("blocks", _block_rows(event.step, state))
+        if state.slots is not None:
+            self._write("slots", _slot_rows(event.step, state))
 
     def _step_row(self, event: ev.StepScheduled, state: PoolState) -> Row:
         step, run, recent = state.step, self._stats.run, self._stats.rolling
@@ -220,6 +244,14 @@ def _block_rows(step: int, state: PoolState) -> Iterator[Row]:
         yield (
             step, block_id, "in_use" if ref_count else "cached", ref_count, num_tokens,
             hash_text(block_hash), [seq.seq_id for seq, _ in held], [seq.label for seq, _ in held],
+        )  # fmt: skip
+
+
+def _slot_rows(step: int, state: PoolState) -> Iterator[Row]:
+    for slot in state_slots(state):
+        yield (
+            step, slot.slot_id, slot.kind, slot.ref_count, list(slot.seq_ids), slot.num_tokens, slot.made_by,
+            slot.reason, slot.made_step, hash_text(slot.hash),
         )  # fmt: skip
 
 

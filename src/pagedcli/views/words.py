@@ -15,6 +15,12 @@ _WAITING: dict[ev.WaitingReason, tuple[str, str, str | None]] = {
     "state_slots": ("slots of recurrent state", "all slots of recurrent state are in use", "--num-state-slots"),
     "checkpoint": ("checkpoint of a running sequence", "a running sequence will make a checkpoint for it", None),
 }
+# why a checkpoint was made
+CHECKPOINT_WORDS: dict[ev.CheckpointReason, str] = {
+    "branch": "waiting prompts that part there",
+    "interval": "the interval of --checkpoints",
+    "end": "the end of the prompt",
+}
 WAITING_WORDS: dict[str, str] = {reason: words for reason, (words, _, _) in _WAITING.items()}
 WAITING_FLAGS: dict[str, str] = {reason: flag for reason, (_, _, flag) in _WAITING.items() if flag is not None}
 
@@ -103,6 +109,17 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             return f"release blocks {_ids(event.block_ids)} of {seq}"
         case ev.WindowPassed():
             return f"release blocks {_ids(event.block_ids)} of seq {event.seq_id}: no later token sees them"
+        case ev.CheckpointLookedUp():
+            return _checkpoint_words(event, seq)
+        case ev.StateSlotTaken():
+            return f"take state slot {event.slot_id} for {seq}"
+        case ev.StateSlotsReleased():
+            return f"release state slots {_ids(event.slot_ids)} of {seq}"
+        case ev.CheckpointMade():
+            at, why = plural(event.num_tokens, "token"), CHECKPOINT_WORDS[event.reason]
+            return f"checkpoint {seq}: the state after {at} stays in slot {event.slot_id}, because of {why}"
+        case ev.CheckpointDropped():
+            return f"drop the checkpoint in slot {event.slot_id} (hash {event.hash:016x}): no slot was empty"
         case ev.StepFailed():
             again, kept = plural(len(event.seq_ids), "sequence"), plural(len(event.cached_block_ids), "block")
             return f"fail step {event.step}: {again} back in the queue, {kept} still cached"
@@ -111,6 +128,18 @@ def event_words(event: ev.Event, state: PoolState) -> str | None:
             return f"start {one_line(event.model)}: {pool}"
         case _:
             return None
+
+
+def _checkpoint_words(event: ev.CheckpointLookedUp, seq: str) -> str | None:
+    """From which checkpoint a sequence continues; None if K and V were not cached either."""
+    if not event.cached_tokens:
+        return None
+    cached = f"K and V of {plural(event.cached_tokens, 'token')} are cached"
+    if event.slot_id is None:
+        return f"compute {seq}: from its beginning; {cached}, but there is no checkpoint of the state"
+    at = plural(event.checkpoint_tokens, "token")
+    words = f"continue {seq}: from the checkpoint at {at} in slot {event.slot_id}"
+    return words if event.checkpoint_tokens == event.cached_tokens else f"{words}; {cached}, but no later checkpoint"
 
 
 def _ids(entries: tuple[int | None, ...]) -> str:
@@ -149,7 +178,8 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
         elif isinstance(event, ev.StepFailed):
             words = "the step failed: it waits again" if seq_id in event.seq_ids else None
         elif seq_id in event_seq_ids(event):
-            words = _without_name(event_words(event, state) or "", name)
+            told = event_words(event, state)
+            words = None if told is None else _without_name(told, name)
             if isinstance(event, ev.RequestWaiting):
                 if wait is not None and wait[0] == event.reason:
                     story[wait[1]] = (story[wait[1]][0], f"{words}; until step {step}")
@@ -164,7 +194,7 @@ def sequence_story(seq_id: int, events: Iterable[StepEvent], state: PoolState) -
 
 def _without_name(words: str, name: str) -> str:
     """The words without the sequence that the story is about."""
-    for preposition in ("of", "to", "with"):
+    for preposition in ("of", "to", "with", "for"):
         words = words.removesuffix(f" {preposition} {name}")
     return words.replace(f" {name}:", ":", 1)
 

@@ -60,6 +60,11 @@ function drawTotals() {
   table("reasons", [["outcome", false], ["first lookups", true], ["own (preempted, n > 1)", true], ["meaning", false]],
     reasons.map(([key, words]) => [key.replaceAll("_", " "), first.reasons[key] || 0, own.reasons[key] || 0, words]));
 }
+if (data.explain.checkpoints.length) {
+  $("checkpoints-section").hidden = false;
+  table("checkpoints", [["made in step", true], ["by seq", true], ["request", false], ["after tokens", true], ["because of", false],
+    ["hits", true], ["tokens hit", true], ["dropped in step", true]], data.explain.checkpoints);
+}
 const lookupText = lookup => [lookup[10], lookup[11]].filter(Boolean).join(". ");
 const lookupColumn = (words, place, number = true) => ({ words, number, value: lookup => lookup[place] });
 pagedTable("lookups", data.explain.lookups, [

@@ -1,0 +1,164 @@
+"""What the tables, the data, the pages and the stories of a run say about slots and checkpoints of recurrent state."""
+
+import json
+import re
+
+import pytest
+from cli_harness import pagedcli
+from scripted import Simulation
+from trace_harness import EventList, write
+
+import pagedcli.events as ev
+from pagedcli.show.data_files import DataFiles
+from pagedcli.show.panels import work_lines
+from pagedcli.show.step_tables import step_tables
+from pagedcli.trace.fold import pool_fold
+from pagedcli.trace.state import PoolState
+from pagedcli.views.explain import explain_trace
+from pagedcli.views.moment import Moment
+from pagedcli.views.state_slots import slot_counts, slots_line, slots_of, state_slots
+from pagedcli.views.step_rows import StepChoice, StepRows
+from pagedcli.views.words import sequence_story, with_steps
+
+SHARED = [7] * 26
+
+
+def branching_events(num_prompts=2):
+    """Prompts that share 26 tokens, computed in chunks of 16 with a checkpoint at 16, in blocks of 4."""
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=16, num_state_slots=4, checkpoints="16")
+    for last in range(1, num_prompts + 1):
+        sim.add([*SHARED, *[last] * 4], 3)
+        sim.run()
+    return events
+
+
+@pytest.fixture(scope="module")
+def events():
+    return branching_events()
+
+
+def moments(events):
+    """Each moment after a step was scheduled."""
+    moment, kept = Moment(), []
+    fold = pool_fold(moment)
+    for event in events:
+        fold(event)
+        if isinstance(event, ev.StepScheduled):
+            kept.append(moment.copy())
+    return kept
+
+
+def test_slots_add_up_at_every_step_and_name_their_tokens(events):
+    seen = set()
+    for moment in moments(events):
+        state, counts = moment.state, slot_counts(moment.state)
+        assert counts["in_use"] + counts["idle"] + counts["empty"] == counts["total"] == 4
+        slots = list(state_slots(state))
+        assert len(slots) == counts["in_use"] + counts["idle"]
+        assert sum(slot.kind == "checkpoint" for slot in slots) == counts["checkpoints"]
+        for slot in slots:
+            assert slot.ref_count == len(slot.seq_ids)
+            seen.add((slot.kind, slot.num_tokens, slot.reason))
+        [seq] = state.running()
+        held = state.slots.held[seq.seq_id]
+        assert slots_of(state, seq).startswith(f"slot {held[-1]}")
+        if len(held) == 2:
+            assert "continues from the checkpoint at 16 tokens" in slots_of(state, seq)
+    assert ("checkpoint", 16, "interval") in seen
+    assert {tokens for kind, tokens, _ in seen if kind == "state"} >= {30, 31, 32}
+
+
+def test_tables_json_and_figures_show_the_slots(events):
+    *_, moment = moments(events)
+    [table] = [table for table in step_tables(moment) if table.key == "state_slots"]
+    assert [row["kind"] for row in table.rows].count("idle checkpoint") == 1
+    assert any(row["made"] == "step 0 by seq 0: the interval of --checkpoints" for row in table.rows)
+    summary = moment.summary()["state_slots"]
+    assert summary["total"] == 4
+    assert len(summary["slots"]) == len(table.rows)
+    assert slots_line(moment.state) in work_lines(moment).plain
+
+
+def test_a_run_without_recurrent_state_shows_none():
+    events = []
+    sim = Simulation(64, 4, emit=events.append)
+    sim.add([1, 2, 3], 2)
+    sim.run()
+    *_, moment = moments(events)
+    assert slots_line(moment.state) is None
+    assert slot_counts(moment.state) is None
+    assert "state_slots" not in moment.summary()
+    assert "state slot" not in work_lines(moment).plain
+    assert all(table.key != "state_slots" for table in step_tables(moment))
+
+
+def test_the_data_has_a_table_of_slots_only_with_recurrent_state(events, tmp_path):
+    for name, given in (("with", events), ("without", [e for e in events if not is_of_slots(e)])):
+        files = DataFiles(tmp_path / f"{name}.jsonl")
+        fold = pool_fold(StepRows(files.write, StepChoice()))
+        for event in given:
+            fold(event)
+        files.close()
+    assert not (tmp_path / "without.slots.jsonl").exists()
+    rows = [json.loads(line) for line in (tmp_path / "with.slots.jsonl").read_text().splitlines()]
+    expected = [
+        (moment.state.step_number, slot.slot_id, slot.num_tokens, list(slot.seq_ids))
+        for moment in moments(events)
+        for slot in state_slots(moment.state)
+    ]
+    assert [(row["step"], row["slot_id"], row["num_tokens"], row["seq_ids"]) for row in rows] == expected
+
+
+def is_of_slots(event):
+    return isinstance(
+        event,
+        ev.StateSlotsMade | ev.CheckpointLookedUp | ev.StateSlotTaken | ev.StateSlotsReleased | ev.CheckpointMade,
+    )
+
+
+def test_the_story_of_a_sequence_names_its_checkpoints(events):
+    state = PoolState()
+    for event in events:
+        state.apply(event)
+    first, second = ([words for _, words in sequence_story(seq_id, with_steps(events), state)] for seq_id in (0, 1))
+    assert any(words.startswith("checkpoint: the state after 16 tokens stays in slot ") for words in first), first
+    assert any(
+        re.match(r"continue: from the checkpoint at 16 tokens in slot \d; K and V of 24 tokens are cached", words)
+        for words in second
+    ), second
+
+
+def test_explain_counts_the_use_of_each_checkpoint():
+    explainer, _ = explain_trace(EventList(branching_events(num_prompts=4)))
+    first, *others = explainer.checkpoints
+    assert (first.seq_id, first.num_tokens, first.num_hits, first.tokens_hit) == (0, 16, 3, 48)
+    assert all(use.num_hits == 0 for use in others)
+
+
+def test_a_checkpoint_that_made_room_is_known_as_dropped():
+    events = []
+    sim = Simulation(64, 4, emit=events.append, max_num_batched_tokens=16, num_state_slots=2, checkpoints="16")
+    for token in (1, 2, 3):
+        sim.add([token] * 30, 3)
+        sim.run()
+    explainer, _ = explain_trace(EventList(events))
+    assert [use.dropped_step is not None for use in explainer.checkpoints] == [True, True, False]
+    assert [use.seq_id for use in explainer.checkpoints] == [0, 1, 2]
+
+
+def test_commands_show_slots_and_checkpoints(events, tmp_path):
+    trace = write(tmp_path / "run.jsonl", events)
+    shown = pagedcli("explain", trace, columns=200).stdout
+    assert "Checkpoints of recurrent state: " in shown
+    assert "the interval of --checkpoints" in shown
+    shown = pagedcli("replay", trace, "--step", "3", columns=200).stdout
+    assert "Slots of recurrent state" in shown
+    assert "4 state slots of" in shown
+    pagedcli("report", trace, "-o", tmp_path / "run.html")
+    assert '"checkpoints":[[' in (tmp_path / "run.html").read_text()
+    pagedcli("replay", trace, "--export", "perfetto", "-o", tmp_path / "run.json")
+    counters = [each for each in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if each["ph"] == "C"]
+    assert {"in use", "idle checkpoints", "empty"} == set(
+        next(each["args"] for each in counters if each["name"] == "state slots")
+    )
