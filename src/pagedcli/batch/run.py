@@ -5,8 +5,9 @@ waiting requests is sorted, so that those with a common prefix hit the prefix ca
 """
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from pagedcli.batch.grammar import Grammars, Guides
 from pagedcli.batch.lines import InputDigest, InputScan, Line, as_they_come
@@ -28,16 +29,36 @@ if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
 
-class PrefixWindow:
+class HasTokens(Protocol):
+    """A prompt."""
+
+    @property
+    def token_ids(self) -> Items[int] | None: ...
+
+
+class HasPrompts(Protocol):
+    """A request, as far as its order depends on it."""
+
+    @property
+    def prompts(self) -> Items[HasTokens]: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+Waiting = TypeVar("Waiting", bound=HasPrompts)
+
+
+class PrefixWindow(Generic[Waiting]):
     """Requests in the order of their tokens. One window is drained while the next fills: at most two are in memory, and
     a request waits for at most one window."""
 
     def __init__(self, *, max_rows: int = WINDOW_ROWS, max_tokens: int = WINDOW_TOKENS) -> None:
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._filling: list[Prepared] = []
+        self._filling: list[Waiting] = []
         self._num_tokens = 0  # of the window being filled
-        self._sorted: list[Prepared] = []  # last one first
+        self._sorted: list[Waiting] = []  # last one first
 
     def __len__(self) -> int:
         return len(self._filling) + len(self._sorted)
@@ -47,11 +68,11 @@ class PrefixWindow:
         """Whether a request must be taken before another can be added."""
         return len(self._filling) >= self._max_rows or self._num_tokens >= self._max_tokens
 
-    def add(self, request: Prepared) -> None:
+    def add(self, request: Waiting) -> None:
         self._filling.append(request)
-        self._num_tokens += sum(len(prompt.token_ids) for prompt in request.prompts)
+        self._num_tokens += sum(len(prompt.token_ids or ()) for prompt in request.prompts)
 
-    def take(self, *, partial: bool) -> Prepared | None:
+    def take(self, *, partial: bool) -> Waiting | None:
         """The next request; None while a window fills. `partial`: no more input for now, so it need not be full."""
         if not self._sorted and self._filling and (self.full or partial):
             self._sorted, self._filling, self._num_tokens = self._filling, [], 0
@@ -59,9 +80,9 @@ class PrefixWindow:
         return self._sorted.pop() if self._sorted else None
 
 
-def _prefix_order(request: Prepared) -> tuple[str, list[int]]:
+def _prefix_order(request: HasPrompts) -> tuple[str, Items[int]]:
     """Only requests of one salt share blocks; of several prompts the first one counts."""
-    return request.cache_salt or "", request.prompts[0].token_ids
+    return request.cache_salt or "", request.prompts[0].token_ids or ()
 
 
 # prompt tokens in work with eviction next-use: so many times the pool, and at most. Each takes about 65 bytes
@@ -162,7 +183,7 @@ class BatchRun:
         # unless more is wanted: next-use evicts by the requests that are in the queue
         self._max_tokens_in_work = read_ahead(engine.limits) if options.read_ahead is None else options.read_ahead
         self._num_tokens_in_work = 0
-        self._window = PrefixWindow() if options.reorder == "prefix" else None
+        self._window: PrefixWindow[Prepared] | None = PrefixWindow() if options.reorder == "prefix" else None
         self._repeats = repeats
         self._exhausted = False  # whether the input has ended
         self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
@@ -259,7 +280,7 @@ class BatchRun:
         else:
             self._start(taken)
 
-    def _start_waiting(self, window: PrefixWindow, *, partial: bool) -> None:
+    def _start_waiting(self, window: PrefixWindow[Prepared], *, partial: bool) -> None:
         while self._engine_has_room():
             request = window.take(partial=partial)
             if request is None:

@@ -113,11 +113,13 @@ def _compiler() -> str:
 def _devices_table() -> Table:
     import torch
 
-    from pagedcli.planning.machine import host_memory
+    from pagedcli.planning.machine import host_memory, processor_name
 
     total, available = host_memory()
     threads = f"{_num_cores()} cores, threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
-    rows = [{"device": "cpu", "total_bytes": total, "free_bytes": available, "detail": f"{_cpu_name()}, {threads}"}]
+    rows = [
+        {"device": "cpu", "total_bytes": total, "free_bytes": available, "detail": f"{processor_name()}, {threads}"}
+    ]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -163,15 +165,6 @@ def _paths_table() -> Table:
         Column("gflop_per_s", "peak, GFLOP/s", count),
     ]
     return Table("cpu_paths", "CPU kernels", columns, rows, notes)
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _instruction_notes() -> list[str]:

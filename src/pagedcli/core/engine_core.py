@@ -77,6 +77,7 @@ class EngineCore:
         self._forks = Forks(self.scheduler)
         self.runs_ahead = plan.runs_ahead
         self._builder = make_builder(self.scheduler)
+        self.observe_work: Callable[[ScheduledStep], None] | None = None  # receives each step before it is launched
         self._in_flight: LaunchedStep | None = None
         self._requests: dict[str, Request] = {}
         self._finished: list[RequestOutput] = []  # not yet returned by step
@@ -254,6 +255,8 @@ class EngineCore:
     def _launch(self, work: ScheduledStep, earlier: "LaunchedStep | None" = None) -> "LaunchedStep":
         """Start a step on the device. `earlier` is the step in flight, whose tokens have not been read."""
         now_s = self._now_s()
+        if self.observe_work is not None:
+            self.observe_work(work)
         step, seqs = self._builder.build(work, None if earlier is None else earlier.rows)
         for seq in work.changed:  # among them all that start
             if seq.admitted_s is None:

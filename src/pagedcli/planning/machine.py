@@ -3,6 +3,7 @@
 Frozen values, read from this machine or made up (a GPU by name, tests). Used by engine.decide.
 """
 
+import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -88,3 +89,13 @@ def available_memory() -> int:
         limit, current = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, limit - current)
     return available
+
+
+def processor_name() -> str:
+    """The name of the processor, as the system gives it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

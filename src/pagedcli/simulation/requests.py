@@ -31,6 +31,7 @@ class TraceRequest:
     max_new_tokens: int | None = None  # the request's own limit; None: its output length
     num_samples: int = 1
     cache_salt: str | None = None
+    is_random: bool = False  # tokens are drawn at random, which takes longer than the likeliest one
 
 
 class Chains:

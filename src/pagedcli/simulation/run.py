@@ -128,7 +128,11 @@ class SimulatedCore(EngineCore):
         else:
             token_ids = request.token_ids.tolist()
         params = SamplingParams(
-            n=request.num_samples, max_tokens=largest_output(request), temperature=0, ignore_eos=True, seed=0
+            n=request.num_samples,
+            max_tokens=largest_output(request),
+            temperature=1.0 if request.is_random else 0.0,
+            ignore_eos=True,
+            seed=0,
         )
         ends = early_ends(request)
         ends_of_samples = iter(ends)
@@ -189,8 +193,10 @@ class RunResult:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_generated_tokens: int = 0
+    num_computed_tokens: int = 0
     peak_used_blocks: int = 0
     total_s: float = 0.0  # in virtual time
+    first_s: float = 0.0  # when the first request ended
 
     def served(self, warmup: float = 0.0) -> Bools:
         """[R] the requests that count."""
@@ -310,6 +316,8 @@ class _Driver:
         self._next += 1
 
     def finish(self, output: RequestOutput) -> None:
+        if not self._result.first_s:
+            self._result.first_s = self._core.clock.now_ns / STEP_NS
         index = self._index.pop(output.request_id)
         self._num_tokens -= max(LEAST_TOKENS, self._requests[index].num_prompt_tokens)
         admitted_ns = self._added_ns.pop(output.request_id) + round(output.metrics.queued_s * 1e9)
@@ -328,6 +336,7 @@ class _Driver:
             num_preemptions=stats.num_preemptions,
             num_recomputed_tokens=stats.num_recomputed_tokens,
             num_generated_tokens=stats.num_generated_tokens,
+            num_computed_tokens=stats.num_computed_tokens,
             peak_used_blocks=stats.peak_used_blocks,
             total_s=self._core.clock.now_ns / STEP_NS,
         )

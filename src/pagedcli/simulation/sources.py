@@ -247,6 +247,7 @@ def _request(
         max_new_tokens=max_tokens,
         num_samples=num_samples,
         cache_salt=cache_salt,
+        is_random=not prompt.params.greedy,
     )
     if output is not None:
         request.num_output_tokens = min(max(1, output.num_tokens // num_samples), max_tokens)

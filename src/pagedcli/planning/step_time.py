@@ -1,0 +1,310 @@
+"""How long a step takes: measured once for a machine, a model and a format (runner.calibration), kept in a file, and
+read by `plan`, `simulate`, advice and the end time of a run. Needs no torch.
+"""
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pagedcli.core.groups import CacheGroup
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.files import whole_file
+
+FIRST_ERROR = 0.1  # of a calibration that no run has confirmed
+_LEAST_ERROR = 0.03
+_NEWEST = 0.5  # weight of the newest run in what runs have shown
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedLayers:
+    """Layers that attend to the same tokens."""
+
+    window: int | None  # tokens that a query sees, itself included; None: all before it
+    share: float  # of the layers that attend
+
+    def attended(self, start: int, num_new: int) -> float:
+        """Tokens that `num_new` queries from position `start` on attend to, times the share of the layers."""
+        if self.window is None:
+            return self.share * (num_new * start + num_new * (num_new + 1) // 2)
+        growing = min(max(self.window - start, 0), num_new)  # queries that see everything before them
+        seen = growing * start + growing * (growing + 1) // 2 + (num_new - growing) * self.window
+        return self.share * seen
+
+
+EVERYTHING = (AttendedLayers(None, 1.0),)
+
+
+def attended_layers(groups: Items[CacheGroup]) -> tuple[AttendedLayers, ...]:
+    """The layers of a model by their window."""
+    num_layers = sum(len(group.layers) for group in groups)
+    windows = dict.fromkeys(group.window for group in groups)
+    counts = {window: sum(len(group.layers) for group in groups if group.window == window) for window in windows}
+    return tuple(AttendedLayers(window, count / num_layers) for window, count in counts.items()) or EVERYTHING
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What the time of a step depends on. Attended tokens are summed over its queries, and a mean over the layers."""
+
+    num_tokens: int  # that the model computes
+    num_sampled: int  # sequences that get a token
+    num_random: int = 0  # of these, drawn at random
+    num_chunks: int = 0  # sequences that compute several tokens
+    attended_by_prompts: float = 0.0  # by chunks of several tokens
+    attended_by_decodes: float = 0.0  # by single tokens
+    distinct: float = 0.0  # at most so many different tokens are attended to by single tokens
+
+    @classmethod
+    def of(cls, work: ScheduledStep, scheduler: Scheduler, layers: Items[AttendedLayers] = EVERYTHING) -> "StepWork":
+        """Of a scheduled step that has not been computed yet."""
+        starts: list[int] = []  # of sequences that compute one token
+        num_tokens = num_sampled = num_random = num_chunks = 0
+        by_prompts = 0.0
+        for seq, num_new in zip(work.seqs, work.num_new_tokens, strict=True):
+            start = seq.num_computed_tokens
+            num_tokens += num_new
+            if start + num_new == seq.num_tokens:
+                num_sampled += 1
+                num_random += not seq.is_greedy
+            if num_new == 1:
+                starts.append(start)
+            else:
+                num_chunks += 1
+                by_prompts += sum(each.attended(start, num_new) for each in layers)
+        by_decodes = sum(_attended_once(starts, each) for each in layers)
+        manager = scheduler.block_manager
+        held = (manager.num_blocks - manager.num_free_blocks) * manager.block_size / manager.num_groups
+        return cls(num_tokens, num_sampled, num_random, num_chunks, by_prompts, by_decodes, min(held, by_decodes))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every token of the step gives one."""
+        return self.num_tokens == self.num_sampled
+
+
+def _attended_once(starts: list[int], layers: AttendedLayers) -> float:
+    if layers.window is None:
+        return layers.share * (sum(starts) + len(starts))
+    return layers.share * sum(min(start + 1, layers.window) for start in starts)
+
+
+Knots = tuple[tuple[int, float], ...]
+"""(number, seconds), ascending: between two of them time grows evenly, after the last one as before it."""
+
+
+def between(knots: Knots, number: float) -> float:
+    """Seconds at a number; there are at least two knots."""
+    place = min(max(bisect_right(knots, number, key=lambda knot: knot[0]), 1), len(knots) - 1)
+    (low, low_s), (high, high_s) = knots[place - 1 : place + 1]
+    return low_s + (number - low) * (high_s - low_s) / (high - low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The time of the steps of one model in one format on one machine. Seconds.
+
+    A step is what `EngineCore.step` does: scheduling, building its input, the model, sampling, and reading the tokens.
+    """
+
+    prompts: Knots  # of one prompt, by its tokens: without what attention to each token adds
+    decodes: Knots  # of sequences with one token each, by their number; as above
+    attended_by_prompts_s: float  # for each attended token
+    attended_by_decodes_s: float
+    distinct_s: float = 0.0  # more for each different token that decodes attend to: it comes from memory
+    chunk_s: float = 0.0  # for each sequence after the first that starts or continues a prompt
+    randoms: Knots = ((1, 0.0), (2, 0.0))  # what tokens drawn at random add, by their number
+    row_s: float = 0.0  # outside of steps: to read, submit and write a row
+    prompt_token_s: float = 0.0  # outside of steps: to tokenize
+    output_token_s: float = 0.0  # outside of steps: to make text of it
+    layers: tuple[AttendedLayers, ...] = EVERYTHING
+    error: float = FIRST_ERROR  # by which a predicted time is off, as a share of it
+    num_runs: int = 0  # finished runs that it has learned from
+
+    def seconds(self, work: StepWork) -> float:
+        """The time of a step."""
+        return sum(self.split(work).values())
+
+    def split(self, work: StepWork) -> dict[str, float]:
+        """The time of a step by what it is for."""
+        attention = (
+            work.attended_by_prompts * self.attended_by_prompts_s
+            + work.attended_by_decodes * self.attended_by_decodes_s
+            + work.distinct * self.distinct_s
+        )
+        random_s = between(self.randoms, work.num_random) if work.num_random else 0.0
+        if work.is_decode:
+            tokens_s = between(self.decodes, work.num_tokens) if work.num_tokens else 0.0
+            return {"generation": tokens_s, "attention": attention, "sampling": random_s}
+        prompts_s, generating = between(self.prompts, work.num_tokens), work.num_sampled / work.num_tokens
+        return {
+            "prompts": prompts_s * (1 - generating) + self.chunk_s * max(0, work.num_chunks - 1),
+            "generation": prompts_s * generating,
+            "attention": attention,
+            "sampling": self.sampling_s(work.num_sampled) + random_s,
+        }
+
+    def sampling_s(self, num_sampled: int) -> float:
+        """What so many sequences that get a token add to a step with prompts."""
+        if num_sampled < 2:
+            return 0.0
+        return max(0.0, between(self.decodes, num_sampled) - between(self.prompts, num_sampled))
+
+    def host_s(self, num_rows: int, num_prompt_tokens: int, num_output_tokens: int) -> float:
+        """What rows take outside of steps."""
+        return num_rows * self.row_s + num_prompt_tokens * self.prompt_token_s + num_output_tokens * self.output_token_s
+
+    def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
+        """Nanoseconds of a scheduled step, as simulations ask for them."""
+        return round(1e9 * self.seconds(StepWork.of(work, scheduler, self.layers)))
+
+    def scaled(self, factor: float) -> "StepTime":
+        """The same machine, slower by this factor in everything."""
+
+        def slower(knots: Knots) -> Knots:
+            return tuple((number, factor * seconds) for number, seconds in knots)
+
+        return replace(
+            self,
+            prompts=slower(self.prompts),
+            decodes=slower(self.decodes),
+            randoms=slower(self.randoms),
+            attended_by_prompts_s=factor * self.attended_by_prompts_s,
+            attended_by_decodes_s=factor * self.attended_by_decodes_s,
+            distinct_s=factor * self.distinct_s,
+            chunk_s=factor * self.chunk_s,
+            row_s=factor * self.row_s,
+            prompt_token_s=factor * self.prompt_token_s,
+            output_token_s=factor * self.output_token_s,
+        )
+
+    def learned(self, ratio: float) -> "StepTime":
+        """After a run whose steps took `ratio` times as long as predicted. Runs that other work on the machine slowed
+        down do not count for more than twice."""
+        ratio = min(max(ratio, 0.5), 2.0)
+        found = self.scaled(ratio**_NEWEST)
+        off = abs(ratio - 1)
+        error = max(_LEAST_ERROR, off if not self.num_runs else (1 - _NEWEST) * self.error + _NEWEST * off)
+        return replace(found, error=error, num_runs=self.num_runs + 1)
+
+
+def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers, ...]) -> StepTime:
+    """A record from measured steps: (work, seconds). What attention adds comes from steps of one size after different
+    contexts; the rest of each size is a knot."""
+    plain = [(work, seconds) for work, seconds in samples if not work.num_random]
+    decodes = [(work, seconds) for work, seconds in plain if work.is_decode]
+    alone = [(work, seconds) for work, seconds in plain if work.num_chunks == 1 and not work.attended_by_decodes]
+    [by_prompts] = _slopes(alone, ("attended_by_prompts",))
+    by_decodes, distinct = _slopes(decodes, ("attended_by_decodes", "distinct"))
+    found = StepTime(
+        prompts=((1, _LEAST_S), (2, _LEAST_S)),
+        decodes=((1, _LEAST_S), (2, _LEAST_S)),
+        attended_by_prompts_s=by_prompts,
+        attended_by_decodes_s=by_decodes,
+        distinct_s=distinct,
+        layers=layers,
+    )
+    ones = [(work, seconds) for work, seconds in decodes if work.num_tokens == 1]
+    found = replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, decodes))
+    several = [(work, seconds) for work, seconds in plain if work.num_chunks > 1]
+    found = replace(found, chunk_s=_mean_extra(found, [(work, work.num_chunks - 1, s) for work, s in several]))
+    randoms: dict[int, list[float]] = {}
+    for work, seconds in samples:
+        if work.num_random and work.is_decode:
+            randoms.setdefault(work.num_random, []).append(max(0.0, seconds - found.seconds(work)))
+    return replace(found, randoms=_means(randoms)) if randoms else found
+
+
+_LEAST_S = 1e-6  # of a knot
+
+
+def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
+    """What steps of each size take without attention."""
+    assert samples, "a calibration measures steps of each kind"
+    rest: dict[int, list[float]] = {}
+    for work, seconds in samples:
+        rest.setdefault(work.num_tokens, []).append(max(_LEAST_S, seconds - found.split(work)["attention"]))
+    return _means(rest)
+
+
+def _means(times: dict[int, list[float]]) -> Knots:
+    knots = [(number, sum(seconds) / len(seconds)) for number, seconds in sorted(times.items())]
+    return tuple(knots) if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
+
+
+def _mean_extra(found: StepTime, samples: Items[tuple[StepWork, int, float]]) -> float:
+    """Seconds for each of the counted things that the record does not know about yet, in (work, count, seconds)."""
+    extra = sum(seconds - found.seconds(work) for work, _, seconds in samples)
+    return max(0.0, extra / max(1, sum(number for _, number, _ in samples)))
+
+
+def _slopes(samples: Items[tuple[StepWork, float]], names: tuple[str, ...]) -> list[float]:
+    """Seconds for each unit of these fields: least squares with a constant for each size of step, none below 0."""
+    by_size: dict[int, list[list[float]]] = {}
+    for work, seconds in samples:
+        by_size.setdefault(work.num_tokens, []).append([*(float(getattr(work, name)) for name in names), seconds])
+    centred = [np.array(points) - np.mean(points, axis=0) for points in by_size.values()]
+    table = np.concatenate(centred) if centred else np.zeros((0, len(names) + 1))
+    used = list(range(len(names)))
+    while used and len(table):
+        slopes = np.linalg.lstsq(table[:, used], table[:, -1], rcond=None)[0]
+        if (slopes >= 0).all():
+            return [float(slopes[used.index(place)]) if place in used else 0.0 for place in range(len(names))]
+        used.pop(int(slopes.argmin()))
+    return [0.0] * len(names)
+
+
+# ---------------------------------------------------------------------- the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeKey:
+    """What the time of a step depends on besides its work; see planning.expected.time_key."""
+
+    version: str  # of this program and its kernels
+    processor: str
+    threads: int
+    device: str
+    model: str  # its sizes
+    weights: str  # how they are kept, and their bytes
+    dtype: str
+    kv_dtype: str
+    backend: str
+    decoder: str
+
+    @property
+    def file_name(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(asdict(self))).hexdigest()[:20] + ".json"
+
+
+def cache_folder() -> Path:
+    """The folder of all calibrations of this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedcli" / "step-times"
+
+
+class _File(msgspec.Struct, frozen=True):
+    key: TimeKey
+    time: StepTime
+
+
+def load_step_time(key: TimeKey) -> StepTime | None:
+    """The calibration with this key; None if there is none that can be read."""
+    try:
+        found = msgspec.json.decode((cache_folder() / key.file_name).read_bytes(), type=_File)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found.time if found.key == key else None
+
+
+def save_step_time(key: TimeKey, step_time: StepTime) -> None:
+    """Keep a calibration; without a folder that can be written it is lost, and the next command calibrates again."""
+    with suppress(OSError):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with whole_file(cache_folder() / key.file_name, overwrite=True) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(_File(key, step_time))) + b"\n")

@@ -1,0 +1,171 @@
+"""What a run would be: its requests through the real scheduler, each step as long as it takes on this machine.
+
+Counts are those of the run wherever output lengths are known. Used by `plan`, `simulate` and advice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pagedcli.batch.run import PrefixWindow
+from pagedcli.core.plan import Plan
+from pagedcli.core.scheduler import ScheduledStep, Scheduler
+from pagedcli.planning.step_time import StepTime, StepWork
+from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
+from pagedcli.simulation.run import RunResult, Schedule, simulate
+
+MOST_SIMULATED = 2**20  # tokens, generated ones and a sixteenth of the prompts: some 5 seconds
+_PROMPT_SHARE = 16
+PARTS = ("prompts", "generation", "attention", "sampling", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A predicted run. Tokens unless another unit is named; of a whole file, if `share` of it was simulated."""
+
+    num_requests: int  # served ones: prompts, not samples
+    num_refused: int  # requests
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_computed_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int  # sequences
+    num_steps: int  # steps
+    peak_used_blocks: int  # blocks
+    seconds: float | None  # of the whole run without loading; None: no step time was given
+    first_row_s: float | None  # seconds until the first row is complete
+    parts: dict[str, float] = field(default_factory=dict)  # seconds, see PARTS
+    share: float = 1.0  # of the work that was simulated; the rest is assumed to be like it
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that are found in the cache."""
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated tokens per second."""
+        return None if not self.seconds else self.num_generated_tokens / self.seconds
+
+
+def forecast(
+    workload: Workload,
+    plan: Plan,
+    step_time: StepTime | None = None,
+    *,
+    reorder: str = "none",
+    read_ahead: int | None = None,
+    observe: Callable[[int], None] | None = None,
+    most_tokens: int = MOST_SIMULATED,
+) -> Forecast:
+    """Simulate the requests of a batch run, all there from the start, on an engine with this plan.
+
+    `reorder` and `read_ahead` are those of the run. `observe` receives the number of finished requests after each
+    step. Of more than `most_tokens` tokens of work only the first requests are simulated.
+    """
+    requests = in_prefix_order(workload.requests) if reorder == "prefix" else workload.requests
+    requests, share = _first(requests, most_tokens)
+    timer = None if step_time is None else _Timer(step_time)
+    schedule = Schedule(step_time=timer, read_ahead=read_ahead)
+    run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
+    return _forecast(run, step_time, timer, share)
+
+
+class _Timer:
+    """A step time that also sums up what the time is for."""
+
+    def __init__(self, step_time: StepTime) -> None:
+        self._step_time = step_time
+        self.parts = dict.fromkeys(PARTS, 0.0)
+
+    def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
+        done = StepWork.of(work, scheduler, self._step_time.layers)
+        for name, seconds in self._step_time.split(done).items():
+            self.parts[name] += seconds
+        return round(1e9 * self._step_time.seconds(done))
+
+
+def _first(requests: list[TraceRequest], most_tokens: int) -> tuple[list[TraceRequest], float]:
+    """The first requests, with at most so many tokens of work, and their share of all work."""
+    work = [
+        request.num_samples * largest_output(request) + request.num_prompt_tokens / _PROMPT_SHARE
+        for request in requests
+    ]
+    total = sum(work)
+    if total <= most_tokens:
+        return requests, 1.0
+    taken = 0.0
+    for index, each in enumerate(work):
+        taken += each
+        if taken >= most_tokens:
+            return requests[: index + 1], taken / total
+    return requests, 1.0
+
+
+def _forecast(run: RunResult, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:
+    served = run.served()
+    num_prompt, num_cached = int(run.prompt_tokens[served].sum()), run.hit_tokens()[0]
+    seconds = first_row_s = None
+    parts: dict[str, float] = {}
+    if step_time is not None and timer is not None:
+        num_rows = run.num_requests - run.num_refused
+        rows_s = step_time.host_s(num_rows, num_prompt, run.num_generated_tokens)
+        parts = {**timer.parts, "rows": rows_s}
+        seconds = (run.total_s + rows_s) / share
+        first_row_s = run.first_s + step_time.host_s(1, num_prompt // max(1, num_rows), 0)
+        parts = {name: each / share for name, each in parts.items()}
+
+    def whole(count: int) -> int:
+        return round(count / share)
+
+    return Forecast(
+        num_requests=whole(run.num_requests - run.num_refused),
+        num_refused=whole(run.num_refused),
+        num_prompt_tokens=whole(num_prompt),
+        num_cached_tokens=whole(num_cached),
+        num_generated_tokens=whole(run.num_generated_tokens),
+        num_computed_tokens=whole(run.num_computed_tokens),
+        num_recomputed_tokens=whole(run.num_recomputed_tokens),
+        num_preemptions=whole(run.num_preemptions),
+        num_steps=whole(run.num_steps),
+        peak_used_blocks=run.peak_used_blocks,
+        seconds=seconds,
+        first_row_s=first_row_s,
+        parts=parts,
+        share=share,
+    )
+
+
+# ---------------------------------------------------------------------- the order of a run
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The prompts of a line, which are started together."""
+
+    prompts: list[TraceRequest]
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.prompts[0].cache_salt
+
+
+def in_prefix_order(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The requests of a prompt file in the order in which `--reorder prefix` starts them."""
+    rows: dict[str, list[TraceRequest]] = {}
+    for request in requests:
+        rows.setdefault(request.request_id.partition("/")[0], []).append(request)
+    window: PrefixWindow[_Row] = PrefixWindow()
+    ordered: list[TraceRequest] = []
+    for prompts in rows.values():
+        window.add(_Row(prompts))
+        if window.full:
+            ordered += _taken(window)
+    return ordered + _taken(window)
+
+
+def _taken(window: PrefixWindow[_Row]) -> list[TraceRequest]:
+    found: list[TraceRequest] = []
+    while (row := window.take(partial=True)) is not None:
+        found += row.prompts
+    return found

@@ -1,0 +1,119 @@
+"""The model of a step's time: what it is made of, what it predicts, and the file that keeps it."""
+
+from dataclasses import replace
+
+import pytest
+from scripted import Simulation
+
+from pagedcli.core.groups import cache_groups
+from pagedcli.planning.step_time import (
+    AttendedLayers,
+    StepTime,
+    StepWork,
+    TimeKey,
+    attended_layers,
+    between,
+    load_step_time,
+    made_of,
+    save_step_time,
+)
+
+KEY = TimeKey(
+    version="1", processor="p", threads=2, device="cpu", model="m", weights="None 1", dtype="bfloat16",
+    kv_dtype="bfloat16", backend="cpu", decoder="native",
+)  # fmt: skip
+TRUE = StepTime(
+    prompts=((1, 1.0), (8, 2.0), (64, 9.0)), decodes=((1, 1.0), (8, 3.0)), attended_by_prompts_s=0.001,
+    attended_by_decodes_s=0.002, distinct_s=0.004, chunk_s=0.5, randoms=((1, 0.25), (8, 0.75)),
+)  # fmt: skip
+
+
+def work_of_step(*, lengths, num_steps=0, **limits):
+    """The work of the step after so many, of prompts of these lengths that generate 8 tokens each."""
+    found = []
+    run = Simulation(64, 4, max_num_seqs=8, **limits)
+    run.observe_work = lambda work: found.append(StepWork.of(work, run.scheduler))
+    for length in lengths:
+        run.add(range(length), 8)
+    for _ in range(num_steps + 1):
+        run.step()
+    return found[-1]
+
+
+def test_work_counts_tokens_chunks_and_what_they_attend_to():
+    work = work_of_step(lengths=[5, 1], max_num_batched_tokens=4)
+    assert work == StepWork(4, 0, num_chunks=1, attended_by_prompts=1 + 2 + 3 + 4)
+    work = work_of_step(lengths=[5, 3], num_steps=1, max_num_batched_tokens=16)
+    assert work == StepWork(2, 2, attended_by_decodes=6 + 4, distinct=10)
+    assert work.is_decode
+
+
+def test_a_shared_prefix_is_attended_to_by_each_but_read_once():
+    run, found = Simulation(64, 4, max_num_batched_tokens=64), []
+    run.observe_work = lambda work: found.append(StepWork.of(work, run.scheduler))
+    for last in (1, 2, 3):
+        run.add([*range(16), last], 5)
+        run.step()
+    run.step()
+    assert (found[-1].attended_by_decodes, found[-1].distinct) == (20 + 19 + 18, (4 + 3) * 4)
+
+
+@pytest.mark.parametrize(("start", "new"), [(0, 5), (2, 1), (3, 9), (20, 4)])
+def test_a_window_hides_earlier_tokens(start, new):
+    seen = [min(position + 1, 6) for position in range(start, start + new)]
+    assert AttendedLayers(6, 0.5).attended(start, new) == 0.5 * sum(seen)
+
+
+def test_layers_are_weighted_by_their_number():
+    layers = attended_layers(cache_groups([4, 4, None, 4, 4, None]))
+    assert {(each.window, each.share) for each in layers} == {(4, 4 / 6), (None, 2 / 6)}
+
+
+def test_between_knots_time_grows_evenly_and_after_the_last_as_before_it():
+    knots = ((2, 1.0), (4, 3.0), (8, 5.0))
+    assert [between(knots, number) for number in (2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
+
+
+def test_a_mixed_step_pays_for_its_tokens_and_for_each_that_is_sampled():
+    work = StepWork(64, 8, num_chunks=3, attended_by_prompts=100)
+    assert TRUE.seconds(work) == pytest.approx(9.0 + (3.0 - 2.0) + 2 * 0.5 + 0.1)
+
+
+def test_a_record_is_found_again_from_the_steps_that_it_predicts():
+    works = [StepWork(n, 1, num_chunks=1, attended_by_prompts=a) for n, a in ((8, 36), (64, 2080), (64, 9000))]
+    works += [StepWork(n, n, attended_by_decodes=a, distinct=d)
+              for n, a, d in ((1, 4, 4), (1, 900, 900), (8, 32, 32), (8, 900, 900), (8, 900, 120))]  # fmt: skip
+    works.append(StepWork(64, 4, num_chunks=4, attended_by_prompts=40))
+    works += [StepWork(n, n, num_random=n, attended_by_decodes=4 * n, distinct=4 * n) for n in (1, 8)]
+    found = made_of([(work, TRUE.seconds(work)) for work in works], TRUE.layers)
+    for name in ("prompts", "decodes", "randoms"):
+        assert getattr(found, name) == tuple((n, pytest.approx(s)) for n, s in getattr(TRUE, name))
+    for name in ("attended_by_prompts_s", "attended_by_decodes_s", "distinct_s", "chunk_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name)), name
+
+
+def test_a_run_that_took_longer_makes_the_next_prediction_longer():
+    work = StepWork(8, 8)
+    found = TRUE.learned(1.44)
+    assert found.seconds(work) == pytest.approx(1.2 * TRUE.seconds(work))
+    assert found.num_runs == 1
+    assert found.error == pytest.approx(0.44)
+    assert TRUE.learned(100.0).seconds(work) == pytest.approx(2**0.5 * TRUE.seconds(work))
+
+
+def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_step_time(KEY) is None
+    save_step_time(KEY, TRUE)
+    assert load_step_time(KEY) == TRUE
+    for name in ("processor", "model", "weights", "dtype", "kv_dtype", "version"):
+        assert load_step_time(replace(KEY, **{name: "other"})) is None
+    assert load_step_time(replace(KEY, threads=3)) is None
+
+
+def test_a_broken_file_is_no_calibration(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_step_time(KEY, TRUE)
+    [path] = (tmp_path / "pagedcli" / "step-times").iterdir()
+    path.write_bytes(path.read_bytes()[:50])
+    assert load_step_time(KEY) is None
