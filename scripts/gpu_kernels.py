@@ -99,7 +99,7 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
         yield row("add_rms_norm", triton_layers.add_rms_norm(x, residual, weight, 1e-6), expected)
         gate_up = noise(tokens, 2 * width)
         gate, up = gate_up.double().chunk(2, -1)
-        yield row("silu_and_mul", triton_layers.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+        yield row("silu_and_mul", triton_layers.activate_and_mul(gate_up, "silu"), gate / (1 + (-gate).exp()) * up)
 
         qkv, norm = noise(tokens, (heads + 2 * kv_heads) * dim), noise(heads + kv_heads, dim)
         angles = torch.rand(500, dim // 2, device=scale.device) * 6
@@ -133,7 +133,8 @@ def layer_errors(scale: Scale) -> Iterator[Row]:
 
 def gated_experts(scale: Scale, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], int]:
     """Grouped experts of Qwen3-30B-A3B's sizes, their weights, and how many a token takes."""
-    from pagedcli.layers.triton_products import GroupedExperts
+    from pagedcli.layers.basic import Routing
+    from pagedcli.layers.triton_experts import GroupedExperts
 
     num_experts, num_picked, width, inner = (128, 8, 2048, 768) if scale.on_gpu else (4, 2, 32, 16)
 
@@ -141,7 +142,8 @@ def gated_experts(scale: Scale, dtype: torch.dtype) -> tuple[Any, list[torch.Ten
         return [(torch.randn(rows, columns, device=scale.device) / columns**0.5).to(dtype) for _ in range(num_experts)]
 
     gate_up, down = weights(2 * inner, width), weights(width, inner)
-    return GroupedExperts(gate_up.copy(), down.copy()), gate_up, down, num_picked
+    routing = Routing(num_picked, renormalize=True)
+    return GroupedExperts(gate_up.copy(), down.copy(), routing, activation="silu"), gate_up, down, num_picked
 
 
 PACKED = (("4 bits", 128), ("4 bits", 32), ("8 bits", 256), ("FP8", 128), ("FP8", 4096))  # inputs of a group
@@ -179,16 +181,15 @@ def product_errors(scale: Scale) -> Iterator[Row]:
         experts, gate_up, down, num_picked = gated_experts(scale, dtype)
         for tokens in (1, 40, 700) if scale.on_gpu else (3,):
             x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
-            weights, chosen = route(
-                torch.randn(tokens, len(down), device=scale.device), Routing(num_picked, renormalize=True)
-            )
+            logits = torch.randn(tokens, len(down), device=scale.device).to(dtype)
+            weights, chosen = route(logits, Routing(num_picked, renormalize=True))
             expected = torch.zeros_like(x, dtype=torch.float64)
             for expert in range(len(down)):
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
                 gate, up = (x[rows].double() @ gate_up[expert].double().T).chunk(2, -1)
                 result = (gate / (1 + (-gate).exp()) * up) @ down[expert].double().T
                 expected.index_add_(0, rows, result * weights[rows, places, None].double())
-            error = (experts(x, weights.to(dtype), chosen).double() - expected).abs().max()
+            error = (experts(x, logits, None, None).double() - expected).abs().max()
             yield compared(f"experts, {tokens} tokens", dtype, float(error), allowed)
         for form, group_size in PACKED:
             linear, plain = packed_linear(scale, form, group_size, (512, 1024) if scale.on_gpu else (40, 64))
@@ -202,28 +203,27 @@ def product_errors(scale: Scale) -> Iterator[Row]:
 
 def packed_experts_errors(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
     """Experts of packed weights against the same experts of the dequantized weights."""
-    from pagedcli.layers.basic import Routing, route
-    from pagedcli.layers.triton_products import GroupedExperts
+    from pagedcli.layers.basic import Routing
+    from pagedcli.layers.triton_experts import GroupedExperts
 
+    routing = Routing(2, renormalize=True)
     num_experts, width, inner = (16, 1024, 512) if scale.on_gpu else (3, 64, 32)
     for form, group_size in PACKED:
         weights = [
             [packed_weight(scale, form, group_size, sizes, seed=seed) for seed in range(num_experts)]
             for sizes in ((2 * inner, width), (width, inner))
         ]
-        plain = GroupedExperts(*([weight.dequantized(dtype) for weight in each] for each in weights))
-        packed = GroupedExperts(*weights)
+        wide = [[weight.dequantized(dtype) for weight in each] for each in weights]
+        plain, packed = (GroupedExperts(*each, routing, activation="silu") for each in (wide, weights))
         x = torch.randn(70 if scale.on_gpu else 3, width, device=scale.device).to(dtype)
-        shares, chosen = route(torch.randn(len(x), num_experts, device=scale.device), Routing(2, renormalize=True))
-        expected, result = (each(x, shares.to(dtype), chosen).double() for each in (plain, packed))
+        logits = torch.randn(len(x), num_experts, device=scale.device).to(dtype)
+        expected, result = (each(x, logits, None, None).double() for each in (plain, packed))
         error = float((result - expected).norm() / expected.norm())
         yield compared(f"experts of {form} by {group_size}", dtype, error, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def products(scale: Scale, rows: Rows) -> Result:
     """Time of packed weights and of experts next to a plain product, in the first dtype."""
-    from pagedcli.layers.basic import Routing, route
-
     sizes = (4096, 4096) if scale.on_gpu else (40, 64)
     dtype = scale.dtypes[0]
     linear, plain = packed_linear(scale, "4 bits", 128 if scale.on_gpu else 32, sizes)
@@ -236,8 +236,7 @@ def products(scale: Scale, rows: Rows) -> Result:
         packed_s, float8_s, plain_s = (best_seconds(lambda f=f, x=x: f(x), scale) for f in layers)
         x = torch.randn(tokens, gate_up[0].shape[1], device=scale.device).to(dtype)
         logits = torch.randn(tokens, len(down), device=scale.device).to(dtype)
-        weights, chosen = route(logits, Routing(num_picked, renormalize=True))
-        experts_s = best_seconds(lambda x=x, w=weights, c=chosen: experts(x, w, c), scale)
+        experts_s = best_seconds(lambda x=x, logits=logits: experts(x, logits, None, None), scale)
         used = min(len(down), tokens * num_picked) * (gate_up[0].nbytes + down[0].nbytes)
         rows.append({
             "tokens": tokens, "plain us": round(plain_s * 1e6, 1), "4 bits us": round(packed_s * 1e6, 1),

@@ -10,7 +10,7 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedcli.layers.quantized import Float8Weight, QuantizedWeight
+from pagedcli.layers.quantized import E2M1_ZERO, Float8Weight, QuantizedWeight
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
 
@@ -229,8 +229,10 @@ FORMATS = {
 }
 
 
-def random_weight(out, columns, *, bits=4, group_size=32, scales=torch.float16, ordered=True, symmetric=False, seed=0):
-    """Random numbers in groups, as the kernels pack them."""
+def random_weight(
+    out, columns, *, bits=4, group_size=32, scales=torch.float16, ordered=True, symmetric=False, levels=(), seed=0
+):
+    """Random numbers in groups, as the kernels pack them; `levels` is empty or E2M1."""
     generator = torch.Generator().manual_seed(seed)
     shape = (out, -(-columns // group_size))
     groups = None
@@ -241,9 +243,12 @@ def random_weight(out, columns, *, bits=4, group_size=32, scales=torch.float16, 
         codes=torch.randint(1 << bits, (out, columns), generator=generator).to(torch.uint8),
         bits=bits,
         scales=(torch.rand(shape, generator=generator) + 0.5).to(scales),
-        zeros=torch.full(shape, 1 << bits - 1, dtype=torch.uint8) if symmetric else zeros.to(torch.uint8),
+        zeros=torch.full(shape, E2M1_ZERO if levels else 1 << bits - 1, dtype=torch.uint8)
+        if symmetric or levels
+        else zeros.to(torch.uint8),
         group_size=group_size,
         groups=groups,
+        levels=levels,
     )
 
 

@@ -72,6 +72,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     """Every different launch of some steps, each of so many (tokens in the cache after it, new tokens)."""
     from pagedcli.attention import triton_kernels as attention_kernels
     from pagedcli.attention import triton_paged
+    from pagedcli.layers import triton_experts as expert_kernels
     from pagedcli.layers import triton_layers as layer_kernels
     from pagedcli.layers import triton_products as product_kernels
     from pagedcli.layers import triton_sampling as sampling_kernels
@@ -86,7 +87,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     assert decided.backend == "triton", decided.refused
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
-        for module in (attention_kernels, layer_kernels, product_kernels, sampling_kernels):
+        for module in (attention_kernels, layer_kernels, product_kernels, expert_kernels, sampling_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))

@@ -342,6 +342,7 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
     from triton.backends.compiler import BaseBackend
 
     from pagedcli.attention import triton_kernels as attention
+    from pagedcli.layers import triton_experts as experts
     from pagedcli.layers import triton_layers as layers
     from pagedcli.layers import triton_products as products
     from pagedcli.layers import triton_sampling as sampling
@@ -353,6 +354,7 @@ def test_steps_of_any_size_are_served_by_one_compiled_kernel():
         attention.prefill_kernel: ["item_token_ptr", "table_ptr", "table_stride"],
         layers.rotate_and_store_kernel: ["slots_ptr"],
         products.linear_kernel: ["num_tokens"],
+        experts.align_kernel: ["num_choices"],
         sampling.sample_chunks_kernel: ["mass_ptr"],
         sampling.sample_rows_kernel: ["mass_ptr"],
     }

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter import interpreted, plain, run_interpreted
 from quantized_zoo import random_float8, random_weight
 
 from pagedcli.errors import ModelError
+from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, route
+from pagedcli.layers.quantized import E2M1
 
 pytest.importorskip("triton")
 
@@ -15,41 +18,116 @@ def test_equality_through_the_interpreter():
     run_interpreted(__file__, at_least=17)
 
 
-def routed(tokens, num_experts, num_picked, width):
-    """Activations, weights and chosen experts, one of which no token goes to unless all are picked."""
-    from pagedcli.layers.basic import Routing, route
+ROUTINGS = {
+    "renormalized": Routing(3, renormalize=True),
+    "softmax": Routing(3, renormalize=False),
+    "sigmoid": Routing(2, renormalize=True, sigmoid=True, scale=2.5),
+}
 
-    generator = torch.Generator().manual_seed(tokens)
-    logits = torch.randn(tokens, num_experts, generator=generator)
+
+def logits_of(tokens, num_experts):
+    """Logits of a router, many of them equal, some no numbers; one expert is picked last."""
+    logits = torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(tokens)).mul_(4).round_().div_(4)
     logits[:, 1] -= 9
-    return torch.randn(tokens, width, generator=generator), *route(logits, Routing(num_picked, renormalize=True))
-
-
-def expected_of(gate_up, down, x, weights, chosen):
-    """The twin's result for weights as numbers."""
-    from pagedcli.layers.basic import silu_and_mul, weighted_sum
-
-    def expert(up, out):
-        return lambda x: silu_and_mul(x @ up.T) @ out.T
-
-    return weighted_sum([expert(*pair) for pair in zip(gate_up, down, strict=True)], x, weights, chosen)
+    return logits
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [1, 7, 90])
-@pytest.mark.parametrize(("num_experts", "num_picked", "width", "inner"), [(8, 3, 64, 48), (4, 4, 40, 70)])
-def test_grouped_experts_give_the_weighted_sum(tokens, num_experts, num_picked, width, inner):
-    from pagedcli.layers.triton_products import GroupedExperts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("num_experts", "prefers"), [(8, False), (5, True), (70, True)])
+def test_routing_picks_the_same_experts_of_equal_scores_the_first(name, num_experts, prefers, dtype):
+    from pagedcli.layers import triton_experts
 
-    x, weights, chosen = routed(tokens, num_experts, num_picked, width)
+    logits, routing = logits_of(9, num_experts).to(dtype), ROUTINGS[name]
+    logits[0] = 0.5
+    preference = torch.arange(num_experts).float().remainder_(3) if prefers else None
+    weights, chosen = route(logits, routing, preference)
+    chosen, order = chosen.sort(-1)
+    found, experts = triton_experts.route(logits, routing, preference)
+    assert torch.equal(experts, chosen.int())
+    torch.testing.assert_close(found, weights.gather(1, order), rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=0)
+
+
+@interpreted
+def test_logits_that_are_no_numbers_pick_experts_that_exist():
+    from pagedcli.layers import triton_experts
+
+    logits = logits_of(4, 6)
+    logits[0], logits[1, 2], logits[2] = float("nan"), float("inf"), -float("inf")
+    weights, experts = triton_experts.route(logits, ROUTINGS["softmax"], None)
+    assert experts[:3].tolist() == [[0, 1, 2]] * 3
+    assert weights[:3].isnan().all()
+    assert torch.equal(triton_experts.route(logits[3:], ROUTINGS["softmax"], None)[0], weights[3:])
+
+
+def mixture_of(gate_up, down, routing, activation="silu", biases=(None, None), preference=None):
+    """The twin for weights as numbers."""
+
+    def expert(i):
+        biases_of = [None if bias is None else bias[i] for bias in biases]
+        return lambda x: F.linear(ACTIVATIONS[activation](F.linear(x, gate_up[i], biases_of[0])), down[i], biases_of[1])
+
+    return Mixture([expert(i) for i in range(len(down))], routing, preference)
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "shares", "scales"), [(1, False, False), (7, True, False), (40, True, True)])
+@pytest.mark.parametrize(
+    ("num_experts", "routing", "activation", "width", "inner"),
+    [
+        (8, "renormalized", "silu", 64, 48),
+        (4, "sigmoid", "gelu_pytorch_tanh", 40, 70),
+        (3, "softmax", "clamped_silu", 40, 16),
+    ],
+)
+def test_grouped_experts_give_the_weighted_sum(
+    tokens, shares, scales, num_experts, routing, activation, width, inner, monkeypatch
+):
+    from pagedcli.layers import triton_experts
+    from pagedcli.layers.triton_experts import GroupedExperts
+
+    monkeypatch.setattr(triton_experts, "_CHOICES_PER_LOOP", 16)
     generator = torch.Generator().manual_seed(3)
-    gate_up = [torch.randn(2 * inner, width, generator=generator) / 8 for _ in range(num_experts)]
-    down = [torch.randn(width, inner, generator=generator) / 8 for _ in range(num_experts)]
-    expected = expected_of(gate_up, down, x, weights, chosen)
-    grouped = GroupedExperts(gate_up.copy(), down.copy())
-    torch.testing.assert_close(grouped(x, weights, chosen), expected, rtol=1e-4, atol=1e-4)
-    assert grouped(x[:0], weights[:0], chosen[:0]).shape == (0, width)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    gate_up = [noise(2 * inner, width) / 8 for _ in range(num_experts)]
+    down = [noise(width, inner) / 8 for _ in range(num_experts)]
+    options = {"activation": activation}
+    if activation == "clamped_silu":
+        gate_up = [4 * weight for weight in gate_up]
+        options["biases"] = noise(num_experts, 2 * inner), noise(num_experts, width)
+    if routing == "sigmoid":
+        options["preference"] = noise(num_experts)
+    twin = mixture_of(gate_up, down, ROUTINGS[routing], **options)
+    grouped = GroupedExperts(gate_up.copy(), down.copy(), ROUTINGS[routing], **options)
+    x, logits = noise(tokens, width), logits_of(tokens, num_experts)
+    shared, gate = noise(tokens, width) if shares else None, noise(tokens, 1) if scales else None
+    expected = twin(x, logits, shared, gate)
+    torch.testing.assert_close(grouped(x, logits, shared, gate), expected, rtol=1e-4, atol=1e-4)
+    assert grouped(x[:0], logits[:0], None, None).shape == (0, width)
     assert grouped.nbytes == 4 * 3 * num_experts * width * inner
+
+
+@interpreted
+def test_experts_of_prompts_in_large_tiles_give_the_weighted_sum():
+    from pagedcli.layers.triton_experts import GroupedExperts, expert_tile
+    from pagedcli.layers.triton_products import kernel_weight
+
+    generator = torch.Generator().manual_seed(4)
+    gate_up = [torch.randn(96, 72, generator=generator).div(8).half() for _ in range(2)]
+    down = [torch.randn(72, 48, generator=generator).div(8).half() for _ in range(2)]
+    routing = Routing(1, renormalize=True)
+    x, logits = torch.randn(150, 72, generator=generator).half(), logits_of(150, 2).half()
+    logits[:, 1] += 9
+    grouped = GroupedExperts(gate_up.copy(), down.copy(), routing, activation="silu")
+    wide = ([weight.float() for weight in each] for each in (gate_up, down))
+    expected = mixture_of(*wide, routing)(x.float(), logits, None, None)
+    found = grouped(x, logits, None, None)
+    assert (found - expected).norm() < 2e-3 * expected.norm()
+    assert expert_tile(kernel_weight(gate_up), 150, torch.float16, is_gated=True).rows == 128
 
 
 QUANTIZED = {
@@ -57,6 +135,7 @@ QUANTIZED = {
     "int4-act-order": (random_weight, {"group_size": 32, "ordered": False}),
     "int4-small-groups": (random_weight, {"group_size": 16}),
     "int8": (random_weight, {"bits": 8, "group_size": 1000}),
+    "mxfp4": (random_weight, {"group_size": 16, "levels": E2M1}),
     "fp8-channel": (random_float8, {"group_size": 1000}),
     "fp8-block": (random_float8, {"group_size": 32}),
 }
@@ -65,7 +144,7 @@ QUANTIZED = {
 @interpreted
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
-    from pagedcli.layers.triton_products import GroupedExperts
+    from pagedcli.layers.triton_experts import GroupedExperts
 
     make, arguments = QUANTIZED[form]
     width, inner = 96, 48
@@ -74,17 +153,18 @@ def test_experts_of_quantized_weights_are_those_of_the_dequantized_ones(form):
         sizes = {**arguments, "group_size": min(arguments["group_size"], columns)}
         return [make(out, columns, **sizes, seed=seed) for seed in range(5)]
 
-    x, weights, chosen = routed(20, 5, 2, width)
+    routing, logits = Routing(2, renormalize=True), logits_of(20, 5)
+    x = torch.randn(20, width, generator=torch.Generator().manual_seed(20))
     gate_up, down = some(2 * inner, width), some(width, inner)
     wide = ([weight.dequantized(torch.float32) for weight in each] for each in (gate_up, down))
-    expected = expected_of(*wide, x, weights, chosen)
-    actual = GroupedExperts(gate_up, down)(x, weights, chosen)
+    expected = mixture_of(*wide, routing)(x, logits, None, None)
+    actual = GroupedExperts(gate_up, down, routing, activation="silu")(x, logits, None, None)
     assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
 def experts_of(path, parallel):
     """The last layer's experts of one rank, as the decoder makes them."""
-    from pagedcli.layers.triton_products import GroupedExperts
+    from pagedcli.layers.triton_experts import GroupedExperts
     from pagedcli.models.loading import weight_format
     from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
     from pagedcli.models.reading import read_spec
@@ -100,7 +180,8 @@ def experts_of(path, parallel):
         keys = [f"layers.1.experts.{i}.{name}" for i in range(spec.experts.num_experts)]
         return [formats[key].weight(take_linear(tensors, key, formats[key]), torch.float32, "triton") for key in keys]
 
-    return GroupedExperts(weights("gate_up"), weights("down"))
+    routing = Routing(2, renormalize=True)
+    return GroupedExperts(weights("gate_up"), weights("down"), routing, activation="silu")
 
 
 @interpreted
@@ -113,9 +194,9 @@ def test_the_ranks_of_a_parallel_group_add_up_to_the_experts_of_a_checkpoint(for
 
     sizes = {"intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
     packed, plain = quantized_twins(tiny_model("qwen3-moe", tmp_path / "model", **sizes), tmp_path, *FORMATS[form])
-    x, weights, chosen = routed(3, 8, 2, 64)
-    expected = experts_of(plain, ParallelContext())(x, weights, chosen)
-    ranks = [experts_of(packed, ParallelContext(rank, 2))(x, weights, chosen) for rank in (0, 1)]
+    arguments = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)), logits_of(3, 8), None, None
+    expected = experts_of(plain, ParallelContext())(*arguments)
+    ranks = [experts_of(packed, ParallelContext(rank, 2))(*arguments) for rank in (0, 1)]
     torch.testing.assert_close(ranks[0] + ranks[1], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -125,7 +206,7 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
     from model_zoo import tiny_model
     from quantized_zoo import FORMATS, quantized_twins
 
-    from pagedcli.layers.triton_products import GroupedExperts
+    from pagedcli.layers.triton_experts import GroupedExperts
     from pagedcli.sampling_params import SamplingParams
 
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
@@ -140,39 +221,69 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
 
 
 @interpreted
-def test_experts_in_different_formats_are_refused():
-    from pagedcli.layers.triton_products import GroupedExperts
+def test_an_engine_gives_the_tokens_of_experts_with_biases(tmp_path):
+    from engine_harness import make_engine, ragged_prompts, run
+    from model_zoo import tiny_model
 
+    from pagedcli.layers.triton_experts import GroupedExperts
+    from pagedcli.sampling_params import SamplingParams
+
+    path = tiny_model("gpt_oss", tmp_path / "model")
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(2), params)
+    engine = make_engine(path, attention_backend="triton")
+    assert run(engine, ragged_prompts(2), params) == expected
+    assert isinstance(engine.model._branches[3].body.mixture, GroupedExperts)
+
+
+@interpreted
+def test_experts_in_different_formats_are_refused():
+    from pagedcli.layers.triton_experts import GroupedExperts
+
+    gate_up = [random_weight(64, 32), random_weight(64, 32, bits=8)]
     with pytest.raises(ModelError, match="in different formats"):
-        GroupedExperts([random_weight(64, 32), random_weight(64, 32, bits=8)], [torch.zeros(32, 32)] * 2)
+        GroupedExperts(gate_up, [torch.zeros(32, 32)] * 2, Routing(1, renormalize=True), activation="silu")
+
+
+def check_compiled(dtype, form, group_size, capability, num_rows, activation, tmp_path, *, biases=False):
+    from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
+
+    from pagedcli.layers.triton_experts import expert_tile, experts_constants, experts_kernel
+    from pagedcli.layers.triton_products import KernelWeight
+
+    weight = KernelWeight(form, 2 * 768, 2048, group_size, torch.empty(128, 2 * 768, 2048, device="meta"))
+    data = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("x_ptr", "factors_ptr", "bias_ptr", "out_ptr"), data)
+    types |= dict.fromkeys(("rows_ptr", "order_ptr", "starts_ptr"), "*i32")
+    types |= kernel_weight_types(form, capability, data)
+    tile = expert_tile(weight, num_rows, dtype, is_gated=activation is not None)
+    constants = {**experts_constants(weight, tile, activation), "BIAS": biases}
+    kernel = Compiled(experts_kernel, types, constants, capability, tile.num_warps, tmp_path, 3)
+    assert kernel.spilled_bytes == 0
+    assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+
+
+FORMS = [("floats", 2048), ("codes4", 128), ("codes8", 2048), ("e2m1", 32), ("float8", 128), ("float8", 2048)]
+MEANS = {"decode": 16, "32 rows": 32, "64 rows": 60, "prompts": 64}  # rows of each of the 128 experts
 
 
 @plain
 @pytest.mark.parametrize(
-    ("dtype", "capability", "tile"),
-    [(torch.bfloat16, 80, (64, True)), (torch.bfloat16, 90, (64, True)), (torch.bfloat16, 89, (16, False))]
-    + [
-        pytest.param(dtype, capability, (block_t, gated), marks=pytest.mark.slow)
-        for dtype in (torch.float16, torch.bfloat16)
-        for capability in (80, 89, 90)
-        for block_t in (16, 32, 64)
-        for gated in (False, True)
-    ],
+    ("form", "group_size", "capability", "mean"), [("floats", 2048, 90, "prompts"), ("codes4", 128, 80, "decode")]
 )
+def test_it_compiles_without_spills(form, group_size, capability, mean, tmp_path):
+    check_compiled(torch.bfloat16, form, group_size, capability, 128 * MEANS[mean], "silu", tmp_path)
+
+
+@plain
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize(
-    ("form", "group_size"), [("floats", 2048), ("codes4", 128), ("codes8", 2048), ("float8", 128), ("float8", 2048)]
+    ("form", "group_size", "activation"),
+    [(*form, activation) for form in FORMS for activation in (None, "silu")]
+    + [("floats", 2048, "clamped_silu"), ("e2m1", 32, "clamped_silu")],
 )
-def test_it_compiles_without_spills(dtype, form, group_size, capability, tile, tmp_path):
-    from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
-
-    from pagedcli.layers.triton_products import KernelWeight, experts_constants, experts_kernel
-
-    weight = KernelWeight(form, 2 * 768, 2048, group_size, torch.empty(128, 2 * 768, 2048, device="meta"))
-    data = f"*{NAMES[dtype]}"
-    types = dict.fromkeys(("x_ptr", "factor_ptr", "out_ptr"), data)
-    types |= dict.fromkeys(("rows_ptr", "order_ptr", "starts_ptr", "tiles_ptr"), "*i32")
-    types |= kernel_weight_types(form, capability, data)
-    constants = experts_constants(weight, tile[0], gated=tile[1])
-    kernel = Compiled(experts_kernel, types, constants, capability, 4, tmp_path)
-    assert kernel.spilled_bytes == 0
-    assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+def test_all_of_it_compiles_without_spills(form, group_size, activation, capability, mean, tmp_path):
+    biases = activation == "clamped_silu"
+    check_compiled(torch.bfloat16, form, group_size, capability, 128 * MEANS[mean], activation, tmp_path, biases=biases)

@@ -43,13 +43,16 @@ def test_add_rms_norm_equals_its_twin(num_tokens, width, dtype):
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "width"), [(0, 16), (1, 16), (3, 96), (2, 2500)])
-def test_silu_and_mul_equals_its_twin(num_tokens, width, dtype):
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_silu"])
+def test_activations_equal_their_twins(num_tokens, width, dtype, activation):
     from pagedcli.layers import basic, triton_layers
 
     gate_up = noise(num_tokens, 2 * width, dtype=dtype, scale=4.0)
-    torch.testing.assert_close(
-        triton_layers.silu_and_mul(gate_up), basic.silu_and_mul(gate_up), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
+    if num_tokens:
+        gate_up[0, 0], gate_up[-1, -1] = float("nan"), float("nan")
+    found, expected = triton_layers.activate_and_mul(gate_up, activation), basic.ACTIVATIONS[activation](gate_up)
+    tolerance = 3 * TOLERANCE[dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 @interpreted
@@ -130,9 +133,13 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
     rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
     rotate = {**dict.fromkeys(rotated, data), "positions_ptr": "*i64", "slots_ptr": short}
     rotate |= dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32")
+    both = {"gate_up_ptr": data, "out_ptr": data}
     cases = [
         (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, "ADD": True}, 32),
-        (kernels.silu_and_mul_kernel, {"gate_up_ptr": data, "out_ptr": data}, {"WIDTH": 3072, "BLOCK": 1024}, 4),
+        *(
+            (kernels.gated_kernel, both, {"WIDTH": 3072, "ACTIVATION": name, "BLOCK": 1024}, 4)
+            for name in ("silu", "gelu_pytorch_tanh", "clamped_silu")
+        ),
     ]
     for heads, head_dim in (((16, 8), 128), ((8, 4), 256), ((12, 2), 96)):
         constants = {**triton_layers.rotate_constants(*heads, 16, head_dim), "NORM": True, "FP8": False}

@@ -8,6 +8,7 @@ from interpreter import interpreted, plain, run_interpreted
 from quantized_zoo import exact_activations, random_float8, random_weight
 
 from pagedcli.errors import ModelError
+from pagedcli.layers.quantized import E2M1
 
 pytest.importorskip("triton")
 FP8 = torch.float8_e4m3fn
@@ -27,6 +28,7 @@ def test_equality_through_the_interpreter():
         {"out": 33, "columns": 144, "group_size": 16},  # groups smaller than a block of the kernel
         {"out": 16, "columns": 128, "group_size": 64, "ordered": False},
         {"out": 70, "columns": 100, "bits": 8, "group_size": 32},
+        {"out": 40, "columns": 96, "scales": torch.bfloat16, "levels": E2M1},
     ],
     ids=str,
 )

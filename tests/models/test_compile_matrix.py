@@ -57,6 +57,10 @@ MODELS = {
     "mixtral": model(
         "MixtralForCausalLM", "mixtral", 32000, 4096, 14336, 32, 8, 128, num_local_experts=8, num_experts_per_tok=2
     ),
+    "gpt-oss-20b": model(
+        "GptOssForCausalLM", "gpt_oss", 201088, 2880, 2880, 64, 8, 64, **LAYERS, num_local_experts=32,
+        num_experts_per_tok=4,
+    ),
     "llama-3-8b gptq 128": model(*LLAMA, **packed(4, 128)),
     "llama-3-8b gptq 64": model(*LLAMA, **packed(4, 64)),
     "llama-3-8b gptq 32": model(*LLAMA, **packed(4, 32)),
@@ -118,8 +122,18 @@ def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capabilit
     ("name", "expected"),
     [
         ("gemma-2-9b", {"store_kvcache_kernel", "prefill_kernel", "decode_kernel", "combine_kernel"}),
-        ("qwen3-30b-a3b", {"experts_kernel", "rotate_and_store_kernel", "add_rms_norm_kernel"}),
-        ("llama-3-8b gptq 128", {"linear_kernel", "silu_and_mul_kernel", "sample_rows_kernel"}),
+        (
+            "qwen3-30b-a3b",
+            {
+                "route_kernel",
+                "align_kernel",
+                "experts_kernel",
+                "sum_kernel",
+                "rotate_and_store_kernel",
+                "add_rms_norm_kernel",
+            },
+        ),
+        ("llama-3-8b gptq 128", {"linear_kernel", "gated_kernel", "sample_rows_kernel"}),
     ],
 )
 def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name, expected, tmp_path, monkeypatch):

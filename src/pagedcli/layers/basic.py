@@ -123,19 +123,23 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. Shapes: gate_up [T, 2I], gate first; returns [T, I]."""
     if gate_up.is_cuda and (fused := fused_layers()):
-        return cast(Tensor, fused.silu_and_mul(gate_up.contiguous()))
+        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "silu"))
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with the tanh approximation of gelu. Shapes: as silu_and_mul."""
+    if gate_up.is_cuda and (fused := fused_layers()):
+        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "gelu_pytorch_tanh"))
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def clamped_silu_and_mul(gate_up: Tensor) -> Tensor:
     """(up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped. Shapes: as silu_and_mul. Source: gpt-oss."""
+    if gate_up.is_cuda and (fused := fused_layers()):
+        return cast(Tensor, fused.activate_and_mul(gate_up.contiguous(), "clamped_silu"))
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
@@ -161,18 +165,40 @@ class Routing:
 
 
 def route(logits: Tensor, routing: Routing, preference: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token with the largest scores, and their weights. A softmax is in float32.
+    """The experts of each token with the largest scores, of equals the first, and their weights.
+
+    A softmax is in float32.
 
     Shapes:  logits [T, X] of the router; preference [X] float32, added to scores for picking alone; returns weights
              [T, K] in the dtype of the logits, experts [T, K] int64.
     """
     scores = logits.sigmoid().float() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
     wanted = scores if preference is None else scores + preference
-    experts = wanted.topk(routing.num_per_token, dim=-1).indices
+    experts = wanted.sort(stable=True, dim=-1, descending=True).indices[:, : routing.num_per_token]
     weights = scores.gather(1, experts)
     if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True) + (1e-6 if routing.sigmoid else 0.0)
     return (weights * routing.scale).to(logits.dtype), experts
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts that are called one after the other."""
+
+    experts: Sequence[Callable[[Tensor], Tensor]]  # E -> E each
+    routing: Routing
+    preference: Tensor | None  # [X] float32 of route
+
+    def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        """For each token the weighted sum of its experts' results, plus sigmoid(gate) * shared.
+
+        Shapes:  x [T, E]; logits [T, X] of the router; shared [T, E], or None: nothing is added; gate [T, 1], or None:
+                 `shared` counts in full; returns [T, E].
+        """
+        out = weighted_sum(self.experts, x, *route(logits, self.routing, self.preference))
+        if shared is not None:
+            out += shared if gate is None else gate.sigmoid() * shared
+        return out
 
 
 def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -180,7 +206,8 @@ def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weigh
 
     Shapes:  x [T, E]; weights, chosen [T, K] of route; returns [T, E].
     """
-    chosen, weights, order = by_expert(chosen, weights)
+    chosen, places = chosen.sort(-1)
+    weights, order = weights.gather(1, places), chosen.flatten().argsort(stable=True)
     inputs = x.index_select(0, order // chosen.shape[1])
     results = torch.empty_like(inputs)
     start = 0
@@ -189,19 +216,12 @@ def weighted_sum(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weigh
             part = slice(start, start + count)
             results[part] = experts[expert](inputs[part])
             start += count
-    return summed(results * weights.flatten()[order, None], order, chosen.shape[1])
+    return _summed(results * weights.flatten()[order, None], order, chosen.shape[1])
 
 
-def by_expert(chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices of each token in the order of the experts, with their weights, and the order [T * K] in which all
-    choices, flattened, are sorted by expert."""
-    chosen, places = chosen.sort(-1)
-    return chosen, weights.gather(1, places), chosen.flatten().argsort(stable=True)
-
-
-def summed(results: Tensor, order: Tensor, num_per_token: int) -> Tensor:
-    """Each token's results added, from rows sorted by expert. index_add_ would do it, but on a CPU it starts all its
-    threads for a single row. Shapes: results [T * K, E], order [T * K] of by_expert; returns [T, E]."""
+def _summed(results: Tensor, order: Tensor, num_per_token: int) -> Tensor:
+    """Each token's results added, from rows in an order. index_add_ would do it, but on a CPU it starts all its
+    threads for a single row. Shapes: results [T * K, E], order [T * K]; returns [T, E]."""
     places = torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
     num_tokens, width = order.shape[0] // num_per_token, results.shape[1]
     return reduce(torch.add, results.index_select(0, places).view(num_tokens, num_per_token, width).unbind(1))

@@ -40,14 +40,15 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. Shapes: gate_up [T, 2I] contiguous, gate first; returns [T, I]."""
+def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, by one of layers.basic.ACTIVATIONS. Shapes: gate_up [T, 2I] contiguous, gate first;
+    returns [T, I]."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, width))
     if num_tokens:
         block = min(1024, _power_of_2(width))
         grid = (num_tokens, -(-width // block))
-        silu_and_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=block, num_warps=_warps(block))
+        gated_kernel[grid](gate_up, out, WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=_warps(block))
     return out
 
 
@@ -144,15 +145,32 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per (token, BLOCK columns): silu(gate) * up."""
+def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """ACTIVATION(gate) * up of float32 values that dtype holds; the product itself is not rounded to it."""
+    if ACTIVATION == "clamped_silu":
+        gate = tl.where(gate > 7.0, 7.0, gate)  # comparisons that keep a NaN
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        steep = (gate * 1.702).to(dtype).to(tl.float32)
+        active = gate * (1.0 / (1.0 + tl.exp2(-steep * LOG2E))).to(dtype).to(tl.float32)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+    elif ACTIVATION == "gelu_pytorch_tanh":  # (1 + tanh(y)) / 2 is the sigmoid of 2y
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        active = gate / (1.0 + tl.exp2(-slope * LOG2E))
+    else:
+        active = gate / (1.0 + tl.exp2(-gate * LOG2E))
+    return active.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def gated_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per (token, BLOCK columns): ACTIVATION(gate) * up."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     gate = tl.load(gate_up_ptr + token * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp2(-gate * LOG2E))).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + token * WIDTH + column, silu * up, mask=inside)
+    product = gated(gate, up, out_ptr.dtype.element_ty, ACTIVATION)
+    tl.store(out_ptr + token * WIDTH + column, product, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a row of [groups, T]

@@ -1,9 +1,8 @@
-"""Matrix products for GPUs: linear layers of quantized weights, which stay packed in GPU memory, and a mixture of
-experts, all experts of a layer in two launches, each expert's rows together.
+"""Matrix products for GPUs with quantized weights, which stay packed in GPU memory: how kernels read them, and linear
+layers; layers.triton_experts has those of experts.
 
-Weights of 4 and 8 bits become numbers of the activations' dtype in registers; sums are float32. The twins are the
-product with the `dequantized` weight in torch, and layers.basic.weighted_sum. Nothing here waits for the device, so a
-CUDA graph can hold it. Imported only where triton is installed.
+Weights of 4 and 8 bits become numbers of the activations' dtype in registers; sums are float32. The twin is the
+product with the `dequantized` weight in torch. Imported only where triton is installed.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import by_expert, summed
 from pagedcli.layers.quantized import Float8Weight, QuantizedWeight, Weight
 
 _CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read the bits
@@ -25,11 +23,11 @@ _CONVERTS_FLOAT8 = (8, 9)  # the first compute capability that does; others read
 class KernelWeight:
     """X weights [N, K] of one format: those of the experts of a layer, or of a linear layer."""
 
-    form: Literal["floats", "float8", "codes4", "codes8"]
+    form: Literal["floats", "float8", "codes4", "codes8", "e2m1"]
     num_out: int  # N
     num_in: int  # K
     group_size: int  # inputs that share a scale; at least K if all do
-    numbers: Tensor  # [X, N, K]; codes: int32 words [X, ceil(K * bits / 32), N], lowest bits first
+    numbers: Tensor  # [X, N, K]; codes, and those of e2m1: int32 words [X, ceil(K * bits / 32), N], lowest bits first
     scales: Tensor | None = None  # [X, groups, N]
     zeros: Tensor | None = None  # uint8 [X, groups, N], of codes
     order: Tensor | None = None  # int32 [X, K]: the input of each of the K, if groups are not neighbours
@@ -41,7 +39,7 @@ class KernelWeight:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time values of the"""
+        """Compile-time values of a kernel that reads the weights."""
         return {"FORM": self.form, "N": self.num_out, "K": self.num_in, "GROUP": self.group_size}
 
     @property
@@ -88,13 +86,13 @@ def _of_one(weight: Weight) -> KernelWeight:
     weight, order = weight.in_order
     num_out, num_in = weight.codes.shape
     return KernelWeight(
-        "codes4" if weight.bits == 4 else "codes8",
+        "e2m1" if weight.levels else "codes4" if weight.bits == 4 else "codes8",
         num_out,
         num_in,
         _group_size(weight.group_size, num_in),
         numbers=_words(weight.codes.T, weight.bits),
         scales=weight.scales.T,
-        zeros=weight.zeros.T,
+        zeros=None if weight.levels else weight.zeros.T,
         order=None if order is None else order.to(torch.int32),
     )
 
@@ -157,83 +155,8 @@ def _words(codes: Tensor, bits: int) -> Tensor:
     return words
 
 
-class GroupedExperts:
-    """Gated MLPs with silu, of equal sizes. Keeps its own copy of their weights, in the format in which they are."""
-
-    __slots__ = ("_down", "_gate_up", "nbytes")
-
-    def __init__(self, gate_up: list[Weight], down: list[Weight]) -> None:
-        """Shapes: gate_up [2I, E], gate first, and down [E, I] of each expert. Both lists are emptied.
-
-        Raises: ModelError if the formats of gate_up differ, or those of down.
-        """
-        self._gate_up, self._down = kernel_weight(gate_up), kernel_weight(down)
-        self.nbytes = self._gate_up.nbytes + self._down.nbytes
-
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Arguments and result of layers.basic.weighted_sum."""
-        num_experts, num_picked = self._down.numbers.shape[0], chosen.shape[1]
-        chosen, weights, order = by_expert(chosen, weights)
-        block_t = _block_t(order.shape[0], num_experts)
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        starts, tiles = _firsts(counts), _firsts((counts + block_t - 1) // block_t)
-        num_tiles = min(order.shape[0], num_experts) + order.shape[0] // block_t  # at most so many
-        plan = (starts, tiles, num_tiles, block_t)
-        inner = _product(x, self._gate_up, (order // num_picked).int(), None, *plan)
-        rows = torch.arange(order.shape[0], dtype=torch.int32, device=x.device)
-        results = _product(inner, self._down, rows, weights.flatten()[order], *plan)
-        return summed(results, order, num_picked)
-
-
-def experts_constants(weight: KernelWeight, block_t: int, *, gated: bool) -> dict[str, Any]:
-    """Compile-time values of experts_kernel."""
-    num_experts = weight.numbers.shape[0]
-    flags = {"GATED": gated, "ORDERED": weight.order is not None}
-    sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": 1 << num_experts.bit_length()}
-    # with 64 inputs per step some variants spill registers
-    return weight.constants | flags | sizes | {"BLOCK_T": block_t, "BLOCK_N": 64, "BLOCK_K": 32}
-
-
-def _product(
-    x: Tensor,
-    weight: KernelWeight,
-    rows: Tensor,
-    factor: Tensor | None,
-    starts: Tensor,
-    tiles: Tensor,
-    num_tiles: int,
-    block_t: int,
-) -> Tensor:
-    """The rows of x times their experts' weights, times `factor`; without it silu(gate) * up."""
-    gated = factor is None
-    num_out = weight.num_out // 2 if gated else weight.num_out
-    out = x.new_empty((rows.shape[0], num_out))
-    constants = experts_constants(weight, block_t, gated=gated)
-    grid = (-(-num_out // constants["BLOCK_N"]), num_tiles)
-    if rows.shape[0]:
-        order = rows if weight.order is None else weight.order
-        arguments = (x, *weight.pointers, order, rows, x if factor is None else factor, starts, tiles, out)
-        experts_kernel[grid](*arguments, **constants, num_warps=4, num_stages=3)
-    return out
-
-
-def _block_t(num_results: int, num_experts: int) -> int:
-    """Results per tile: as many as an expert has on average, within what a product takes."""
-    mean = num_results // num_experts
-    return 16 if mean <= 16 else 32 if mean <= 32 else 64
-
-
-def _firsts(counts: Tensor) -> Tensor:
-    """[X + 1] int32: the sum of the counts before each expert, and of all."""
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
 @triton.jit
-def _add_product(
+def add_product(
     sums,  # [BLOCK_T, BLOCK_N]
     x,  # [BLOCK_T, BLOCK_K], 0 from K on
     start,  # first of the BLOCK_K inputs
@@ -266,7 +189,7 @@ def _add_product(
             scales = tl.load(scales_ptr + start // GROUP * N + n, mask=in_rows, other=0.0)
             sums += tl.dot(x, numbers.to(x.dtype), input_precision="ieee") * scales
     else:
-        BITS: tl.constexpr = 4 if FORM == "codes4" else 8
+        BITS: tl.constexpr = 8 if FORM == "codes8" else 4
         PER_WORD: tl.constexpr = 32 // BITS
         row = start // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)[:, None]
         words = tl.load(numbers_ptr + row * N + n, mask=in_rows & (row * PER_WORD < K), other=0)
@@ -276,15 +199,20 @@ def _add_product(
             place, there = start // GROUP * N + n, in_rows
         else:
             place, there = k // GROUP * N + n, inside
-        zeros = tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)
         scales = tl.load(scales_ptr + place, mask=there, other=0.0).to(tl.float32)
-        weights = ((codes - zeros).to(tl.float32) * scales).to(x.dtype)
+        if FORM == "e2m1":  # twice the number: a sign, two bits of exponent, one of mantissa
+            exponent, mantissa = (codes >> 1) & 3, codes & 1
+            size = tl.where(exponent == 0, mantissa, (2 + mantissa) << (exponent + (exponent == 0) - 1))
+            whole = tl.where(codes > 7, -size, size)
+        else:
+            whole = codes - tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)
+        weights = (whole.to(tl.float32) * scales).to(x.dtype)
         sums = tl.dot(x, weights, sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
-def _scaled(sums, n, in_rows, scales_ptr, K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr):
+def scaled(sums, n, in_rows, scales_ptr, K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr):
     """The sums of all inputs, times scales that are the same for all inputs."""
     if FORM == "float8" and GROUP >= K:
         sums *= tl.load(scales_ptr + n, mask=in_rows, other=0.0)
@@ -316,75 +244,10 @@ def linear_kernel(
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
-        sums = _add_product(
+        sums = add_product(
             sums, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
         )
-    sums = _scaled(sums, n, n < N, scales_ptr, K, FORM, GROUP)
+    sums = scaled(sums, n, n < N, scales_ptr, K, FORM, GROUP)
     if BIAS:
         sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * N + n, sums, mask=(token < num_tokens) & (n < N))
-
-
-@triton.jit
-def experts_kernel(
-    x_ptr,  # [*, K]
-    numbers_ptr,  # those of each expert after another; with GATED gate, then up
-    scales_ptr,
-    zeros_ptr,
-    order_ptr,  # [X, K]: with ORDERED, which column of x is each input
-    rows_ptr,  # [R] int32, row of x for each result
-    factor_ptr,  # [R], multiplies each result; not with GATED
-    starts_ptr,  # [X + 1] int32, first result of each expert
-    tiles_ptr,  # [X + 1] int32, first tile of each expert
-    out_ptr,  # [R, N], or with GATED [R, N / 2]
-    X: tl.constexpr,
-    N: tl.constexpr,  # rows of an expert's weight
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUMBERS: tl.constexpr,  # elements of an expert
-    GATED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BLOCK_X: tl.constexpr,  # at least X + 1
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One program per tile of BLOCK_T results of one expert and BLOCK_N outputs; the results are sorted by expert."""
-    OUT: tl.constexpr = N // 2 if GATED else N
-    tile = tl.program_id(1)
-    index = tl.arange(0, BLOCK_X)
-    firsts = tl.load(tiles_ptr + index, mask=index <= X, other=2147483647)
-    expert = tl.sum((firsts <= tile).to(tl.int32), 0) - 1  # the last one whose tiles have begun
-    if expert >= X:
-        return
-    first = tl.load(starts_ptr + expert) + (tile - tl.load(tiles_ptr + expert)) * BLOCK_T
-    end = tl.load(starts_ptr + expert + 1)
-    result = first + tl.arange(0, BLOCK_T)[:, None]
-    inside = result < end
-    row = tl.load(rows_ptr + result, mask=inside, other=0).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    in_rows = n < OUT
-    expert = expert.to(tl.int64)
-    numbers = numbers_ptr + expert * NUMBERS
-    groups_of_expert = expert * ((K + GROUP - 1) // GROUP * N)
-    scales, zeros = scales_ptr + groups_of_expert, zeros_ptr + groups_of_expert
-    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    gate = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        column = tl.load(order_ptr + expert * K + k, mask=k < K, other=0) if ORDERED else k
-        x = tl.load(x_ptr + row * K + column, mask=inside & (k < K), other=0.0)
-        if GATED:
-            gate = _add_product(gate, x, start, n, in_rows, numbers, scales, zeros, N, K, FORM, GROUP, BLOCK_N, BLOCK_K)
-        total = _add_product(
-            total, x, start, n + N - OUT, in_rows, numbers, scales, zeros, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
-        )
-    dtype = out_ptr.dtype.element_ty
-    total = _scaled(total, n + N - OUT, in_rows, scales, K, FORM, GROUP).to(dtype).to(tl.float32)
-    if GATED:
-        gate = _scaled(gate, n, in_rows, scales, K, FORM, GROUP).to(dtype).to(tl.float32)
-        total *= (gate / (1.0 + tl.exp2(-gate * LOG2E))).to(dtype).to(tl.float32)
-    else:
-        total *= tl.load(factor_ptr + result, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + result.to(tl.int64) * OUT + n, total, mask=inside & in_rows)

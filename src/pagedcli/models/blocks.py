@@ -15,12 +15,10 @@ from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.attention.layer import AttentionLayer
 from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
-    Routing,
     add_rms_norm,
     fused_layers,
     rms_norm,
     rotary_rows,
-    route,
     split_gate,
     split_heads,
 )
@@ -273,21 +271,16 @@ class Experts:
     """A mixture of gated MLPs, with or without a shared one for every token."""
 
     router: Callable[[Tensor], Tensor]  # E -> X
-    mixture: Callable[[Tensor, Tensor, Tensor], Tensor]  # arguments and result of layers.basic.weighted_sum
-    routing: Routing
-    preference: Tensor | None  # [X] float32 of layers.basic.route
+    mixture: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # see layers.basic.Mixture
     shared: GatedMlp | None
     shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert
 
     def __call__(self, x: Tensor, _step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]."""
-        weights, chosen = route(self.router(x), self.routing, self.preference)
-        out = self.mixture(x, weights, chosen)
-        if self.shared is not None:
-            shared = self.shared(x)
-            out += shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared
-        return self.parallel.all_reduce(out)
+        shared = None if self.shared is None else self.shared(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x)
+        return self.parallel.all_reduce(self.mixture(x, self.router(x), shared, gate))
 
 
 def add_and_norm(hidden: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ One of the decoders of models.loading. If attention runs on the project's CPU ke
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.plan import Kernels
 from pagedcli.errors import ModelError
-from pagedcli.layers.basic import ACTIVATIONS, Routing, fused_layers, stores_in_one_pass, weighted_sum
+from pagedcli.layers.basic import ACTIVATIONS, Mixture, Routing, fused_layers, stores_in_one_pass
 from pagedcli.layers.linear import LinearLayer, unpacked_note
 from pagedcli.layers.parallel import SummedLinear, VocabularyEmbedding, VocabularyHead
 from pagedcli.layers.quantized import Weight
@@ -37,6 +37,9 @@ from pagedcli.models.rope import RopeSpec, rope_notes
 from pagedcli.models.sharding import shard_parameters, shard_spec
 from pagedcli.models.spec import ExpertsSpec, ModelSpec
 from pagedcli.models.weights import open_weights
+
+if TYPE_CHECKING:
+    from pagedcli.layers.triton_experts import GroupedExperts
 
 
 class Decoder:
@@ -279,30 +282,39 @@ class _Builder(Parts):
         shared = experts.shared_intermediate_size is not None
         return Experts(
             router=self._unquantized(f"{key}.router"),
-            mixture=self._mixture([f"{key}.experts.{i}" for i in range(experts.num_experts)]),
-            routing=Routing(experts.num_per_token, experts.renormalize, experts.sigmoid, experts.scale),
-            preference=self._tensors.pop(f"{key}.preference", None),
+            mixture=self._mixture(key, experts),
             shared=self._expert(f"{key}.shared_expert") if shared else None,
             shared_gate=self._unquantized(f"{key}.shared_gate") if shared and experts.gates_shared else None,
             parallel=self._request.parallel,
         )
 
-    def _mixture(self, keys: list[str]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """All experts of a layer."""
+    def _mixture(self, key: str, spec: ExpertsSpec) -> "Mixture | GroupedExperts":
+        """All experts of a layer, and their routing."""
+        routing = Routing(spec.num_per_token, spec.renormalize, spec.sigmoid, spec.scale)
+        preference = self._tensors.pop(f"{key}.preference", None)
+        keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
-            return partial(weighted_sum, [self._expert(key) for key in keys])
-        from pagedcli.layers.triton_products import GroupedExperts
+            return Mixture([self._expert(key) for key in keys], routing, preference)
+        from pagedcli.layers.triton_experts import GroupedExperts
 
-        gate_up, down = ([self._expert_weight(f"{key}.{name}") for key in keys] for name in ("gate_up", "down"))
-        grouped = GroupedExperts(gate_up, down)
+        (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
+        biases = gate_up_bias, down_bias if self._request.parallel.rank == 0 else None
+        grouped = GroupedExperts(
+            gate_up, down, routing, activation=self._spec.hidden_act, biases=biases, preference=preference
+        )
         self.linear_bytes += grouped.nbytes
         return grouped
 
-    def _expert_weight(self, key: str) -> Weight:
-        layer_format, modules, bias = self.stored(key)
-        if bias is not None or any("bias" in module and bool(module["bias"].any()) for module in modules):
-            raise ModelError(f"{key} has a bias, which is not supported for experts", hint="use --device cpu")
-        return layer_format.weight(modules, self._request.dtype, self.kernels)
+    def _expert_weights(self, keys: list[str], name: str) -> tuple[list[Weight], Tensor | None]:
+        """One linear layer of all experts: their weights, and their biases as rows."""
+        weights, biases = [], []
+        for key in keys:
+            layer_format, modules, bias = self.stored(f"{key}.{name}")
+            if any("bias" in module and bool(module["bias"].any()) for module in modules):
+                raise ModelError(f"{key}.{name} has a bias, which no kernel adds", hint="use --device cpu")
+            weights.append(layer_format.weight(modules, self._request.dtype, self.kernels))
+            biases += [] if bias is None else [bias]
+        return weights, torch.stack(biases) if biases else None
 
     def _expert(self, key: str) -> GatedMlp:
         """Without the sum over the ranks, which is taken once for all experts."""
@@ -357,9 +369,7 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the Triton kernel computes all experts of a layer together."""
-    has_biases = spec.mlp_bias or (spec.experts is not None and spec.experts.has_biases)
-    is_plain = not has_biases and spec.hidden_act in ("silu", "swish")
-    return is_plain and linear_kernels(spec, backend) == "triton" and fused_layers() is not None
+    return linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 
 def refusal(needs: DecoderNeeds) -> str | None:

@@ -91,8 +91,6 @@ class Packed:
         size = self.quantization.group_size if block is None else block[1]
         if kernels == "torch":
             return "torch has no kernel for them"
-        if self.quantization.layout == "mxfp4" and kernels != "cpu":
-            return "no GPU kernel reads them"
         if is_float8 and kernels == "cpu":
             return "no CPU kernel reads FP8; activations are not rounded"
         if size is not None and size % 32 and (is_float8 or kernels == "cpu"):
@@ -106,7 +104,7 @@ class Packed:
         (num_rows, num_columns), stored = shape, self.quantization
         if kernels == "cpu":
             return padded_rows(num_rows, kernels, gated=gated) * self._packed_row_bytes(num_columns)
-        size, group_bytes = stored.group_size, 3
+        size, group_bytes = stored.group_size, 2 if stored.layout == "mxfp4" else 3
         if stored.layout == "float8":
             size, group_bytes = stored.block[1] if stored.block else None, 4
         return num_rows * (num_columns * stored.bits // 8 + -(-num_columns // (size or num_columns)) * group_bytes)

@@ -1,0 +1,313 @@
+"""A mixture of experts for GPUs, in five launches: routing, sorting the choices by expert, two products in which each
+expert's rows lie together, and the sum of each token's results.
+
+The twins are layers.basic.route and mix, including rounding and which of equal scores is picked. Nothing here waits for
+the device, so a CUDA graph can hold it. Imported only where triton is installed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedcli.layers.basic import Routing
+from pagedcli.layers.quantized import Weight
+from pagedcli.layers.triton_layers import LOG2E, gated
+from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_weight, scaled
+
+_CHOICES_PER_LOOP = 1024
+_COLUMNS_PER_SUM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of experts_kernel computes at a time."""
+
+    rows: int
+    columns: int
+    inputs: int  # per step of the loop
+    num_warps: int
+
+
+class GroupedExperts:
+    """Gated MLPs of equal sizes with a router. Keeps its own copy of their weights, in the format in which they are."""
+
+    __slots__ = ("_activation", "_down", "_down_bias", "_gate_up", "_gate_up_bias", "_preference", "_routing", "nbytes")
+
+    def __init__(
+        self,
+        gate_up: list[Weight],
+        down: list[Weight],
+        routing: Routing,
+        *,
+        activation: str,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+        preference: Tensor | None = None,
+    ) -> None:
+        """`activation` is one of layers.basic.ACTIVATIONS; both lists are emptied.
+
+        Shapes: of each expert gate_up [2I, E], gate first, and down [E, I]; biases [X, 2I] and [X, E] or None each;
+                preference [X] float32, see route.
+        Raises: ModelError if the formats of gate_up differ, or those of down.
+        """
+        self._gate_up, self._down = kernel_weight(gate_up), kernel_weight(down)
+        self._gate_up_bias, self._down_bias = biases
+        self._routing, self._preference, self._activation = routing, preference, activation
+        self.nbytes = self._gate_up.nbytes + self._down.nbytes
+
+    def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        """Arguments and result of layers.basic.mix."""
+        x, num_tokens = x.contiguous(), x.shape[0]
+        num_experts, num_picked = self._down.numbers.shape[0], self._routing.num_per_token
+        out = x.new_empty((num_tokens, self._down.num_out))
+        if not num_tokens:
+            return out
+        weights, chosen = route(logits, self._routing, self._preference)
+        num_rows = num_tokens * num_picked
+        starts, rows, places = (chosen.new_empty(size) for size in (num_experts + 1, num_rows, num_rows))
+        factors = weights.new_empty(num_rows)
+        align_kernel[(num_experts,)](
+            chosen, weights, starts, rows, factors, places, num_rows,
+            X=num_experts, K=num_picked, BLOCK=_CHOICES_PER_LOOP, num_warps=4,
+        )  # fmt: skip
+        inner = self._product(x, self._gate_up, self._gate_up_bias, starts, rows, None)
+        results = self._product(inner, self._down, self._down_bias, starts, rows, factors)
+        block = min(_COLUMNS_PER_SUM, 1 << (out.shape[1] - 1).bit_length())
+        sum_kernel[(num_tokens, -(-out.shape[1] // block))](
+            results, places, out if shared is None else shared.contiguous(), out if gate is None else gate, out,
+            K=num_picked, E=out.shape[1], SHARED=shared is not None, SCALED=gate is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def _product(
+        self, x: Tensor, weight: KernelWeight, bias: Tensor | None, starts: Tensor, rows: Tensor, factors: Tensor | None
+    ) -> Tensor:
+        """activation(gate) * up of the rows of x; with factors a plain product, times these."""
+        is_gated = factors is None
+        num_rows, num_experts = rows.shape[0], weight.numbers.shape[0]
+        tile = expert_tile(weight, num_rows, x.dtype, is_gated=is_gated)
+        constants = experts_constants(weight, tile, self._activation if is_gated else None)
+        out = x.new_empty((num_rows, weight.num_out // 2 if is_gated else weight.num_out))
+        num_tiles = min(num_rows, num_experts) + num_rows // tile.rows  # at most so many
+        grid = (-(-out.shape[1] // tile.columns), num_tiles)
+        order = rows if weight.order is None else weight.order
+        optional = x if bias is None else bias, order, rows, x if factors is None else factors
+        launch = {"BIAS": bias is not None, "num_warps": tile.num_warps, "num_stages": 3}
+        experts_kernel[grid](x, *weight.pointers, *optional, starts, out, **constants, **launch)
+        return out
+
+
+def route(logits: Tensor, routing: Routing, preference: Tensor | None) -> tuple[Tensor, Tensor]:
+    """layers.basic.route, the experts of a token ascending and int32."""
+    num_tokens, num_experts = logits.shape
+    weights = logits.new_empty((num_tokens, routing.num_per_token))
+    chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)
+    route_kernel[(num_tokens,)](
+        logits.contiguous(), logits if preference is None else preference, weights, chosen, routing.scale,
+        X=num_experts, K=routing.num_per_token, BLOCK_X=1 << (num_experts - 1).bit_length(), num_warps=1,
+        SIGMOID=routing.sigmoid, PREFERS=preference is not None, RENORMALIZE=routing.renormalize,
+    )  # fmt: skip
+    return weights, chosen
+
+
+def expert_tile(weight: KernelWeight, num_rows: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
+    """As many rows as an expert has on average, within what a product takes: prompts in large tiles, which read weights
+    less often."""
+    mean = num_rows // weight.numbers.shape[0]
+    if mean >= 64 and dtype.itemsize == 2:
+        return Tile(128, 64 if is_gated else 128, 64 if weight.group_size % 64 == 0 else 32, 8)
+    # with 64 inputs per step some variants spill registers
+    return Tile(16 if mean <= 16 else 32 if mean <= 32 else 64, 64, 32, 4)
+
+
+def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) -> dict[str, Any]:
+    """Compile-time values of experts_kernel."""
+    num_experts = weight.numbers.shape[0]
+    flags = {"ACTIVATION": activation, "ORDERED": weight.order is not None}
+    sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": 1 << (num_experts - 1).bit_length()}
+    blocks = {"BLOCK_T": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
+    return weight.constants | flags | sizes | blocks
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,  # [T, X]
+    preference_ptr,  # [X] float32, with PREFERS
+    weights_ptr,  # [T, K]
+    experts_ptr,  # [T, K] int32
+    factor,
+    X: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    PREFERS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """One program per token: the experts with the largest scores, of equals the first, and their weights."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_X)
+    inside = expert < X
+    dtype = weights_ptr.dtype.element_ty
+    logits = tl.load(logits_ptr + token * X + expert, mask=inside, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        scores = (1.0 / (1.0 + tl.exp2(-logits * LOG2E))).to(dtype).to(tl.float32)
+    else:
+        powers = tl.exp2((logits - tl.max(logits, 0)) * LOG2E)
+        scores = powers / tl.sum(powers, 0)
+    wanted = scores
+    if PREFERS:
+        wanted += tl.load(preference_ptr + expert, mask=inside, other=0.0)
+    # numbers for all experts and none else, so that K of them are found whatever the logits are
+    wanted = tl.where(wanted != wanted, float("inf"), wanted)
+    wanted = tl.where(inside, tl.maximum(wanted, -3e38), -float("inf"))
+    picked = tl.zeros((BLOCK_X,), tl.int32)
+    for _ in range(K):
+        first = tl.min(tl.where(wanted == tl.max(wanted, 0), expert, BLOCK_X), 0)
+        picked += (expert == first).to(tl.int32)
+        wanted = tl.where(expert == first, -float("inf"), wanted)
+    if RENORMALIZE:
+        scores /= tl.sum(tl.where(picked > 0, scores, 0.0), 0) + (1e-6 if SIGMOID else 0.0)
+    place = token * K + tl.cumsum(picked, 0) - 1
+    tl.store(weights_ptr + place, (scores * factor).to(dtype), mask=picked > 0)
+    tl.store(experts_ptr + place, expert, mask=picked > 0)
+
+
+@triton.jit(do_not_specialize=["num_choices"])  # changes from step to step
+def align_kernel(
+    chosen_ptr,  # [T, K] int32
+    weights_ptr,  # [T, K]
+    starts_ptr,  # [X + 1] int32: first row of each expert, and the number of all
+    rows_ptr,  # [T * K] int32: token of each row
+    factors_ptr,  # [T * K]: weight of each row
+    places_ptr,  # [T, K] int32: row of each choice
+    num_choices,
+    X: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per expert: its choices get the rows after those of the experts before it, in their order."""
+    expert = tl.program_id(0)
+    offset = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_choices, BLOCK):
+        choice = start + offset
+        before += (tl.load(chosen_ptr + choice, mask=choice < num_choices, other=X) < expert).to(tl.int32)
+    first = tl.sum(before, 0)
+    tl.store(starts_ptr + expert, first)
+    if expert == X - 1:
+        tl.store(starts_ptr + X, num_choices)
+    for start in range(0, num_choices, BLOCK):
+        choice = start + offset
+        mine = tl.load(chosen_ptr + choice, mask=choice < num_choices, other=X) == expert
+        row = first + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(rows_ptr + row, choice // K, mask=mine)
+        tl.store(factors_ptr + row, tl.load(weights_ptr + choice, mask=mine, other=0.0), mask=mine)
+        tl.store(places_ptr + choice, row, mask=mine)
+        first += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def experts_kernel(
+    x_ptr,  # [*, K]
+    numbers_ptr,  # those of each expert after another; with ACTIVATION gate, then up
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,  # [X, N], with BIAS
+    order_ptr,  # [X, K]: with ORDERED, which column of x is each input
+    rows_ptr,  # [R] int32, row of x for each result, with ACTIVATION; else they are the same
+    factors_ptr,  # [R], multiplies each result; not with ACTIVATION
+    starts_ptr,  # [X + 1] int32, first result of each expert
+    out_ptr,  # [R, N], or with ACTIVATION [R, N / 2]
+    X: tl.constexpr,
+    N: tl.constexpr,  # rows of an expert's weight
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUMBERS: tl.constexpr,  # elements of an expert
+    ACTIVATION: tl.constexpr,  # of layers.basic.ACTIVATIONS, of the gate; None: there is no gate
+    BIAS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per tile of BLOCK_T results of one expert and BLOCK_N outputs; the results are sorted by expert."""
+    OUT: tl.constexpr = N if ACTIVATION is None else N // 2
+    tile = tl.program_id(1)
+    index = tl.arange(0, BLOCK_X)
+    begins = tl.load(starts_ptr + index, mask=index < X, other=0)
+    tiles = (tl.load(starts_ptr + index + 1, mask=index < X, other=0) - begins + BLOCK_T - 1) // BLOCK_T
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # the first one whose tiles do not end before
+    if expert >= X:
+        return
+    first_tile = tl.sum(tl.where(index < expert, tiles, 0), 0)
+    result = tl.load(starts_ptr + expert) + (tile - first_tile) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    inside = result < tl.load(starts_ptr + expert + 1)
+    row = (result if ACTIVATION is None else tl.load(rows_ptr + result, mask=inside, other=0)).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_rows = n < OUT
+    expert = expert.to(tl.int64)
+    numbers = numbers_ptr + expert * NUMBERS
+    groups_of_expert = expert * ((K + GROUP - 1) // GROUP * N)
+    scales, zeros = scales_ptr + groups_of_expert, zeros_ptr + groups_of_expert
+    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    gate = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        column = tl.load(order_ptr + expert * K + k, mask=k < K, other=0) if ORDERED else k
+        x = tl.load(x_ptr + row * K + column, mask=inside & (k < K), other=0.0)
+        if ACTIVATION is not None:
+            gate = add_product(gate, x, start, n, in_rows, numbers, scales, zeros, N, K, FORM, GROUP, BLOCK_N, BLOCK_K)
+        total = add_product(
+            total, x, start, n + N - OUT, in_rows, numbers, scales, zeros, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
+        )
+    dtype = out_ptr.dtype.element_ty
+    bias = bias_ptr + expert * N + n
+    total = scaled(total, n + N - OUT, in_rows, scales, K, FORM, GROUP)
+    if BIAS:
+        total += tl.load(bias + N - OUT, mask=in_rows, other=0.0).to(tl.float32)
+    total = total.to(dtype).to(tl.float32)
+    if ACTIVATION is None:
+        total *= tl.load(factors_ptr + result, mask=inside, other=0.0).to(tl.float32)
+    else:
+        gate = scaled(gate, n, in_rows, scales, K, FORM, GROUP)
+        if BIAS:
+            gate += tl.load(bias, mask=in_rows, other=0.0).to(tl.float32)
+        total = gated(gate.to(dtype).to(tl.float32), total, dtype, ACTIVATION)
+    tl.store(out_ptr + result.to(tl.int64) * OUT + n, total, mask=inside & in_rows)
+
+
+@triton.jit
+def sum_kernel(
+    results_ptr,  # [T * K, E]
+    places_ptr,  # [T, K] int32: row of each choice
+    shared_ptr,  # [T, E], with SHARED: is added
+    gate_ptr,  # [T, 1], with SCALED: its sigmoid multiplies what is shared
+    out_ptr,  # [T, E]
+    K: tl.constexpr,
+    E: tl.constexpr,
+    SHARED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per token and BLOCK columns: the sum of its results, in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < E
+    dtype = out_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(places_ptr + token * K + k).to(tl.int64)
+        total += tl.load(results_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(dtype).to(tl.float32)
+    if SHARED:
+        shared = tl.load(shared_ptr + token * E + column, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            gate = tl.load(gate_ptr + token).to(tl.float32)
+            shared = ((1.0 / (1.0 + tl.exp2(-gate * LOG2E))).to(dtype).to(tl.float32) * shared).to(dtype).to(tl.float32)
+        total += shared
+    tl.store(out_ptr + token * E + column, total, mask=inside)
