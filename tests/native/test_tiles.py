@@ -1,7 +1,9 @@
 """Kernels for tile registers (AMX), emulated in plain C++: right, invariant, in the layout of every other path."""
 
+import ctypes
 import os
 import subprocess
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -138,6 +140,41 @@ def test_row_of_a_linear_layer_depends_on_that_row_alone(emulated, columns, quan
                 assert torch.equal(linear(x[-tokens:].contiguous()), whole[-tokens:]), tokens
     finally:
         torch.set_num_threads(1)
+
+
+@contextmanager
+def l2_cache(emulated, num_bytes):
+    """Pretend that each core has an L2 cache of this size."""
+    emulated.functions.native_pretend_l2_bytes(ctypes.c_int64(num_bytes))
+    try:
+        yield
+    finally:
+        emulated.functions.native_pretend_l2_bytes(ctypes.c_int64(0))
+
+
+def test_tokens_of_a_block_take_half_of_the_l2_cache(emulated):
+    def rows(row_bytes, unit):
+        return emulated.functions.native_rows_per_block(ctypes.c_int64(row_bytes), ctypes.c_int64(unit))
+
+    with l2_cache(emulated, 2 << 20):
+        assert [rows(2 * columns, 32) for columns in (1024, 2048, 3072)] == [512, 256, 192]
+        assert rows(6144, 1) == 170
+    with l2_cache(emulated, 1 << 20):
+        assert [rows(2 * columns, 32) for columns in (1024, 2048, 3072)] == [256, 128, 96]
+        assert rows(1 << 16, 32) == 64
+
+
+@pytest.mark.parametrize("path", [Path.BF16_TILES, None], ids=["tiles", "vectors"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_size_of_the_cache_changes_no_bit(emulated, quantization, path):
+    x, weight = linear_inputs(tokens=300, columns=1024)
+    linear = NativeLinear(emulated, weight, quantization=quantization)
+    with avoiding(emulated.functions, *(() if path else (Path.BF16_TILES, Path.INT8_TILES))):
+        results = []
+        for num_bytes in (0, 1 << 12, 1 << 20, 1 << 26):
+            with l2_cache(emulated, num_bytes):
+                results.append(linear(x))
+    assert all(torch.equal(results[0], result) for result in results)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

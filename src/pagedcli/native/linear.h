@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "caches.h"
 #include "parallel.h"
 
 // What becomes of y. Each of these rounds where separate torch operations would.
@@ -62,9 +63,8 @@ struct Cut {
     Cut(int64_t num_tokens, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes, double ns_per_row, int& threads,
         int64_t unit = 1)
         : panels(num_panels), unit(unit) {
-        constexpr int64_t L2_SHARE = 512 << 10;
         constexpr double NS_PER_BYTE = 0.025, PIECE_NS = 20e3, WORTH_A_THREAD_NS = 4e3;
-        const int64_t most = std::max<int64_t>(64, L2_SHARE / row_bytes);
+        const int64_t most = native_rows_per_block(row_bytes, unit);
         blocks = (num_tokens + most - 1) / most;
         const double panel_ns = std::max(panel_bytes * NS_PER_BYTE, ns_per_row * num_tokens);
         // for less, waking a thread and waiting for its last piece would take longer

@@ -93,11 +93,14 @@ void run_piece(const Linear& l, const uint8_t* x, const float* steps_of, int64_t
 struct Int4Tiles {
     static constexpr bool WIDENS = true;
     static constexpr int64_t GROUPS = TILE_BYTES / BLOCK_COLUMNS;  // of a step
+    static constexpr int64_t BYTES = GROUPS * Int4Group::BYTES;
     const void* weight;
     int64_t row_bytes;
+    const char* at(int64_t panel, int64_t step) const {
+        return (const char*)weight + (panel * (row_bytes / TILE_BYTES) + step) * BYTES;
+    }
     const char* part(int64_t panel, int64_t first, int64_t end, char* widened) const {
-        const int64_t group = panel * (row_bytes / BLOCK_COLUMNS) + first * GROUPS;
-        widen_int4((const uint8_t*)weight + group * Int4Group::BYTES, (end - first) * GROUPS, (uint8_t*)widened);
+        widen_int4((const uint8_t*)at(panel, first), (end - first) * GROUPS, (uint8_t*)widened);
         return widened;
     }
 };

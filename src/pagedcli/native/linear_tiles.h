@@ -40,13 +40,25 @@ static inline TileRows pack_tile_rows(const void* x, int64_t num_tokens, int64_t
     return {base, row_bytes, true};
 }
 
-// A weight that lies in memory as tiles read it.
+// A weight that lies in memory as tiles read it. BYTES: of a step, as it is stored.
 struct PackedTiles {
     static constexpr bool WIDENS = false;
+    static constexpr int64_t BYTES = STEP_BYTES;
     const void* weight;
     int64_t row_bytes;
-    const char* part(int64_t panel, int64_t first, int64_t, char*) const {
-        return (const char*)weight + (panel * (row_bytes / TILE_BYTES) + first) * STEP_BYTES;
+    const char* at(int64_t panel, int64_t step) const {
+        return (const char*)weight + (panel * (row_bytes / TILE_BYTES) + step) * BYTES;
+    }
+    const char* part(int64_t panel, int64_t first, int64_t, char*) const { return at(panel, first); }
+};
+
+// Memory that is needed soon, fetched a few lines at a time: many at once would stall the products that wait meanwhile.
+struct Soon {
+    const char *at, *end;
+    int64_t lines;  // at a time
+    Soon(const char* at, int64_t bytes, int64_t times) : at(at), end(at + bytes), lines((bytes / 64 + times - 1) / times) {}
+    void fetch() {
+        for (int64_t j = 0; j < lines && at < end; j++, at += 64) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -57,11 +69,11 @@ struct TileProductInt8 {
     template <int C, int A, int B> static void multiply(TileRegisters& t) { t.multiply_int8<C, A, B>(); }
 };
 
-// sums [32][PANEL] of up to 32 rows, begun at zero or as they are. `panel` begins at step `first`. At each step a part of
-// `next` is fetched, if there is one.
+// sums [32][PANEL] of up to 32 rows, begun at zero or as they are. `panel` begins at step `first`. `soon` is fetched twice
+// per step.
 template <class Product, bool TWO>
 inline void multiply_tiles(TileRegisters& t, const TileRows& x, int64_t row, int64_t first, int64_t end, const char* panel,
-                           const char* next, bool begin, char* sums) {
+                           Soon soon, bool begin, char* sums) {
     constexpr int64_t ROW = PANEL * 4;
     char* second = sums + TILE_ROWS * ROW;
     if (begin) {
@@ -77,48 +89,54 @@ inline void multiply_tiles(TileRegisters& t, const TileRows& x, int64_t row, int
         Product::template multiply<0, 4, 6>(t);
         t.load<7>(panel + TILE_BYTES, 2 * TILE_BYTES);
         Product::template multiply<1, 4, 7>(t);
-        if (next)
-            for (int64_t j = 0; j < STEP_BYTES; j += 64) __builtin_prefetch(next + (i - first) * STEP_BYTES + j, 0, 2);
+        soon.fetch();
         if (TWO) {
             t.load<5>(x.tile(row + TILE_ROWS, i), x.stride());
             Product::template multiply<2, 5, 6>(t);
+            soon.fetch();
             Product::template multiply<3, 5, 7>(t);
+        } else {
+            soon.fetch();
         }
     }
     t.store<0>(sums, ROW), t.store<1>(sums + TILE_BYTES, ROW);
     if (TWO) t.store<2>(second, ROW), t.store<3>(second + TILE_BYTES, ROW);
 }
 
-// Tokens [begin, end), begin a multiple of 16, times panels [first, last) of `steps` products each. Calls
-// finish(token, panel, its PANEL sums).
+// Tokens [begin, end), begin a multiple of 16, times panels [first, last) of `steps` products each; after them comes panel
+// `following`, -1: none. Calls finish(token, panel, its PANEL sums).
 template <class Product, class Weight, class Finish>
-void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t num_panels, int64_t begin, int64_t end,
-               int64_t first, int64_t last, const Finish& finish) {
+void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t begin, int64_t end, int64_t first, int64_t last,
+               int64_t following, const Finish& finish) {
     // A part of the panel stays in the L1 cache while all tokens pass: 8 steps are 16 KiB, and 256 of K in bf16. What is
     // summed so far waits in memory, as exact as in a register.
-    constexpr int64_t PART_STEPS = 8;
-    constexpr int64_t SOON = 4 * STEP_BYTES;  // between what is fetched and what is read where all tokens are one block
+    constexpr int64_t PART_STEPS = 8, BYTES = Weight::BYTES;
+    constexpr int64_t AHEAD = 4 * STEP_BYTES;  // between what is fetched and what is read where all tokens are one block
     const bool one_block = end - begin <= BLOCK_TOKENS;
     const int64_t part_steps = one_block && !Weight::WIDENS ? steps : PART_STEPS;
+    const int64_t blocks = (end - begin + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     alignas(64) char widened[Weight::WIDENS ? PART_STEPS * STEP_BYTES : 1];
     static thread_local std::vector<char> room;
-    room.resize((end - begin + BLOCK_TOKENS) * PANEL * 4 + TILE_BYTES);
+    room.resize(blocks * BLOCK_TOKENS * PANEL * 4 + TILE_BYTES);
     char* sums = (char*)(((uintptr_t)room.data() + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES);
     TileRegisters registers;
     for (int64_t p = first; p < last; p++) {
+        const int64_t next = p + 1 < last ? p + 1 : following;
         for (int64_t part = 0; part < steps; part += part_steps) {
-            const int64_t part_end = std::min(steps, part + part_steps);
+            const int64_t part_end = std::min(steps, part + part_steps), bytes = (part_end - part) * BYTES;
             const char* panel = weight.part(p, part, part_end, widened);
-            for (int64_t row = begin; row < end; row += BLOCK_TOKENS) {
-                const int64_t rows = std::min(end - row, BLOCK_TOKENS);
-                const char* next = row > begin ? nullptr : one_block ? panel + SOON : panel + steps * STEP_BYTES;
-                if (Weight::WIDENS || (!one_block && p + 1 == num_panels)) next = nullptr;
-                char* to = sums + (row - begin) * PANEL * 4;
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t row = begin + block * BLOCK_TOKENS, rows = std::min(end - row, BLOCK_TOKENS);
+                // every block of tokens fetches its share of the same part of the next panel, or all of what comes soon
+                const char* there = one_block ? weight.at(p, part) + (Weight::WIDENS ? bytes : AHEAD) : weight.at(next, part);
+                const int64_t share = (bytes / 64 + blocks - 1) / blocks * 64, from = std::min(block * share, bytes);
+                const Soon soon(there + from, next < 0 && !one_block ? 0 : std::min(share, bytes - from), 2 * (part_end - part));
+                char* to = sums + block * BLOCK_TOKENS * PANEL * 4;
                 registers.shape(std::min<int64_t>(rows, TILE_ROWS), std::max<int64_t>(0, rows - TILE_ROWS), TILE_BYTES, TILE_ROWS);
                 if (rows > TILE_ROWS)
-                    multiply_tiles<Product, true>(registers, x, row, part, part_end, panel, next, part == 0, to);
+                    multiply_tiles<Product, true>(registers, x, row, part, part_end, panel, soon, part == 0, to);
                 else
-                    multiply_tiles<Product, false>(registers, x, row, part, part_end, panel, next, part == 0, to);
+                    multiply_tiles<Product, false>(registers, x, row, part, part_end, panel, soon, part == 0, to);
                 for (int64_t r = 0; part_end == steps && r < rows; r++) finish(row + r, p, to + r * PANEL * 4);
             }
         }
@@ -135,7 +153,9 @@ void forward_tiles(const void* x, int64_t row_bytes, const Weight& weight, int64
     static thread_local std::vector<char> room;
     const TileRows rows = pack_tile_rows(x, num_tokens, row_bytes, room, threads);
     cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
-        run_tiles<Product>(rows, steps, weight, panels, begin, end, first, last, finish);
+        // the next block of tokens begins with the same panels again
+        const int64_t following = end < num_tokens ? first : last < panels ? last : -1;
+        run_tiles<Product>(rows, steps, weight, begin, end, first, last, following, finish);
     });
 }
 

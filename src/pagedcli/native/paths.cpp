@@ -68,6 +68,14 @@ int native_has_tiles() {
 }
 int native_may_use_tiles() { return path_available(BF16_TILES); }
 
+#if defined(EMULATE_TILES)
+// Configurations, loads, stores and products of emulated tiles since the last call.
+void native_tile_counts(int64_t* out) {
+    std::atomic<int64_t>* counts[] = {&tile_counts.configurations, &tile_counts.loads, &tile_counts.stores, &tile_counts.products};
+    for (auto* count : counts) *out++ = count->exchange(0);
+}
+#endif
+
 // For tests and measurements: from now on, do as if this processor did not have the path (1), or had it again (0).
 void native_avoid_path(int64_t path, int yes) { avoided[path] = yes; }
 }

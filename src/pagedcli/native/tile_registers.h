@@ -10,6 +10,7 @@
 
 #if defined(EMULATE_TILES)
 #define HAS_TILES
+#include <atomic>
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
 #define HAS_TILES
 #include <sys/syscall.h>
@@ -38,9 +39,10 @@ struct TileRegisters {
     // if it differs from the last shape. A sum must not depend on how many rows there are, and what lies after the last
     // row may be anything: so the rows are configured, not padded.
     void shape(int rows0, int rows1, int left_bytes, int right_rows) {
-        const int now[4] = {rows0, rows1, left_bytes, right_rows};
-        if (!memcmp(now, last, sizeof now)) return;
-        memcpy(last, now, sizeof now);
+        // one number in a register: numbers stored one by one and compared as 16 bytes wait for all stores before them
+        const uint64_t now = (uint64_t)rows0 << 48 | (uint64_t)rows1 << 32 | (uint64_t)left_bytes << 16 | (uint64_t)right_rows;
+        if (now == last) return;
+        last = now;
         memset(&config, 0, sizeof config);
         config.palette = 1;
         const int rows[8] = {rows0, rows0, rows1, rows1, rows0, rows1, right_rows, right_rows};
@@ -59,37 +61,52 @@ struct TileRegisters {
     template <int C, int A, int B> void multiply_codes();  // the same, A signed, B unsigned
 
 private:
-    int last[4] = {};
+    uint64_t last = 0;
     TileConfig config = {};
     void configure();
 #if defined(EMULATE_TILES)
     template <int C, int A, int B, class Left, class Right> void multiply_bytes();
     alignas(64) char data[8][TILE_ROWS][TILE_BYTES];
     void check(bool ok) const { if (!ok) abort(); }  // where the processor would raise an exception
-    void check_product(int c, int a, int b) const {
-        check(config.rows[c] && config.rows[c] == config.rows[a] && config.bytes[c] == config.bytes[b] &&
-              config.bytes[a] == config.rows[b] * 4);
-    }
+    void check_product(int c, int a, int b) const;
 #endif
 };
 
 #if defined(EMULATE_TILES)
 
+// What was done so far, for tests and measurements.
+struct TileCounts {
+    std::atomic<int64_t> configurations, loads, stores, products;
+    static void add(std::atomic<int64_t>& count) { count.fetch_add(1, std::memory_order_relaxed); }
+};
+inline TileCounts tile_counts;
+
 inline bool tiles_permitted() { return true; }
 inline TileRegisters::~TileRegisters() {}
-inline void TileRegisters::configure() { memset(data, 0, sizeof data); }
+inline void TileRegisters::configure() {
+    TileCounts::add(tile_counts.configurations);
+    memset(data, 0, sizeof data);
+}
 
 template <int T> inline void TileRegisters::zero() {
     check(config.rows[T]);
     memset(data[T], 0, sizeof data[T]);
 }
 template <int T> inline void TileRegisters::load(const void* from, int64_t stride) {
+    TileCounts::add(tile_counts.loads);
     zero<T>();
     for (int r = 0; r < config.rows[T]; r++) memcpy(data[T][r], (const char*)from + r * stride, config.bytes[T]);
 }
 template <int T> inline void TileRegisters::store(void* to, int64_t stride) {
+    TileCounts::add(tile_counts.stores);
     check(config.rows[T]);
     for (int r = 0; r < config.rows[T]; r++) memcpy((char*)to + r * stride, data[T][r], config.bytes[T]);
+}
+
+inline void TileRegisters::check_product(int c, int a, int b) const {
+    TileCounts::add(tile_counts.products);
+    check(config.rows[c] && config.rows[c] == config.rows[a] && config.bytes[c] == config.bytes[b] &&
+          config.bytes[a] == config.rows[b] * 4);
 }
 
 // Denormals count as zero.
