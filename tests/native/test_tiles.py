@@ -221,6 +221,31 @@ def test_decoder_is_as_close_to_float32_as_transformers_and_never_depends_on_chu
     assert 0 < error(whole) < 1.2 * error(theirs)
 
 
+# Steps of more than 32 tokens keep activations in the order of tiles between layers, others row by row: 110 tokens,
+# which end in the middle of 16, against chunks of 7. Odd numbers of tiles, norms after layers, gates, biases.
+@pytest.mark.parametrize(
+    ("family", "sizes", "quantization"),
+    [
+        ("qwen3", {"hidden_size": 96, "intermediate_size": 160}, None),
+        ("qwen3", {"hidden_size": 64, "intermediate_size": 80}, None),
+        ("olmo2", {"hidden_size": 64, "intermediate_size": 128}, "int8"),
+        ("gemma3", {"hidden_size": 64, "intermediate_size": 192}, "int4"),
+        ("qwen2", {"hidden_size": 128, "intermediate_size": 96}, "int8"),
+        ("qwen3_5", {"hidden_size": 64}, None),
+        ("qwen3-moe", {"hidden_size": 64, "moe_intermediate_size": 64}, None),
+    ],
+)
+def test_order_of_activations_between_layers_changes_no_bit(emulated, family, sizes, quantization, tmp_path):
+    path = tiny_model(family, tmp_path, head_dim=32, **sizes)
+    spec = read_spec(path)
+    sequences, num_prompt = ([each[i] for i in (1, 4, 5)] for each in ragged_sequences())
+    backend = cpu.load(AttentionSpec(CPU, BF16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
+    model = load_model(path, spec, backend=backend, dtype=BF16, device=CPU, quantization=quantization)
+    options = {"num_prompt": num_prompt, "block_size": 16, "dtype": BF16}
+    whole, chunked = (paged_logits(model, backend, sequences, chunk=chunk, **options) for chunk in (None, 7))
+    assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+
+
 def test_tile_instructions_assemble(tmp_path):
     compiler = build.find_compiler()
     target = tmp_path / "tiles.o"

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <vector>
 
 // Memory that grows and is not freed: an allocation of this size per call would fault its pages in each time.
 struct Arena {
@@ -28,3 +30,9 @@ struct Arena {
         return p;
     }
 };
+
+// `bytes` of a vector, from the beginning of a line on.
+inline char* lines_of(std::vector<char>& room, size_t bytes) {
+    room.resize(bytes + 64);
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+}

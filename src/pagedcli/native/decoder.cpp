@@ -30,38 +30,43 @@ template <class T> struct Forward {
     Forward(const Model& m, const Step& step, Arena& arena)
         : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), D(m.head_dim), H(m.num_heads), G(m.num_kv_heads),
           Q(m.output_gate ? 2 * H : H), width((Q + 2 * G) * D), threads((int)step.threads), residual((E*)step.residual) {
-        const int64_t widest = std::max({H * D, m.inner_size, E_});
-        arena.reserve(tokens * (E_ + width + widest) * sizeof(E) + 256);  // each begins in a line of its own
-        x = arena.take<E>(tokens * E_), qkv = arena.take<E>(tokens * width), wide = arena.take<E>(tokens * widest);
+        const int64_t widest = std::max({H * D, m.inner_size, E_}), rows = Matrix<E>::size(tokens, 1);
+        arena.reserve((rows * (E_ + widest) + tokens * width) * sizeof(E) + 256);  // each begins in a line of its own
+        x = arena.take<E>(rows * E_), qkv = arena.take<E>(tokens * width), wide = arena.take<E>(rows * widest);
     }
 
-    const E* normed(const void* weight) const {
-        if (!weight) return residual;
-        norm_rows<T>(residual, weight, m.float_norms, tokens, E_, (float)m.eps, x, threads);
-        return x;
+    // How x of a layer should lie.
+    Order order_for(const Linear& linear) const { return reads_tiles(linear, m.dtype, tokens) ? BY_TILES : BY_ROWS; }
+
+    // The residual after its norm, which is written in `order`.
+    Matrix<const E> normed(const void* weight, Order order = BY_ROWS) const {
+        if (!weight) return {residual, E_, BY_ROWS};
+        norm_rows<T>(residual, weight, m.float_norms, tokens, E_, (float)m.eps, x, threads, order);
+        return {x, E_, order};
     }
 
-    // Adds a projection to the residual.
-    void add(const Linear& linear, const E* from, const void* norm) const {
-        if (!norm && m.residual_multiplier == 1) return linear_forward(linear, m.dtype, from, tokens, residual, ADD, threads);
-        linear_forward(linear, m.dtype, from, tokens, x, STORE, threads);
-        add_rows<T>(m, x, norm, tokens, residual, threads);
+    // Adds a projection of `wide` to the residual.
+    void add(const Linear& linear, Order order, const void* norm) const {
+        const bool plain = !norm && m.residual_multiplier == 1;
+        linear_forward(linear, m.dtype, wide, tokens, plain ? residual : x, plain ? ADD : STORE, threads, order);
+        if (!plain) add_rows<T>(m, x, norm, tokens, residual, threads);
     }
 
-    // False if the block table names a block that does not exist.
-    bool attend(const Layer& layer) const {
+    // Writes `wide` in `order`. False if the block table names a block that does not exist.
+    bool attend(const Layer& layer, Order order) const {
         const GroupStep& group = step.groups[layer.group];
         const int64_t strides[4] = {width, D, width, D}, head_stride = Q / H * D;
         char* k_cache = (char*)step.k_cache + layer.place * step.layer_bytes;
         char* v_cache = (char*)step.v_cache + layer.place * step.layer_bytes;
-        linear_forward(layer.qkv, m.dtype, normed(layer.input_norm), tokens, qkv, STORE, threads);
+        const Matrix<const E> from = normed(layer.input_norm, order_for(layer.qkv));
+        linear_forward(layer.qkv, m.dtype, from.base, tokens, qkv, STORE, threads, from.order);
         norm_and_rotate<T>(m, layer, step, qkv);
         paged_write((int)m.dtype, step.geometry, tokens, threads, qkv + Q * D, qkv + (Q + G) * D, strides, k_cache, v_cache,
                     group.slots);
         if (paged_attend((int)m.dtype, step.geometry, group.work, qkv, width, head_stride, k_cache, v_cache, wide,
-                         (float)m.attention_scale, (float)m.soft_cap, layer.sinks))
+                         (float)m.attention_scale, (float)m.soft_cap, layer.sinks, order))
             return false;
-        if (m.output_gate) gate_heads<T>(wide, qkv, tokens, H, D, width, threads);
+        if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv, tokens, H, D, width, threads);
         return true;
     }
 
@@ -72,28 +77,30 @@ template <class T> struct Forward {
     }
 
     void mlp(const Layer& layer) const {
-        const E* from = normed(layer.mlp_norm);
         if (layer.experts) {
-            experts_forward(*layer.experts, m.dtype, from, tokens, wide, (Epilogue)m.gate, threads);
+            experts_forward(*layer.experts, m.dtype, normed(layer.mlp_norm).base, tokens, wide, (Epilogue)m.gate, threads);
             return add_rows<T>(m, wide, layer.mlp_norm_after, tokens, residual, threads);
         }
-        linear_forward(layer.gate_up, m.dtype, from, tokens, wide, (Epilogue)m.gate, threads);
-        add(layer.down, wide, layer.mlp_norm_after);
+        const Matrix<const E> from = normed(layer.mlp_norm, order_for(layer.gate_up));
+        const Order order = writes_tiles(layer.gate_up, m.dtype, tokens) ? order_for(layer.down) : BY_ROWS;
+        linear_forward(layer.gate_up, m.dtype, from.base, tokens, wide, (Epilogue)m.gate, threads, from.order, order);
+        add(layer.down, order, layer.mlp_norm_after);
     }
 
     int run() {
         for (int64_t i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
             const Recurrent* recurrent = layer.recurrent;
+            const bool keeps_some = i == m.num_layers - 1 && step.num_rows < tokens;  // after it no token looks at another
+            const Order order = recurrent || keeps_some || D % VL ? BY_ROWS : order_for(layer.attention_out);
             if (recurrent)
-                recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm), tokens, *step.state_step,
+                recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm).base, tokens, *step.state_step,
                                   step.states[layer.place], wide, threads);
-            else if (!attend(layer))
+            else if (!attend(layer, order))
                 return 1;
-            if (i == m.num_layers - 1 && step.num_rows < tokens)  // after it no token looks at another
-                keep_wanted(recurrent ? inner_of(*recurrent) : H * D);
+            if (keeps_some) keep_wanted(recurrent ? inner_of(*recurrent) : H * D);
             if (!tokens) return 0;
-            add(recurrent ? recurrent->out : layer.attention_out, wide, layer.input_norm_after);
+            add(recurrent ? recurrent->out : layer.attention_out, order, layer.input_norm_after);
             mlp(layer);
         }
         norm_rows<T>(residual, m.final_norm, m.float_norms, tokens, E_, (float)m.eps, step.out, threads);

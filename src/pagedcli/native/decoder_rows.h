@@ -12,16 +12,14 @@ constexpr int64_t SMALL = 1 << 15;
 
 inline int threads_for(int threads, int64_t elements) { return elements < SMALL ? 1 : threads; }
 
-// Calls work(row) for all rows, `chunk` neighbours on one thread.
+// As above, with fewer threads for little work.
 template <class Work> void for_rows(int threads, int64_t num_rows, int64_t row_elements, int64_t chunk, const Work& work) {
-    parallel_for(threads_for(threads, num_rows * row_elements), (num_rows + chunk - 1) / chunk, [&](int64_t i) {
-        for (int64_t r = i * chunk; r < std::min(num_rows, (i + 1) * chunk); r++) work(r);
-    });
+    for_rows(threads_for(threads, num_rows * row_elements), num_rows, chunk, work);
 }
 
-// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x.
-template <class T> void rms_norm(const typename T::Elem* x, const void* weight, bool is_float, int64_t size, float eps,
-                                 typename T::Elem* out) {
+// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x. out(i): where element i lies.
+template <class T, class Out> void rms_norm(const typename T::Elem* x, const void* weight, bool is_float, int64_t size, float eps,
+                                            const Out& out) {
     vf squares[2] = {};
     for (int64_t i = 0; i < size; i += VL) {
         vf v = load_some<T>(x + i, size - i);
@@ -32,15 +30,19 @@ template <class T> void rms_norm(const typename T::Elem* x, const void* weight, 
         const vf scaled = load_some<T>(x + i, size - i) * scale;
         const vf weighted = is_float ? scaled * load_some<F32>((const float*)weight + i, size - i)
                                      : Rows<T>::round(scaled) * load_some<T>((const typename T::Elem*)weight + i, size - i);
-        store_some<T>(out + i, weighted, size - i);
+        store_some<T>(out(i), weighted, size - i);
     }
+}
+template <class T> void rms_norm(typename T::Elem* x, const void* weight, bool is_float, int64_t size, float eps) {
+    rms_norm<T>(x, weight, is_float, size, eps, [&](int64_t i) { return x + i; });
 }
 
 template <class T> void norm_rows(const void* x, const void* weight, bool is_float, int64_t num_rows, int64_t size, float eps,
-                                  void* out, int threads) {
+                                  void* out, int threads, Order order = BY_ROWS) {
     using E = typename T::Elem;
-    for_rows(threads, num_rows, size, 8, [&](int64_t r) {
-        rms_norm<T>((const E*)x + r * size, weight, is_float, size, eps, (E*)out + r * size);
+    const Matrix<E> to{(E*)out, size, order};
+    for_rows(threads, num_rows, size, order == BY_TILES ? Matrix<E>::ROWS : 8, [&](int64_t r) {
+        rms_norm<T>((const E*)x + r * size, weight, is_float, size, eps, [&](int64_t i) { return to.at(r, i); });
     });
 }
 
@@ -63,7 +65,7 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, cons
     const int64_t D = m.head_dim, H = m.num_heads, G = m.num_kv_heads, each = m.output_gate ? 2 : 1;
     const int64_t width = (each * H + 2 * G) * D;
     auto norm = [&](E* x, const void* weight, int64_t size) {
-        rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps, x);
+        rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps);
     };
     for_rows((int)step.threads, step.num_tokens, width, 4, [&](int64_t t) {
         E* row = qkv + t * width;
@@ -78,15 +80,15 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, cons
 }
 
 // Multiplies the result [T][H][D] of each head by the sigmoid of the gate that follows its query in qkv.
-template <class T> void gate_heads(typename T::Elem* out, const typename T::Elem* qkv, int64_t num_tokens, int64_t H, int64_t D,
-                                   int64_t width, int threads) {
+template <class T> void gate_heads(const Matrix<typename T::Elem>& out, const typename T::Elem* qkv, int64_t num_tokens, int64_t H,
+                                   int64_t D, int64_t width, int threads) {
     for_rows(threads, num_tokens, H * D, 4, [&](int64_t t) {
         for (int64_t h = 0; h < H; h++) {
             const auto* gate = qkv + t * width + (2 * h + 1) * D;
-            auto* head = out + (t * H + h) * D;
             for (int64_t i = 0; i < D; i += VL) {
+                auto* head = out.at(t, h * D + i);
                 const vf share = Rows<T>::round(sigmoid_of(load_some<T>(gate + i, D - i)));
-                store_some<T>(head + i, load_some<T>(head + i, D - i) * share, D - i);
+                store_some<T>(head, load_some<T>(head, D - i) * share, D - i);
             }
         }
     });
@@ -99,7 +101,7 @@ template <class T> void add_rows(const Model& m, typename T::Elem* x, const void
     const float multiplier = (float)m.residual_multiplier;
     for_rows(threads, num_rows, size, 8, [&](int64_t r) {
         auto *from = x + r * size, *to = residual + r * size;
-        if (weight) rms_norm<T>(from, weight, m.float_norms, size, (float)m.eps, from);
+        if (weight) rms_norm<T>(from, weight, m.float_norms, size, (float)m.eps);
         for (int64_t i = 0; i < size; i += VL) {
             const vf added = Rows<T>::round(load_some<T>(from + i, size - i) * multiplier);
             store_some<T>(to + i, load_some<T>(to + i, size - i) + added, size - i);

@@ -61,14 +61,14 @@ static inline int64_t source_row(const Linear& l, int64_t place) {
 template <class T> struct Output {
     using Elem = typename T::Elem;
     const Linear& l;
-    Elem* out;
     Epilogue epilogue;
-    int64_t width, stride;  // elements of a row of out, and from one row to the next
-    bool plain;             // nothing to do but to store
+    int64_t width;     // elements of a row
+    Matrix<Elem> out;  // whose rows may be longer
+    bool plain;        // nothing to do but to store
 
-    Output(const Linear& l, Elem* out, Epilogue epilogue)
-        : l(l), out(out), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows),
-          stride(l.out_stride ? l.out_stride : width), plain(epilogue == STORE && !l.bias) {}
+    Output(const Linear& l, Elem* to, Epilogue epilogue, Order order = BY_ROWS)
+        : l(l), epilogue(epilogue), width(l.gated ? l.rows / 2 : l.rows), out{to, l.out_stride ? l.out_stride : width, order},
+          plain(epilogue == STORE && !l.bias) {}
 
     // Element `at` of a row of out and those after it, plus their biases, which lie from bias[first] on.
     inline vf biased(vf y, int64_t at, int64_t first = 0) const {
@@ -85,23 +85,21 @@ template <class T> struct Output {
 
     // The sums of one panel for one token.
     inline void put(int64_t token, int64_t panel, const float* y) const {
-        Elem* to = out + token * stride;
-        if (plain && (panel + 1) * PANEL <= width) {
-            for (int v = 0; v < PANEL; v += VL) Rows<T>::store(to + panel * PANEL + v, loadf(y + v));
-            return;
-        }
+        if (plain && (panel + 1) * PANEL <= width)
+            return store_both<T>(out.at(token, panel * PANEL), loadf(y), loadf(y + VL));
         if (epilogue >= GATE_SILU) {
             const int64_t at = panel * VL;
             // a row of out has as many elements as the whole layer has gates, whose biases precede those of the ups
-            const vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), at, stride));
-            return store_some<T>(to + at, gated(gate, up), width - at);
+            const vf gate = Rows<T>::round(biased(loadf(y), at)), up = Rows<T>::round(biased(loadf(y + VL), at, out.width));
+            return store_some<T>(out.at(token, at), gated(gate, up), width - at);
         }
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const int64_t at = panel * PANEL + v * VL;
             if (at >= width) return;
+            Elem* to = out.at(token, at);
             vf value = biased(loadf(y + v * VL), at);
-            if (epilogue == ADD) value = Rows<T>::round(value) + load_some<T>(to + at, width - at);
-            store_some<T>(to + at, value, width - at);
+            if (epilogue == ADD) value = Rows<T>::round(value) + load_some<T>(to, width - at);
+            store_some<T>(to, value, width - at);
         }
     }
 };

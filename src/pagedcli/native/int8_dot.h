@@ -160,19 +160,24 @@ struct ByteSum {
 #endif
 };
 
-// One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step.
-template <class T> float quantize_row(const typename T::Elem* x, int64_t columns, int offset, uint8_t* to) {
+// One token's activations as bytes in steps of their largest / 127, plus `offset`; returns the step. x(k), to(k): where
+// element k lies, VL of them together.
+template <class T, class From, class To> float quantize_row(const From& x, int64_t columns, int offset, const To& to) {
     vf tops = {};
     int64_t k = 0;
-    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x + k) & 0x7fffffff));
+    for (; k + VL <= columns; k += VL) tops = max_of(tops, (vf)((vi)Rows<T>::load(x(k)) & 0x7fffffff));
     float top = max_in(tops);
-    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x + k)));
+    for (; k < columns; k++) top = std::max(top, std::fabs(Rows<T>::load_one(x(k))));
     const float inverse = top > 0 ? 127 / top : 0;
     const vf magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
     for (k = 0; k + VL <= columns; k += VL) {
-        const vi q = (vi)(Rows<T>::load(x + k) * inverse + magic) - (vi)magic + offset;
-        store_bytes(to + k, q);
+        const vi q = (vi)(Rows<T>::load(x(k)) * inverse + magic) - (vi)magic + offset;
+        store_bytes(to(k), q);
     }
-    for (; k < columns; k++) to[k] = (uint8_t)(std::nearbyint(Rows<T>::load_one(x + k) * inverse) + offset);
+    for (; k < columns; k++) *to(k) = (uint8_t)(std::nearbyint(Rows<T>::load_one(x(k)) * inverse) + offset);
     return top / 127;
+}
+
+template <class T> float quantize_row(const typename T::Elem* x, int64_t columns, int offset, uint8_t* to) {
+    return quantize_row<T>([&](int64_t k) { return x + k; }, columns, offset, [&](int64_t k) { return to + k; });
 }

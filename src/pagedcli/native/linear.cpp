@@ -8,6 +8,7 @@
 
 #include "epilogue.h"
 #include "linear_tiles.h"
+#include "packed_int4.h"
 #include "paths.h"
 #include "rows.h"
 
@@ -104,13 +105,30 @@ template <class T> void pack(const Linear& l, const typename T::Elem* weight, ty
 
 }  // namespace
 
+bool reads_tiles(const Linear& l, int64_t dtype, int64_t num_tokens) {
+#if defined(HAS_TILES)
+    constexpr int64_t COLUMNS = Matrix<BF16::Elem>::COLUMNS;
+    if (dtype != BFLOAT16 || l.columns % COLUMNS || !wants_tiles(num_tokens)) return false;
+    const bool by_tiles = l.kind == BFLOAT16 ? bf16_path() == BF16_TILES : fills_int8_tiles(l);
+    return by_tiles && (!l.next || reads_tiles(*l.next, dtype, num_tokens));
+#else
+    return false;
+#endif
+}
+
+bool writes_tiles(const Linear& l, int64_t dtype, int64_t num_tokens) {
+    const int64_t width = l.gated ? l.rows / 2 : l.rows;
+    return !l.next && !l.out_stride && width % Matrix<BF16::Elem>::COLUMNS == 0 && reads_tiles(l, dtype, num_tokens);
+}
+
 void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
-                    int threads) {
+                    int threads, Order x_order, Order out_order) {
     if (l.next) {
         const int64_t element = dtype == FLOAT32 ? 4 : 2;
-        linear_forward(*l.next, dtype, x, num_tokens, (char*)out + l.rows * element, epilogue, threads);
+        linear_forward(*l.next, dtype, x, num_tokens, (char*)out + l.rows * element, epilogue, threads, x_order);
     }
-    if (l.kind == INT8 || l.kind == INT4) return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads);
+    if (l.kind == INT8 || l.kind == INT4)
+        return linear_forward_int8(l, dtype, x, num_tokens, out, epilogue, threads, x_order, out_order);
     if (l.kind > INT4) return linear_forward_groups(l, dtype, x, num_tokens, out, epilogue, threads);
     with_activations(dtype, [&](auto type) {
         using A = decltype(type);
@@ -119,9 +137,13 @@ void linear_forward(const Linear& l, int64_t dtype, const void* x, int64_t num_t
             using T = decltype(kernel);
 #if defined(HAS_TILES)
             if constexpr (std::is_same_v<T, BF16Tiles>) {
-                const Output<A> output(l, (E*)out, epilogue);
+                static thread_local std::vector<char> room;
+                const int64_t bytes = l.columns * 2;
+                const Output<A> output(l, (E*)out, epilogue, out_order);
+                const TileRows rows =
+                    x_order == BY_TILES ? TileRows{{(const char*)x, bytes, BY_TILES}} : to_tiles(x, num_tokens, bytes, room, threads);
                 return forward_tiles<TileProductBF16>(
-                    x, l.columns * 2, PackedTiles{l.weight, l.columns * 2}, padded_rows(l) / PANEL, num_tokens, threads,
+                    rows, PackedTiles{l.weight, bytes}, padded_rows(l) / PANEL, num_tokens, threads,
                     [&](int64_t t, int64_t p, const char* sums) { output.put(t, p, (const float*)sums); });
             } else
 #endif

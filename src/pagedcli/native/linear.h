@@ -10,6 +10,7 @@
 
 #include "caches.h"
 #include "parallel.h"
+#include "rows.h"
 
 // What becomes of y. Each of these rounds where separate torch operations would.
 enum Epilogue : int {
@@ -38,13 +39,19 @@ struct Linear {
     const Linear* next;                  // whose output features follow, of another kind; null: none
 };
 
-// x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out.
+// x [num_tokens][columns] -> out [num_tokens][rows] (rows / 2 when gated). dtype: of x and out. x may lie BY_TILES where
+// reads_tiles says so, out where writes_tiles does.
 void linear_forward(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
-                    int threads);
+                    int threads, Order x_order = BY_ROWS, Order out_order = BY_ROWS);
 void linear_forward_int8(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
-                         int threads);
+                         int threads, Order x_order, Order out_order);
 void linear_forward_groups(const Linear& linear, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
                            int threads);
+
+// Whether this many tokens are multiplied by tile registers that want x BY_TILES, and whether the result can lie so, too. Few
+// tokens are read as they are.
+bool reads_tiles(const Linear& linear, int64_t dtype, int64_t num_tokens);
+bool writes_tiles(const Linear& linear, int64_t dtype, int64_t num_tokens);
 
 // Calls f(integral constant R) for the compile-time R that equals r, 1 <= r <= MAX.
 template <int MAX, class F> inline void with_rows(int64_t r, const F& f) {

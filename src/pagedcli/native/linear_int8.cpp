@@ -4,6 +4,7 @@
 // int8 is packed as in linear.h with groups of four: [K / 4][PANEL][4]. Where the instruction multiplies unsigned by signed bytes,
 // activations are stored with 128 added, and 128 times the sum of a feature's weights is taken off at the end.
 
+#include "arena.h"
 #include "epilogue.h"
 #include "int8_dot.h"
 #include "linear.h"
@@ -109,13 +110,18 @@ struct Int4Tiles {
 }  // namespace
 
 void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
-                         int threads) {
+                         int threads, Order x_order, Order out_order) {
     const int64_t stride = padded_columns(l);
-    static thread_local std::vector<uint8_t> bytes;
+    static thread_local std::vector<char> bytes;
     static thread_local std::vector<float> worth;
-    bytes.resize(num_tokens * stride);
+#if defined(HAS_TILES)
+    const bool tiles = fills_int8_tiles(l) && (l.kind == INT8 || num_tokens > FEW_TOKENS);
+    const Order order = tiles && wants_tiles(num_tokens) ? BY_TILES : BY_ROWS;
+#else
+    constexpr Order order = BY_ROWS;
+#endif
+    const Matrix<uint8_t> quantized{(uint8_t*)lines_of(bytes, Matrix<uint8_t>::size(num_tokens, stride)), stride, order};
     worth.resize(num_tokens);
-    uint8_t* quantized = bytes.data();
     float* steps_of = worth.data();
     const int64_t panels = padded_rows(l) / PANEL;
     const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP;
@@ -124,25 +130,27 @@ void linear_forward_int8(const Linear& l, int64_t dtype, const void* x, int64_t 
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
-        parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
-            uint8_t* row = quantized + t * stride;
-            memset(row + l.columns, OFFSET, stride - l.columns);
-            steps_of[t] = quantize_row<T>((const E*)x + t * l.columns, l.columns, OFFSET, row);
+        const Matrix<const E> from{(const E*)x, l.columns, x_order};
+        for_rows(num_tokens > 16 ? threads : 1, num_tokens, order == BY_TILES ? Matrix<E>::ROWS : 1, [&](int64_t t) {
+            for (int64_t k = l.columns; k < stride; k++) *quantized.at(t, k) = OFFSET;
+            steps_of[t] = quantize_row<T>([&](int64_t k) { return from.at(t, k); }, l.columns, OFFSET,
+                                          [&](int64_t k) { return quantized.at(t, k); });
         });
 #if defined(HAS_TILES)
-        if (int8_path() == INT8_TILES && stride % TILE_BYTES == 0 && (l.kind == INT8 || num_tokens > FEW_TOKENS)) {
-            const Output<T> output(l, (E*)out, epilogue);
+        if (tiles) {
+            const Output<T> output(l, (E*)out, epilogue, out_order);
+            const TileRows rows{{(const char*)quantized.base, stride, order}};
             const auto finish = [&](int64_t t, int64_t p, const char* sums) {
                 put_whole(l, output, steps_of[t], t, p, (const int32_t*)sums);
             };
             const auto multiply_by = [&](const auto& weight) {
-                forward_tiles<TileProductInt8>(quantized, stride, weight, panels, num_tokens, most_threads, finish);
+                forward_tiles<TileProductInt8>(rows, weight, panels, num_tokens, most_threads, finish);
             };
             return l.kind == INT4 ? multiply_by(Int4Tiles{l.weight, stride}) : multiply_by(PackedTiles{l.weight, stride});
         }
 #endif
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
-            run_piece<T>(l, quantized, steps_of, stride, begin, end, first, last, (E*)out, epilogue);
+            run_piece<T>(l, quantized.base, steps_of, stride, begin, end, first, last, (E*)out, epilogue);
         });
     });
 }

@@ -2,6 +2,7 @@
 // right operands as it lies. One body for 1 token and for 512, so a token's sums do not depend on the others.
 #pragma once
 
+#include "arena.h"
 #include "epilogue.h"
 #include "tile_registers.h"
 
@@ -12,32 +13,25 @@ static_assert(PANEL * 4 == 2 * TILE_BYTES, "a panel is two tiles wide");
 constexpr int64_t BLOCK_TOKENS = 2 * TILE_ROWS;            // of one pass over a panel
 constexpr int64_t STEP_BYTES = TILE_ROWS * 2 * TILE_BYTES;  // of a panel, of one product: 64 bytes of a row of x
 
-// Rows of x where left operands are loaded from: as they are, or packed tile by tile [T / 16][K bytes / 64][16][64].
-struct TileRows {
-    const char* base;
-    int64_t row_bytes;
-    bool is_packed;
-    const char* tile(int64_t row, int64_t step) const {  // row: a multiple of 16
-        return base + row * row_bytes + step * (is_packed ? TILE_ROWS * TILE_BYTES : TILE_BYTES);
-    }
-    int64_t stride() const { return is_packed ? TILE_BYTES : row_bytes; }
+// x as bytes [T][row_bytes], where left operands are loaded from. BY_TILES they are read in streams, and rows of a power of
+// two bytes do not compete for the same lines of the L1 cache; BLOCK_TOKENS or fewer are read as they are.
+struct TileRows : Matrix<const char> {
+    const char* tile(int64_t row, int64_t step) const { return at(row, step * TILE_BYTES); }  // row: a multiple of 16
+    int64_t stride() const { return order == BY_TILES ? TILE_BYTES : width; }
 };
+static inline bool wants_tiles(int64_t num_tokens) { return num_tokens > BLOCK_TOKENS; }
 
-// Packed rows are read in streams, and rows of a power of two bytes do not compete for the same lines of the L1 cache. A
-// few tokens are read as they are.
-static inline TileRows pack_tile_rows(const void* x, int64_t num_tokens, int64_t row_bytes, std::vector<char>& room, int threads) {
-    if (num_tokens <= BLOCK_TOKENS) return {(const char*)x, row_bytes, false};
-    const int64_t blocks = (num_tokens + TILE_ROWS - 1) / TILE_ROWS;
-    room.resize(blocks * TILE_ROWS * row_bytes + TILE_BYTES);
-    char* base = (char*)(((uintptr_t)room.data() + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES);
-    parallel_for(threads, blocks, [&](int64_t b) {
-        const int64_t first = b * TILE_ROWS, rows = std::min<int64_t>(TILE_ROWS, num_tokens - first);
-        for (int64_t step = 0; step < row_bytes / TILE_BYTES; step++)
-            for (int64_t r = 0; r < rows; r++)
-                memcpy(base + first * row_bytes + (step * TILE_ROWS + r) * TILE_BYTES,
-                       (const char*)x + (first + r) * row_bytes + step * TILE_BYTES, TILE_BYTES);
+// x as tiles want it, whose rows another kind of layer wrote.
+static inline TileRows to_tiles(const void* x, int64_t num_tokens, int64_t row_bytes, std::vector<char>& room, int threads) {
+    const TileRows rows{{(const char*)x, row_bytes, BY_ROWS}};
+    if (!wants_tiles(num_tokens)) return rows;
+    const Matrix<char> tiles{lines_of(room, Matrix<char>::size(num_tokens, row_bytes)), row_bytes, BY_TILES};
+    parallel_for(threads, (num_tokens + TILE_ROWS - 1) / TILE_ROWS, [&](int64_t b) {
+        for (int64_t k = 0; k < row_bytes; k += TILE_BYTES)
+            for (int64_t r = b * TILE_ROWS; r < std::min(num_tokens, (b + 1) * TILE_ROWS); r++)
+                memcpy(tiles.at(r, k), rows.at(r, k), TILE_BYTES);
     });
-    return {base, row_bytes, true};
+    return {{tiles.base, row_bytes, BY_TILES}};
 }
 
 // A weight that lies in memory as tiles read it. BYTES: of a step, as it is stored.
@@ -117,8 +111,7 @@ void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t b
     const int64_t blocks = (end - begin + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     alignas(64) char widened[Weight::WIDENS ? PART_STEPS * STEP_BYTES : 1];
     static thread_local std::vector<char> room;
-    room.resize(blocks * BLOCK_TOKENS * PANEL * 4 + TILE_BYTES);
-    char* sums = (char*)(((uintptr_t)room.data() + TILE_BYTES - 1) / TILE_BYTES * TILE_BYTES);
+    char* sums = lines_of(room, blocks * BLOCK_TOKENS * PANEL * 4);
     TileRegisters registers;
     for (int64_t p = first; p < last; p++) {
         const int64_t next = p + 1 < last ? p + 1 : following;
@@ -143,19 +136,16 @@ void run_tiles(const TileRows& x, int64_t steps, const Weight& weight, int64_t b
     }
 }
 
-// A whole layer: x [num_tokens][row_bytes], of which every 64 bytes are one product's.
+// A whole layer.
 template <class Product, class Weight, class Finish>
-void forward_tiles(const void* x, int64_t row_bytes, const Weight& weight, int64_t panels, int64_t num_tokens, int threads,
-                   const Finish& finish) {
-    const int64_t steps = row_bytes / TILE_BYTES;
+void forward_tiles(const TileRows& x, const Weight& weight, int64_t panels, int64_t num_tokens, int threads, const Finish& finish) {
+    const int64_t steps = x.width / TILE_BYTES;
     constexpr double NS_PER_ROW = 2 * 16 / 3.0 / TILE_ROWS;  // of a step: two products of 16 cycles for 16 rows
-    Cut cut(num_tokens, panels, steps * STEP_BYTES, row_bytes, NS_PER_ROW * steps, threads, BLOCK_TOKENS);
-    static thread_local std::vector<char> room;
-    const TileRows rows = pack_tile_rows(x, num_tokens, row_bytes, room, threads);
+    Cut cut(num_tokens, panels, steps * STEP_BYTES, x.width, NS_PER_ROW * steps, threads, BLOCK_TOKENS);
     cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
         // the next block of tokens begins with the same panels again
         const int64_t following = end < num_tokens ? first : last < panels ? last : -1;
-        run_tiles<Product>(rows, steps, weight, begin, end, first, last, following, finish);
+        run_tiles<Product>(x, steps, weight, begin, end, first, last, following, finish);
     });
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "nibbles.h"
+#include "paths.h"
 
 // A group of a panel, widened in registers.
 struct Int4Group {
@@ -36,6 +37,13 @@ static inline int64_t padded_columns(const Linear& l) {
 static inline int64_t packed_panel_bytes(const Linear& l) {
     return l.kind == INT4 ? padded_columns(l) / BLOCK_COLUMNS * Int4Group::BYTES : padded_columns(l) * PANEL;
 }
+
+#if defined(HAS_TILES)
+// Whether products of kinds INT8 and INT4 are those of tile registers, for int4 from more than FEW_TOKENS on.
+inline bool fills_int8_tiles(const Linear& l) {
+    return (l.kind == INT8 || l.kind == INT4) && int8_path() == INT8_TILES && padded_columns(l) % TILE_BYTES == 0;
+}
+#endif
 
 // Groups of a panel -> int8, [8][PANEL][4] for each.
 inline void widen_int4(const uint8_t* groups, int64_t count, uint8_t* to) {

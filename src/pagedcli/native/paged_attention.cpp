@@ -27,7 +27,7 @@ template <class A, class T> struct Attention {
     const Row* q;
     const Elem *k, *v;
     int64_t q_token_stride, q_head_stride;
-    Row* out;
+    Matrix<Row> out;  // [T][H * D]
     float factor;  // scale * log2(e)
     float cap;     // soft cap * log2(e), 0: none
     const float* sinks;  // [heads], or null
@@ -162,9 +162,10 @@ template <class A, class T> struct Attention {
         const int64_t group = g.group(), width = g.width();
         for (int64_t r = 0; r < part.num_rows(g); r++) {
             int64_t token = work.cu_q[part.b] + part.q_begin + r / group;
-            Row* to = out + (token * g.num_heads + head * group + r % group) * g.head_dim;
+            const int64_t column = (head * group + r % group) * g.head_dim;
             const float *from = s.out + r * width, inverse = inverse_sum(s, r, head * group + r % group);
-            for (int64_t d = 0; d < g.head_dim; d += VL) store_some<A>(to + d, loadf(from + d) * inverse, g.head_dim - d);
+            for (int64_t d = 0; d < g.head_dim; d += VL)
+                store_some<A>(out.at(token, column + d), loadf(from + d) * inverse, g.head_dim - d);
         }
     }
 
@@ -245,11 +246,9 @@ template <class A, class T> struct Attention {
 
 }  // namespace
 
-extern "C" {
-
 int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
                  int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
-                 const float* sinks) {
+                 const float* sinks, Order order) {
     return with_types(dtype, *geometry, [&](auto type, auto cache_type) {
         return with_kernel(cache_type, geometry->head_dim % 32 == 0, [&](auto kernel) {
             using A = decltype(type);
@@ -257,9 +256,18 @@ int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, cons
             using E = typename T::Elem;
             using Row = typename A::Elem;
             Attention<A, T> attention{*geometry,  *work, (const Row*)q, (const E*)k_cache, (const E*)v_cache, q_token_stride,
-                                      q_head_stride, (Row*)out, scale * LOG2E, soft_cap * LOG2E, sinks};
+                                      q_head_stride, {(Row*)out, geometry->num_heads * geometry->head_dim, order}, scale * LOG2E, soft_cap * LOG2E, sinks};
             return attention.run_all();
         });
     });
+}
+
+extern "C" {
+
+int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
+                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
+                 const float* sinks) {
+    return paged_attend(dtype, geometry, work, q, q_token_stride, q_head_stride, k_cache, v_cache, out, scale, soft_cap, sinks,
+                        BY_ROWS);
 }
 }

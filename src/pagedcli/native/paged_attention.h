@@ -22,3 +22,8 @@ int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, cons
 void paged_write(int dtype, const Geometry* geometry, int64_t num_tokens, int threads, const void* k, const void* v,
                  const int64_t* strides, void* k_cache, void* v_cache, const int32_t* slots);
 }
+
+// The same, with out [T][H * D] in this order. BY_TILES only where head_dim is a multiple of 16 and H * D of 32.
+int paged_attend(int dtype, const Geometry* geometry, const StepWork* work, const void* q, int64_t q_token_stride,
+                 int64_t q_head_stride, const void* k_cache, const void* v_cache, void* out, float scale, float soft_cap,
+                 const float* sinks, Order order);

@@ -24,6 +24,13 @@ template <class Work> static void parallel_for(int threads, int64_t count, const
     run_pieces(threads, count, [](void* data, int64_t i) { (*static_cast<const Work*>(data))(i); }, (void*)&work);
 }
 
+// Calls work(row) for all rows, `chunk` neighbours on one thread.
+template <class Work> static void for_rows(int threads, int64_t num_rows, int64_t chunk, const Work& work) {
+    parallel_for(threads, (num_rows + chunk - 1) / chunk, [&](int64_t i) {
+        for (int64_t r = i * chunk; r < std::min(num_rows, (i + 1) * chunk); r++) work(r);
+    });
+}
+
 // Calls work(i) for each i in 0 ... count-1. Each worker has a range of neighbouring pieces, the same in every call of this
 // count, and helps the others when it is done: what it touched first, it reads again, and no counter is everybody's.
 template <class Work> static void parallel_ranges(int threads, int64_t count, const Work& work) {

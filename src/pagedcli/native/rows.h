@@ -1,6 +1,8 @@
 // Rows of activations as float vectors, with the roundings of their type. Used by linears, norms and the rotary step.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 // Rows<T>: load and store VL elements of type T; round: to the precision of T and back.
@@ -55,6 +57,33 @@ template <class T> static inline void store_some(typename T::Elem* p, vf x, int6
     Rows<T>::store(part, x);
     memcpy(p, part, room * sizeof *p);
 }
+
+// Two vectors, which are neighbours.
+template <class T> static inline void store_both(typename T::Elem* p, vf a, vf b) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BF16>) return store_any(p, _mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#endif
+    Rows<T>::store(p, a), Rows<T>::store(p + VL, b);
+}
+
+// How activations [T][width] lie in memory: row after row; or as tile registers load them, 64 bytes of 16 rows after each
+// other: [T / 16][width / n][16][n], n elements of 64 bytes, with room for the rows that fill the last 16.
+enum Order : int { BY_ROWS, BY_TILES };
+
+template <class E> struct Matrix {
+    static constexpr int64_t ROWS = 16, COLUMNS = 64 / sizeof(E);
+    E* base;
+    int64_t width;
+    Order order;
+
+    // The place of an element. Up to the next multiple of COLUMNS, the elements of its row follow.
+    E* at(int64_t row, int64_t column) const {
+        if (order == BY_ROWS) return base + row * width + column;
+        return base + row / ROWS * ROWS * width + (column / COLUMNS * ROWS + row % ROWS) * COLUMNS + column % COLUMNS;
+    }
+    // Elements that it takes.
+    static int64_t size(int64_t rows, int64_t width) { return (rows + ROWS - 1) / ROWS * ROWS * width; }
+};
 
 constexpr float LOG2E = 1.4426950408889634f;
 
