@@ -57,6 +57,17 @@ _GRANITE = {
     "shared_intermediate_size": 80,
 }
 _WIDE = {"linear_value_head_dim": 64}  # a multiple of the vectors that a kernel takes together
+_WINDOWED = {"sliding_window": 256}
+_GRANITE_EXPERTS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+# queries grow twice within the sequences of the tests
+_GROWING = {**_YARN, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
 
 # family -> (transformers config class, what differs from _BASE)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,6 +139,43 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN,
         },
     ),
+    "ministral3": ("Ministral3Config", {"head_dim": 32, "rope_parameters": _GROWING}),
+    "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
+    "exaone4": ("Exaone4Config", {**_WINDOWED, "num_hidden_layers": 3, "sliding_window_pattern": 3}),
+    "exaone4-global": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "granitemoe": ("GraniteMoeConfig", _GRANITE_EXPERTS),
+    "granitemoeshared": ("GraniteMoeSharedConfig", {**_GRANITE_EXPERTS, "shared_intermediate_size": 40}),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {
+            **_GRANITE_EXPERTS,
+            **_WINDOWED,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_rope_theta": [10000.0, 0],
+        },
+    ),
+    "olmo3": ("Olmo3Config", {**_WINDOWED, "num_hidden_layers": 4, "rope_scaling": _YARN}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 32, "attention_out_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "cwm": ("CwmConfig", {**_WINDOWED, "head_dim": 32, "rope_parameters": _LLAMA3}),
+    "iquestcoder": ("IQuestCoderConfig", {"head_dim": 32}),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {"logits_scaling": 0.5, "residual_multiplier": 0.5, "embedding_multiplier": 6.0, "attention_multiplier": 0.2},
+    ),
+    "mellum": (
+        "MellumConfig",
+        {
+            **_EXPERTS,
+            **_WINDOWED,
+            "num_local_experts": 8,
+            "head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
@@ -147,6 +195,12 @@ NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yar
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
     *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "granite_swa"),
+    *("ministral3", "glm4", "exaone4", "olmo3"),
+)
+# each only data of mechanisms that those above have, so that its tests but the first are slow
+DATA_FAMILIES = (
+    *("glm", "exaone4-global", "granitemoe", "granitemoeshared", "granitemoe_swa", "seed_oss", "ernie4_5"),
+    *("helium", "cwm", "iquestcoder", "hyperclovax", "mellum"),
 )
 RECURRENT_FAMILIES = (
     *(

@@ -84,8 +84,10 @@ def split_heads(
     *,
     norm: tuple[Tensor, float] | None,
     angles: tuple[Tensor, Tensor] | None,
+    neighbours: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the step's tokens, q and k normed and rotated.
+    """q, k and v of the step's tokens, q and k normed and rotated. `neighbours`: the pairs (2i, 2i + 1) are rotated; q
+    and k then hold their first elements before their second ones, which changes no product of the two.
 
     Shapes:  qkv [T, (H + 2G) * D], q heads first; norm None or (weight [H + G, D], eps); angles of rotary_rows, or
              None: no rotation;
@@ -96,7 +98,7 @@ def split_heads(
     if norm is not None:
         qk = rms_norm(qk, *norm)  # q and k in one pass
     if angles is not None:
-        qk = _rotate_first(qk, *angles)
+        qk = _rotate_first(qk, *angles, neighbours=neighbours)
     return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v
 
 
@@ -112,12 +114,13 @@ def split_gate(qkv: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tens
     return torch.cat((q.flatten(1), qkv[:, width:]), dim=1), gate.flatten(1)
 
 
-def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
     """rotate of the first R elements of each head. Shapes: x [T, heads, D]; cos, sin [T, 1, R]."""
-    size = cos.shape[-1]
-    if size == x.shape[-1]:
-        return rotate(x, cos, sin)
-    return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+    first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if neighbours:
+        first = torch.cat((first[..., ::2], first[..., 1::2]), dim=-1)
+    rotated = rotate(first, cos, sin)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -85,6 +85,18 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torc
     return table
 
 
+def query_scales(rope: RopeSpec, num_positions: int, *, dtype: torch.dtype) -> Tensor | None:
+    """What queries are multiplied by at each position, [P] of dtype; None: by 1 everywhere.
+
+    Source:  Llama 4's temperature of attention, as Ministral 3 has it.
+    """
+    original = rope.original_max_position_embeddings
+    if not rope.query_growth or original is None or num_positions <= original:
+        return None
+    positions = torch.arange(num_positions)
+    return (1 + rope.query_growth * torch.log(1 + torch.floor(positions / original))).to(dtype)
+
+
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
     """Radians per token of each rotated pair, [D/2] float32.
 
@@ -196,7 +208,9 @@ class Attention:
     qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
     norm: tuple[Tensor, float] | None  # of each head of q and k: weight [H + G, D] and eps
     wide_norm: tuple[Tensor, Tensor, float] | None  # of all of q and all of k: weights [H * D], [G * D] and eps
-    table: Tensor | None  # [P, R] of models.blocks; None: no rotary embedding
+    table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
+    neighbours: bool  # see layers.basic.split_heads
+    query_scales: Tensor | None  # [P] of query_scales; None: all are 1
     out: Callable[[Tensor], Tensor]  # H * D -> E
     fused_store: bool  # the backend's cache is filled in one pass with the rotation
     sinks: Tensor | None  # [H] float32
@@ -223,7 +237,10 @@ class Attention:
             qkv[:, q_end:k_end] = rms_norm(qkv[:, q_end:k_end], k_weight, eps)
         angles = None if self.table is None else step.angles_of(self.table)
         sizes = self.num_heads, self.num_kv_heads, self.head_dim
-        return split_heads(qkv, *sizes, norm=self.norm, angles=angles)
+        q, k, v = split_heads(qkv, *sizes, norm=self.norm, angles=angles, neighbours=self.neighbours)
+        if self.query_scales is not None:
+            q *= self.query_scales.index_select(0, step.positions)[:, None, None]
+        return q, k, v
 
     def _rotate_and_store(self, qkv: Tensor, step: Step, layer: LayerStep) -> Tensor:
         q: Tensor = fused_layers().rotate_and_store(

@@ -183,7 +183,10 @@ class _Builder(Parts):
         if layer.recurrent is None and (rope := self.rope(index)) is not None:
             table = self.table(rope)
             self.kept.append(table)
-            layer.rope_table, layer.rotated = table.data_ptr(), table.shape[1]
+            layer.rope_table, layer.rotated, layer.neighbours = table.data_ptr(), table.shape[1], rope.neighbours
+            if (scales := self.query_scales(rope)) is not None:
+                self.kept.append(scales)
+                layer.query_scales = scales.data_ptr()
         if (experts := self.experts(index)) is None:
             layer.gate_up, layer.down = self._mlp(key)
         else:

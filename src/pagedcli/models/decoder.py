@@ -27,6 +27,7 @@ from pagedcli.models.blocks import (
     Step,
     add_and_norm,
     layer_steps,
+    query_scales,
     rope_table,
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
@@ -133,6 +134,7 @@ class Parts:
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
         self._tables: dict[RopeSpec, Tensor] = {}
+        self._query_scales: dict[RopeSpec, Tensor | None] = {}
 
     def norm(self, key: str) -> Tensor | None:
         """The weight of a norm; None if the model does not have it."""
@@ -177,6 +179,14 @@ class Parts:
             table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype)
             self._tables[rope] = table.to(request.device)
         return self._tables[rope]
+
+    def query_scales(self, rope: RopeSpec) -> Tensor | None:
+        """What queries are multiplied by at each position, one tensor for all layers; None: by 1."""
+        if rope not in self._query_scales:
+            request = self._request
+            scales = query_scales(rope, request.max_model_len, dtype=request.dtype)
+            self._query_scales[rope] = None if scales is None else scales.to(request.device)
+        return self._query_scales[rope]
 
 
 class _Builder(Parts):
@@ -243,7 +253,9 @@ class _Builder(Parts):
         if q_norm is not None and k_norm is not None:
             wide_norm = (q_norm, k_norm, spec.rms_norm_eps)
         rope = self.rope(index)
-        is_plain = rope is not None and rope.partial == 1 and wide_norm is None and not spec.float_norms
+        scales = None if rope is None else self.query_scales(rope)
+        is_plain = rope is not None and rope.partial == 1 and not rope.neighbours and scales is None
+        is_plain = is_plain and wide_norm is None and not spec.float_norms
         return Attention(
             index=index - sum(layer < index for layer in spec.recurrent_layers),
             backend=self._request.backend,
@@ -254,6 +266,8 @@ class _Builder(Parts):
             norm=norm,
             wide_norm=wide_norm,
             table=None if rope is None else self.table(rope),
+            neighbours=rope is not None and rope.neighbours,
+            query_scales=scales,
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store and is_plain,
             sinks=self._tensors.pop(f"{key}.sinks", None),

@@ -19,6 +19,14 @@ def _granite(fields: FamilyConfig) -> dict[str, Any]:
     }
 
 
+def _hyperclovax(fields: FamilyConfig) -> dict[str, Any]:
+    traits = _granite(fields) | {"logits_divisor": 1 / fields.logits_scaling}  # that multiplies here
+    if not fields.use_post_norm:
+        return traits
+    norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    return traits | {"layer_norms": "around", "names": TensorNames(branch_norms=norms)}
+
+
 def _gemma(fields: FamilyConfig) -> dict[str, Any]:
     return {
         "layer_norms": "around",
@@ -34,6 +42,8 @@ def _gemma(fields: FamilyConfig) -> dict[str, Any]:
 def _experts(fields: FamilyConfig, names: ExpertNames | None = None, **others: Any) -> ExpertsSpec:
     step, num_layers = max(1, fields.decoder_sparse_step), fields.num_hidden_layers
     dense = fields.mlp_only_layers or []
+    if fields.mlp_layer_types is not None:
+        dense = [i for i, kind in enumerate(fields.mlp_layer_types) if kind == "dense"]
     return ExpertsSpec(
         num_experts=fields.num_local_experts or fields.num_experts,
         num_per_token=fields.num_experts_per_tok,
@@ -134,23 +144,26 @@ def _mamba(fields: FamilyConfig) -> dict[str, Any]:
     }
 
 
-def _granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
-    """Granite with Mamba-2: its MLP is the shared expert, alone where there are no others."""
+def _granite_experts(fields: FamilyConfig) -> dict[str, Any]:
     shared = ("input_linear", "output_linear")
-    names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=shared)
-    traits = _granite(fields) | _mamba(fields) | {"names": names}
-    if not fields.num_local_experts:
-        return traits | {"intermediate_size": fields.shared_intermediate_size}
-    expert_names = ExpertNames(
-        block="block_sparse_moe", router="router.layer", shared="shared_mlp", shared_projections=shared
-    )
+    names = ExpertNames(block="block_sparse_moe", router="router.layer", shared="shared_mlp", shared_projections=shared)
     experts = replace(
-        _experts(fields, expert_names),
+        _experts(fields, names),
         renormalize=True,  # the softmax is over the picked ones
-        shared_intermediate_size=fields.shared_intermediate_size,
+        shared_intermediate_size=fields.shared_intermediate_size or None,
         gates_shared=False,
     )
-    return traits | {"experts": experts}
+    return _granite(fields) | {"experts": experts}
+
+
+def _granite_hybrid(fields: FamilyConfig) -> dict[str, Any]:
+    """Granite with Mamba-2: its MLP is the shared expert, alone where there are no others."""
+    names = TensorNames(recurrent="mamba", mlp="shared_mlp", projections=("input_linear", "output_linear"))
+    if not fields.num_local_experts:
+        traits = _granite(fields) | {"intermediate_size": fields.shared_intermediate_size}
+    else:
+        traits = _granite_experts(fields)
+    return traits | _mamba(fields) | {"names": names}
 
 
 _TIED = "tie_word_embeddings"
@@ -189,6 +202,59 @@ _QWEN3_5_MOE = replace(
     | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},  # no layer has an ordinary MLP
     traits=lambda fields: _gated_delta(fields) | {"experts": _experts(fields)},
 )
+_LLAMA = Family("LlamaForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None)
+_MISTRAL = Family("MistralForCausalLM", 8, None, 131072, (1, 2), "all", qkv_bias=False, out_bias=False)
+_GLM = Family(
+    "GlmForCausalLM",
+    2,
+    128,
+    131072,
+    (None, None),
+    "never",
+    out_bias=False,
+    partial_rope=True,
+    neighbours=True,
+    defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
+    traits=lambda _: {"names": TensorNames(projections=("gate_up_proj", "down_proj"))},
+)
+_GLM4_NAMES = TensorNames(
+    branch_norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    projections=("gate_up_proj", "down_proj"),
+)
+_GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    4,
+    256,
+    131072,
+    (2, 1),
+    "alternating",
+    activations=("gelu_pytorch_tanh",),
+    ropes="by window",
+    local_theta=1e4,
+    defaults={**_GEMMA, "sliding_window_pattern": 6},
+    # as in transformers, attn_logit_softcapping has no effect
+    traits=lambda fields: _gemma(fields) | {"qk_norm": True, "soft_cap": None},
+)
+_GRANITE_MOE = Family(
+    "GraniteMoeForCausalLM",
+    None,
+    None,
+    2048,
+    (1, 2),
+    "never",
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    traits=_granite_experts,
+)
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    None,
+    None,
+    2048,
+    (None, 50279),
+    "never",
+    defaults={"rms_norm_eps": 1e-5},
+    traits=lambda _: {"qk_norm_all": True, "layer_norms": "after", "float_norms": True},
+)
 _LFM2 = Family(
     "Lfm2ForCausalLM",
     8,
@@ -204,19 +270,118 @@ _LFM2 = Family(
     traits=_short_conv,
 )
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None),
-    "mistral": Family("MistralForCausalLM", 8, None, 131072, (1, 2), "all", qkv_bias=False, out_bias=False),
-    "qwen2": Family("Qwen2ForCausalLM", 32, None, 32768, (None, None), "by layer", qkv_bias=True, out_bias=False),
-    "qwen3": Family("Qwen3ForCausalLM", 32, 128, 32768, (None, None), "by layer", traits=lambda _: {"qk_norm": True}),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        None,
+    "llama": _LLAMA,
+    "iquestcoder": replace(_LLAMA, head_dim=128, max_position_embeddings=131072, defaults={"rms_norm_eps": 1e-5}),
+    "mistral": _MISTRAL,
+    "mistral3": replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", nested=True),
+    "ministral3": replace(
+        _MISTRAL,
+        architecture="Ministral3ForCausalLM",
+        head_dim=128,
+        max_position_embeddings=262144,
+        query_growth=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM,
+        architecture="Glm4ForCausalLM",
+        traits=lambda _: {"layer_norms": "around", "names": _GLM4_NAMES},
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        32,
         None,
         2048,
-        (None, 50279),
+        (0, 2),
+        "alternating",
+        qkv_bias=False,
+        out_bias=False,
+        ropes="in windows",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        traits=lambda _: {"qk_norm": True, "layer_norms": "after"},
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        8,
+        128,
+        524288,
+        (0, 2),
         "never",
-        defaults={"rms_norm_eps": 1e-5},
-        traits=lambda _: {"qk_norm_all": True, "layer_norms": "after", "float_norms": True},
+        mlp_bias=None,
+        defaults={"attention_bias": True},
+        traits=lambda fields: {"attention_out_bias": fields.attention_out_bias},
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        2,
+        128,
+        131072,
+        (1, 2),
+        "never",
+        neighbours=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
+        traits=lambda fields: dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), fields.use_bias),
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        20,
+        128,
+        4096,
+        (1, 2),
+        "never",
+        out_bias=False,
+        mlp_bias=None,
+        neighbours=True,
+        defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5},
+        traits=lambda _: {"float_norms": True},
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        8,
+        128,
+        131072,
+        (128000, None),
+        "alternating, full first",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=None,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": [128001, 128008, 128009],
+            "sliding_window": 8192,
+            "sliding_window_pattern": 4,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", 32, None, 32768, (None, None), "by layer", qkv_bias=True, out_bias=False),
+    "qwen3": Family("Qwen3ForCausalLM", 32, 128, 32768, (None, None), "by layer", traits=lambda _: {"qk_norm": True}),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        sliding="alternating",
+        ropes="by window",
+        defaults=_OLMO2.defaults | {"rope_theta": 5e5, "sliding_window_pattern": 4},
     ),
     "granite": Family("GraniteForCausalLM", None, None, 2048, (1, 2), "never", mlp_bias=None, traits=_granite),
     "granite_swa": Family(
@@ -235,6 +400,19 @@ FAMILIES = {
             "sliding_window_pattern": 4,
         },
         traits=lambda fields: _granite(fields) | {"sinks": True},
+    ),
+    "hyperclovax": replace(
+        _LLAMA, architecture="HyperCLOVAXForCausalLM", defaults={"attention_multiplier": None}, traits=_hyperclovax
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(_GRANITE_MOE, architecture="GraniteMoeSharedForCausalLM"),
+    "granitemoe_swa": replace(
+        _GRANITE_MOE,
+        architecture="GraniteMoeSWAForCausalLM",
+        sliding="alternating, full first",
+        ropes="by theta",
+        defaults=_GRANITE_MOE.defaults | {"sliding_window": 128, "sliding_window_pattern": 4},
+        traits=lambda fields: _granite_experts(fields) | {"sinks": True},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -271,19 +449,8 @@ FAMILIES = {
         defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         traits=_gemma,
     ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        4,
-        256,
-        131072,
-        (2, 1),
-        "alternating",
-        activations=("gelu_pytorch_tanh",),
-        ropes="by window",
-        defaults={**_GEMMA, "sliding_window_pattern": 6},
-        # as in transformers, attn_logit_softcapping has no effect
-        traits=lambda fields: _gemma(fields) | {"qk_norm": True, "soft_cap": None},
-    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", nested=True),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         4,
@@ -293,6 +460,24 @@ FAMILIES = {
         "if used",
         defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         traits=lambda fields: {"qk_norm": True, "experts": _experts(fields)},
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        4,
+        128,
+        131072,
+        (None, None),
+        "as listed",
+        ropes="by window",
+        defaults={
+            "use_sliding_window": True,
+            "sliding_window": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 896,
+            "norm_topk_prob": True,
+        },
+        traits=lambda fields: {"qk_norm": True, "experts": _experts(fields), "names": TensorNames(skipped=("mtp.",))},
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",

@@ -38,7 +38,7 @@ class FamilyConfig(msgspec.Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     hidden_activation: str | None = None
-    attention_multiplier: float = 1.0
+    attention_multiplier: float | None = 1.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -48,8 +48,12 @@ class FamilyConfig(msgspec.Struct):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     query_pre_attn_scalar: float = 256
-    sliding_window_pattern: int = 2  # one full-attention layer in each group of this size
+    # one full-attention layer in each group of this size; or a letter for each layer of a group, L where it slides
+    sliding_window_pattern: int | str | None = 2
     qkv_bias: bool = False
+    attention_out_bias: bool = False
+    use_bias: bool = False  # of every linear layer
+    use_post_norm: bool = True
     num_experts: int = 0
     num_local_experts: int | None = None
     num_experts_per_tok: int = 1
@@ -58,6 +62,7 @@ class FamilyConfig(msgspec.Struct):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
+    mlp_layer_types: list[str] | None = None
     full_attention_interval: int = 4  # one layer in each group of this size attends, where layer_types is absent
     linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
@@ -103,12 +108,17 @@ class Family:
     mlp_bias: bool | None = False  # None: mlp_bias of config.json
     activations: tuple[str, ...] = ("silu", "swish")  # that it may have
     # which layers have which rotary embedding: all the same one; none in those where no_rope_layers is 0; one for full
-    # attention and one for windows; one of each theta in layer_rope_theta; none unless position_embedding_type is rope
-    ropes: Literal["same", "as listed", "by window", "by theta", "if named"] = "same"
+    # attention and one for windows; only in layers with windows, if the model has any; one of each theta in
+    # layer_rope_theta; none unless position_embedding_type is rope
+    ropes: Literal["same", "as listed", "by window", "in windows", "by theta", "if named"] = "same"
+    local_theta: float | None = None  # of windows, where ropes differ by window; None: that of full attention
     partial_rope: bool = False  # partial_rotary_factor is read
+    neighbours: bool = False  # rotary embedding turns the pairs (2i, 2i + 1)
+    query_growth: bool = False  # llama_4_scaling_beta is read
     defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
     layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
-    # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`
+    # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`.
+    # If it is of another native family, that one's entry describes it
     nested: bool = False
     renamed: dict[str, str] = field(default_factory=dict)  # fields of config.json -> what others call them

@@ -72,8 +72,12 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     family = FAMILIES[model_type]
     where = where or path / "config.json"
     architectures = config.get("architectures") or [family.architecture]
-    if family.nested:
+    if is_nested := family.nested:
         config = _text_config(config, where)
+        text_type = str(config.get("model_type") or model_type)
+        if text_type not in FAMILIES:
+            raise ModelError(f"{where}: text_config is of model_type {text_type!r:.60}, which is not supported there")
+        family = replace(FAMILIES[text_type], architecture=family.architecture)
     config = {**family.defaults, **{family.renamed.get(name, name): value for name, value in config.items()}}
     _refuse_unknown(config, where)
     fields = convert(config, FamilyConfig, where)
@@ -97,12 +101,15 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     traits = {
         "qk_norm": False,
         "hidden_act": activation,
+        "intermediate_size": fields.intermediate_size,
         "qkv_bias": fields.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        "attention_out_bias": fields.attention_bias if family.out_bias is None else family.out_bias,
+        "mlp_bias": fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
         **family.traits(fields),
     }
     _check_recurrent(traits.get("recurrent"), where)
-    if family.nested:
+    if is_nested:
         traits["names"] = nested_names(traits.get("names") or TensorNames())
     default_bos, default_eos = family.special_ids
     eos = default_eos if isinstance(fields.eos_token_id, msgspec.UnsetType) else fields.eos_token_id
@@ -111,7 +118,6 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         architecture=family.architecture,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        intermediate_size=traits.pop("intermediate_size", fields.intermediate_size),
         num_layers=fields.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -119,8 +125,6 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         rms_norm_eps=fields.rms_norm_eps,
         rope=rope,
         tie_word_embeddings=fields.tie_word_embeddings,
-        attention_out_bias=fields.attention_bias if family.out_bias is None else family.out_bias,
-        mlp_bias=fields.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         max_position_embeddings=max(max_positions, rope.stretched_length if rope is not None else 0),
         windows=_windows(fields, family, where),
         eos_token_ids=stop_ids(path, eos),
@@ -159,7 +163,8 @@ def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
 
 def nested_names(names: TensorNames) -> TensorNames:
     """Names of a language model within one that sees images, whose other tensors are skipped."""
-    return replace(names, body="model.language_model", skipped=("model.visual.", *names.skipped))
+    seeing = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+    return replace(names, body="model.language_model", skipped=(*seeing, *names.skipped))
 
 
 def _check_layer_types(fields: FamilyConfig, family: Family, where: Path) -> None:
@@ -188,13 +193,19 @@ def _layer_ropes(
     """The rotary embedding of each layer."""
     layers = range(fields.num_hidden_layers)
     if family.ropes == "by window":
-        by_kind = _ropes_by_window(config, max_positions, where)
+        by_kind = _ropes_by_window(config, family, max_positions, where)
         return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields, family))
-    rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
+    rope = read_rope_spec(
+        config, max_positions, where, may_be_partial=family.partial_rope, may_grow=family.query_growth
+    )
+    rope = replace(rope, neighbours=family.neighbours)
     if family.ropes == "if named" and fields.position_embedding_type != "rope":
         return (None,) * len(layers)
     if family.ropes in ("same", "if named"):
         return (rope,) * len(layers)
+    if family.ropes == "in windows":
+        has_windows = _default(fields.sliding_window, None) is not None
+        return tuple(rope if slides or not has_windows else None for slides in _sliding_layers(fields, family))
     if family.ropes == "by theta":
         thetas = fields.layer_rope_theta or [rope.theta] * len(layers)
         if len(thetas) != len(layers) or min(thetas) < 0 or not 0 < max(thetas) < math.inf:
@@ -206,7 +217,7 @@ def _layer_ropes(
     return tuple(rope if has else None for has in has_rope)
 
 
-def _ropes_by_window(config: dict[str, Any], max_positions: int, where: Path) -> dict[bool, RopeSpec]:
+def _ropes_by_window(config: dict[str, Any], family: Family, max_positions: int, where: Path) -> dict[bool, RopeSpec]:
     """The rotary embeddings of layers that do not slide (False) and of those that do (True)."""
 
     def part(content: Any, name: str) -> dict[str, Any]:
@@ -215,11 +226,11 @@ def _ropes_by_window(config: dict[str, Any], max_positions: int, where: Path) ->
             raise ModelError(f"{where}: {name} is {value!r}, not an object")
         return value or {}
 
-    nested = part(config, "rope_parameters")
+    nested, theta = part(config, "rope_parameters"), config.get("rope_theta", 1e6)
     full, sliding = part(nested, "full_attention"), part(nested, "sliding_attention")
     forms = {
-        False: {"rope_theta": config.get("rope_theta", 1e6), **part(config, "rope_scaling"), **full},
-        True: {"rope_theta": config.get("rope_local_base_freq", 1e4), **sliding},
+        False: {"rope_theta": theta, **part(config, "rope_scaling"), **full},
+        True: {"rope_theta": config.get("rope_local_base_freq", family.local_theta or theta), **sliding},
     }
     return {kind: read_rope_spec({"rope_parameters": form}, max_positions, where) for kind, form in forms.items()}
 
@@ -228,8 +239,11 @@ def _sliding_layers(fields: FamilyConfig, family: Family) -> list[bool]:
     """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
     if fields.layer_types is not None:
         return [kind == "sliding_attention" for kind in fields.layer_types]
+    layers, pattern = range(fields.num_hidden_layers), fields.sliding_window_pattern
+    if isinstance(pattern, str) and pattern:
+        return [pattern[i % len(pattern)] == "L" and i != layers[-1] for i in layers]
     place = 0 if family.sliding == "alternating, full first" else 1
-    return [bool((i + place) % max(1, fields.sliding_window_pattern)) for i in range(fields.num_hidden_layers)]
+    return [bool((i + place) % max(1, int(pattern or 1))) for i in layers]
 
 
 def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | None, ...]:

@@ -34,6 +34,8 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()  # longrope: beyond it
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
     divisors: tuple[float, ...] = ()  # of each frequency, as GGUF files have them in place of llama3's parameters
+    neighbours: bool = False  # pairs are the elements (2i, 2i + 1) instead of (i, i + half)
+    query_growth: float = 0.0  # queries are multiplied by 1 + this * ln(1 + position // original length)
 
     @property
     def exact_length(self) -> int | None:
@@ -72,6 +74,7 @@ class _RopeJson(msgspec.Struct):
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: float | None = None
+    llama_4_scaling_beta: float | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
 
@@ -85,9 +88,15 @@ class _ConfigJson(msgspec.Struct):
 
 
 def read_rope_spec(
-    config: dict[str, Any], max_position_embeddings: int, where: Path, *, may_be_partial: bool = False
+    config: dict[str, Any],
+    max_position_embeddings: int,
+    where: Path,
+    *,
+    may_be_partial: bool = False,
+    may_grow: bool = False,
 ) -> RopeSpec:
-    """The RopeSpec of a config.json, whichever of the two forms it uses.
+    """The RopeSpec of a config.json, whichever of the two forms it uses. `may_grow`: its queries may grow with their
+    position.
 
     Raises: ModelError for an unknown type, a missing parameter or an unexpected partial rotary embedding; `where` names
             the file.
@@ -135,6 +144,7 @@ def read_rope_spec(
             beta_fast=rope.beta_fast or 32.0,
             beta_slow=rope.beta_slow or 1.0,
             truncate=rope.truncate,
+            query_growth=(rope.llama_4_scaling_beta or 0.0) if may_grow else 0.0,
             attention_factor=_attention_factor(rope, factor),
         )
     if rope_type == "longrope":

@@ -23,8 +23,17 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
             f"tensor_parallel_size is {size}, but {spec.architecture} runs through transformers, on one device only",
             hint="use --tensor-parallel-size 1",
         )
-    if spec.fused_projections or spec.qk_norm_all or spec.recurrent is not None:
-        why = "stacks its projections" if spec.fused_projections else "norms all heads of q and k together"
+    stacks = (
+        spec.fused_projections
+        or len(spec.names.projections) == 2
+        or (
+            spec.experts is not None
+            and spec.experts.shared_intermediate_size is not None
+            and len(spec.experts.names.shared_projections) == 2
+        )
+    )
+    if stacks or spec.qk_norm_all or spec.recurrent is not None:
+        why = "stacks its projections" if stacks else "norms all heads of q and k together"
         if spec.recurrent is not None:
             why = "keeps states of its sequences"
         raise ConfigError(

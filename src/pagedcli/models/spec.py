@@ -48,7 +48,7 @@ class TensorNames:
 
     body: str = "model"  # what the names of all but the output layer begin with
     final_norm: str = "norm"
-    branch_norms: tuple[str, str] | None = None  # before attention and MLP; None: as layer_norms says
+    branch_norms: tuple[str, ...] | None = None  # of attention, then of the MLP; None: as layer_norms says
     attention_out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     recurrent: str = "linear_attn"

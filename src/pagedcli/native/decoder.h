@@ -12,7 +12,9 @@ struct Layer {
     const void *q_norm, *k_norm;  // of each head [D], or of all heads [H * D], [G * D]; or null
     const float* sinks;           // [H], or null
     const void* rope_table;       // [P][rotated]: cosines, then sines; null: no rotary embedding
+    const void* query_scales;     // [P], of queries after they are rotated; or null
     int64_t rotated;              // elements of a head that are rotated, its first
+    int64_t neighbours;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
     int64_t group, place;         // of layers that share blocks; among that group's layers, or those with a state
     Linear qkv, attention_out;
     Linear gate_up, down;    // not read in a layer with experts

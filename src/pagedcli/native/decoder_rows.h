@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "decoder.h"
 #include "parallel.h"
@@ -58,6 +60,14 @@ template <class T> void rotate(typename T::Elem* x, const typename T::Elem* angl
     }
 }
 
+// Moves the second elements of the pairs (2i, 2i + 1) behind the first ones.
+template <class E> void part_neighbours(E* x, int64_t size) {
+    thread_local std::vector<E> seconds;
+    seconds.resize(size / 2);
+    for (int64_t i = 0; i < size / 2; i++) seconds[i] = x[2 * i + 1], x[i] = x[2 * i];
+    memcpy(x + size / 2, seconds.data(), size / 2 * sizeof(E));
+}
+
 // q and k of each token, where they lie in qkv [T][H + 2G][D].
 template <class T> void norm_and_rotate(const Model& m, const Layer& layer, const Step& step, typename T::Elem* qkv) {
     using E = typename T::Elem;
@@ -73,8 +83,12 @@ template <class T> void norm_and_rotate(const Model& m, const Layer& layer, cons
         for (int64_t h = 0; h < H + G; h++) {
             E* head = row + (h < H ? each * h : (each - 1) * H + h) * D;
             if (layer.q_norm && !m.norms_heads) norm(head, h < H ? layer.q_norm : layer.k_norm, D);
-            if (layer.rope_table)
-                rotate<T>(head, (const E*)layer.rope_table + step.positions[t] * layer.rotated, layer.rotated);
+            if (!layer.rope_table) continue;
+            if (layer.neighbours) part_neighbours(head, layer.rotated);
+            rotate<T>(head, (const E*)layer.rope_table + step.positions[t] * layer.rotated, layer.rotated);
+            if (!layer.query_scales || h >= H) continue;
+            const vf scale = splat(Rows<T>::load_one((const E*)layer.query_scales + step.positions[t]));
+            for (int64_t i = 0; i < D; i += VL) store_some<T>(head + i, load_some<T>(head + i, D - i) * scale, D - i);
         }
     });
 }

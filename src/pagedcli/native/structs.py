@@ -44,8 +44,8 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
-        *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table")),
-        *((name, _int64) for name in ("rotated", "group", "place")),
+        *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table", "query_scales")),
+        *((name, _int64) for name in ("rotated", "neighbours", "group", "place")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
         *((name, _pointer) for name in ("experts", "recurrent")),
     ]
