@@ -160,7 +160,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
     "helium": ("HeliumConfig", {"head_dim": 16}),
     "cwm": ("CwmConfig", {**_WINDOWED, "head_dim": 32, "rope_parameters": _LLAMA3}),
-    "iquestcoder": ("IQuestCoderConfig", {"head_dim": 32}),
     "hyperclovax": (
         "HyperCLOVAXConfig",
         {"logits_scaling": 0.5, "residual_multiplier": 0.5, "embedding_multiplier": 6.0, "attention_multiplier": 0.2},
@@ -200,8 +199,9 @@ COMPOSED_FAMILIES = (
 # each only data of mechanisms that those above have, so that its tests but the first are slow
 DATA_FAMILIES = (
     *("glm", "exaone4-global", "granitemoe", "granitemoeshared", "granitemoe_swa", "seed_oss", "ernie4_5"),
-    *("helium", "cwm", "iquestcoder", "hyperclovax", "mellum"),
+    *("helium", "cwm", "hyperclovax", "mellum"),
 )
+SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)
 RECURRENT_FAMILIES = (
     *(
         "qwen3_5",

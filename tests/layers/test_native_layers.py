@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from conftest import native_library
-from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, cached_model, tiny_model
+from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, tiny_model
 from paged_harness import PagedHarness, paged_logits, ragged_sequences, transformers_logits
 from quantized_zoo import gptq, quantized_twins
 
@@ -36,7 +36,7 @@ def load(path, *, dtype=torch.float32, block_size=16, **options):
     return load_model(path, spec, backend=backend, dtype=dtype, device=CPU, **options), backend
 
 
-@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *COMPOSED_FAMILIES])
+@pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *SLOW_FAMILIES])
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, 7), (16, None)])
 def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)
@@ -53,7 +53,7 @@ def test_logits_equal_transformers_in_float32(family, block_size, chunk, tmp_pat
 # norms in float32 around layers, GELU, two rotary tables; norms after; experts with a shared one; multipliers
 SHORT = [
     ("qwen3", torch.float16),
-    *((name, torch.bfloat16) for name in ("qwen3", "gemma3", "olmo2", "qwen2-moe", "granite")),
+    *((name, torch.bfloat16) for name in ("qwen3", "gemma3", "olmo2", "qwen2-moe", "granite", "ministral3", "glm4")),
 ]
 
 
@@ -88,7 +88,10 @@ def test_rounded_weights_give_the_logits_of_the_same_weights_layer_by_layer(fami
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("qwen3", None), ("gemma3", None), ("qwen2-moe", None), ("qwen3-moe", "int8"), ("qwen3-moe", "int4")],
+    [
+        *((name, None) for name in ("qwen3", "gemma3", "qwen2-moe", "ministral3", "glm4")),
+        *(("qwen3-moe", name) for name in ("int8", "int4")),
+    ],
 )
 def test_bfloat16_logits_do_not_depend_on_chunks_company_or_threads(family, quantization, tmp_path_factory):
     path = cached_model(family, tmp_path_factory)

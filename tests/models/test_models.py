@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, cached_model, tiny_model
+from model_zoo import COMPOSED_FAMILIES, NATIVE_FAMILIES, SLOW_FAMILIES, cached_model, tiny_model
 from paged_harness import paged_logits, ragged_sequences, transformers_logits
 
 from pagedcli.attention.reference import ReferenceAttention
@@ -27,7 +27,7 @@ def load(path, *, dtype=torch.float32, **options):
     return load_model(path, read_spec(path), backend=ReferenceAttention(), dtype=dtype, device=CPU, **options)
 
 
-@pytest.fixture(scope="module", params=[*NATIVE_FAMILIES, *COMPOSED_FAMILIES])
+@pytest.fixture(scope="module", params=[*NATIVE_FAMILIES, *COMPOSED_FAMILIES, *SLOW_FAMILIES])
 def case(request, tmp_path_factory):
     """A loaded family, sequences for it, and what transformers makes of them."""
     path = cached_model(request.param, tmp_path_factory)

@@ -2,7 +2,7 @@
 
 import pytest
 from engine_harness import make_engine, ragged_prompts, run
-from model_zoo import COMPOSED_FAMILIES, cached_model
+from model_zoo import COMPOSED_FAMILIES, SLOW_FAMILIES, cached_model
 from paged_harness import transformers_tokens
 
 from pagedcli.attention.select import REGISTRY
@@ -22,7 +22,7 @@ PROMPTS = ragged_prompts(5)
 CPU_BACKENDS = [entry.name for entry in REGISTRY if "cpu" in entry.auto_devices]
 
 
-@pytest.fixture(scope="module", params=COMPOSED_FAMILIES)
+@pytest.fixture(scope="module", params=[*COMPOSED_FAMILIES, *SLOW_FAMILIES])
 def family(request, tmp_path_factory):
     """A tiny model and its expected tokens."""
     path = cached_model(request.param, tmp_path_factory)
@@ -36,6 +36,25 @@ def test_tokens_equal_transformers_in_a_small_pool(family):
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ministral3", "glm4", "exaone4"])
+def test_samples_and_beams_do_not_depend_on_the_pool_or_the_decoder(name, tmp_path_factory):
+    path = cached_model(name, tmp_path_factory)
+    for params in (
+        SamplingParams(n=3, temperature=1.0, max_tokens=40, seed=1, ignore_eos=True),
+        SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True),
+    ):
+        variants = [
+            {"num_gpu_blocks_override": 400, "enable_prefix_caching": False},
+            {"num_gpu_blocks_override": 150, "chunked_prefill_size": 7},
+            {"num_gpu_blocks_override": 150, "attention_backend": "reference"},
+        ]
+        found = [
+            run(make_engine(path, block_size=4, max_model_len=160, **each), PROMPTS[:3], params) for each in variants
+        ]
+        assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow

@@ -54,10 +54,20 @@ def small_pool(path):
     return SMALL_POOLS[len(groups)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# of mechanisms that those above have
+MORE = {
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window_pattern": 2}),
+    "olmo3": ("olmo3", {}),
+    "granitemoe_swa": ("granitemoe_swa", {}),
+    "cwm": ("cwm", {}),
+    "mellum": ("mellum", {}),
+}
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def windowed(request, tmp_path_factory):
     """A tiny model and its expected tokens."""
-    family, overrides = MODELS[request.param]
+    family, overrides = (MODELS | MORE)[request.param]
     path = tiny_model(family, tmp_path_factory.mktemp(request.param), sliding_window=WINDOW, **overrides)
     return path, transformers_tokens(path, PROMPTS, NUM_NEW)
 

@@ -144,9 +144,9 @@ def _mamba(fields: FamilyConfig) -> dict[str, Any]:
     }
 
 
-def _granite_experts(fields: FamilyConfig) -> dict[str, Any]:
+def _granite_experts(fields: FamilyConfig, router: str = "router.layer") -> dict[str, Any]:
     shared = ("input_linear", "output_linear")
-    names = ExpertNames(block="block_sparse_moe", router="router.layer", shared="shared_mlp", shared_projections=shared)
+    names = ExpertNames(block="block_sparse_moe", router=router, shared="shared_mlp", shared_projections=shared)
     experts = replace(
         _experts(fields, names),
         renormalize=True,  # the softmax is over the picked ones
@@ -214,7 +214,12 @@ _GLM = Family(
     out_bias=False,
     partial_rope=True,
     neighbours=True,
-    defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
+    defaults={
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "eos_token_id": [151329, 151336, 151338],
+    },
     traits=lambda _: {"names": TensorNames(projections=("gate_up_proj", "down_proj"))},
 )
 _GLM4_NAMES = TensorNames(
@@ -271,7 +276,6 @@ _LFM2 = Family(
 )
 FAMILIES = {
     "llama": _LLAMA,
-    "iquestcoder": replace(_LLAMA, head_dim=128, max_position_embeddings=131072, defaults={"rms_norm_eps": 1e-5}),
     "mistral": _MISTRAL,
     "mistral3": replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", nested=True),
     "ministral3": replace(
@@ -412,7 +416,7 @@ FAMILIES = {
         sliding="alternating, full first",
         ropes="by theta",
         defaults=_GRANITE_MOE.defaults | {"sliding_window": 128, "sliding_window_pattern": 4},
-        traits=lambda fields: _granite_experts(fields) | {"sinks": True},
+        traits=lambda fields: _granite_experts(fields, "router") | {"sinks": True},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -467,11 +471,13 @@ FAMILIES = {
         128,
         131072,
         (None, None),
-        "as listed",
+        "alternating",
         ropes="by window",
+        local_theta=1e4,
         defaults={
-            "use_sliding_window": True,
+            "rope_theta": 5e5,
             "sliding_window": 1024,
+            "sliding_window_pattern": 1,
             "num_experts": 64,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 896,

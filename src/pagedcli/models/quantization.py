@@ -243,7 +243,8 @@ def _fp8(content: dict[str, Any], where: Path) -> tuple[StoredQuantization, ...]
         bits=8,
         block=block,
         per_tensor=block is None and method == "fp8",
-        scale_name="weight_scale_inv" if block is not None else "weight_scale",
+        # transformers names it so whatever the size of blocks, which it always writes
+        scale_name="weight_scale_inv" if "weight_block_size" in content else "weight_scale",
         skipped=(*(fields.modules_to_not_convert or ()), *(fields.ignored_layers or ())),
     )
     return (stored,)

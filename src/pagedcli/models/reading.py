@@ -195,10 +195,9 @@ def _layer_ropes(
     if family.ropes == "by window":
         by_kind = _ropes_by_window(config, family, max_positions, where)
         return tuple(by_kind[is_sliding] for is_sliding in _sliding_layers(fields, family))
-    rope = read_rope_spec(
-        config, max_positions, where, may_be_partial=family.partial_rope, may_grow=family.query_growth
-    )
-    rope = replace(rope, neighbours=family.neighbours)
+    rope = read_rope_spec(config, max_positions, where, may_be_partial=family.partial_rope)
+    growth = rope.query_growth if family.query_growth else 0.0
+    rope = replace(rope, neighbours=family.neighbours, query_growth=growth)
     if family.ropes == "if named" and fields.position_embedding_type != "rope":
         return (None,) * len(layers)
     if family.ropes in ("same", "if named"):

@@ -88,15 +88,9 @@ class _ConfigJson(msgspec.Struct):
 
 
 def read_rope_spec(
-    config: dict[str, Any],
-    max_position_embeddings: int,
-    where: Path,
-    *,
-    may_be_partial: bool = False,
-    may_grow: bool = False,
+    config: dict[str, Any], max_position_embeddings: int, where: Path, *, may_be_partial: bool = False
 ) -> RopeSpec:
-    """The RopeSpec of a config.json, whichever of the two forms it uses. `may_grow`: its queries may grow with their
-    position.
+    """The RopeSpec of a config.json, whichever of the two forms it uses.
 
     Raises: ModelError for an unknown type, a missing parameter or an unexpected partial rotary embedding; `where` names
             the file.
@@ -144,7 +138,7 @@ def read_rope_spec(
             beta_fast=rope.beta_fast or 32.0,
             beta_slow=rope.beta_slow or 1.0,
             truncate=rope.truncate,
-            query_growth=(rope.llama_4_scaling_beta or 0.0) if may_grow else 0.0,
+            query_growth=rope.llama_4_scaling_beta or 0.0,
             attention_factor=_attention_factor(rope, factor),
         )
     if rope_type == "longrope":

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from pagedcli.models.spec import ModelSpec
 from pagedcli.models.stacking import kept_dtype, stacked
 
 # rotary tables, the shapes of packed weights, and scales of activations, which are rounded per token or not at all
-_UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".input_zero_point")
+_UNUSED = (".inv_freq", ".weight_shape", ".input_scale", ".activation_scale", ".input_zero_point")
 
 
 class WeightSource(Protocol):
@@ -124,7 +124,7 @@ class CheckpointWeights:
         Raises:  ModelError naming file and tensor: missing, unexpected, of another shape, not floating point, damaged.
         """
         with ExitStack() as stack:
-            files = {name: stack.enter_context(_open(self._path / name)) for name in self._file_names()}
+            files = {name: _Renamed(stack.enter_context(_open(self._path / name))) for name in self._file_names()}
             where = {name: file_name for file_name, file in files.items() for name in file.keys()}  # noqa: SIM118
             self._skip(where)
             views = _expert_views(files, where, alternating=self._alternating)
@@ -226,6 +226,36 @@ class CheckpointWeights:
         return tensor
 
 
+# How names began before transformers 4.52 in models that see images, which their publishers still write
+_RENAMED = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+
+class _Renamed:
+    """A file's tensors under today's names."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._stored = file, {_todays_name(name): name for name in file.keys()}  # noqa: SIM118
+
+    def keys(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def get_tensor(self, name: str) -> Any:
+        return self._file.get_tensor(self._stored[name])
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self._stored[name])
+
+
+def _todays_name(name: str) -> str:
+    begin = next((begin for begin in _RENAMED if name.startswith(begin)), "")
+    return _RENAMED[begin] + name[len(begin) :] if begin else name
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
     """What belongs to one module within a tensor that stacks those of all experts: [experts, out, ...]."""
@@ -253,7 +283,7 @@ _STACKED_EXPERTS = {
 _STACKED_SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
 
-def _expert_views(files: Mapping[str, Any], where: dict[str, str], *, alternating: bool) -> dict[str, _View]:
+def _expert_views(files: Mapping[str, _Renamed], where: dict[str, str], *, alternating: bool) -> dict[str, _View]:
     """The tensors of stacked experts, by the names they have in checkpoints that store each alone. `alternating`: see
     ExpertsSpec.
 

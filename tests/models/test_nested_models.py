@@ -1,0 +1,140 @@
+"""The language models of checkpoints that see images, as published: old names, others' tensors, FP8 of Ministral 3."""
+
+import json
+
+import pytest
+import torch
+from conftest import native_library
+from model_zoo import DATA_FAMILIES, cached_model, tiny_model
+from paged_harness import paged_logits, ragged_sequences, transformers_logits
+from quantized_zoo import float8, quantized_twins
+from safetensors.torch import load_file, save_file
+
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.cpu import load as load_cpu
+from pagedcli.attention.reference import ReferenceAttention
+from pagedcli.errors import ModelError
+from pagedcli.models.blocks import query_scales
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+
+CPU = torch.device("cpu")
+SEQUENCES, NUM_PROMPT = ragged_sequences()
+OTHERS = {"vision_tower.patch.weight": torch.zeros(2), "multi_modal_projector.linear_1.weight": torch.zeros(3)}
+
+
+def loaded(path, backend_name):
+    spec = read_spec(path)
+    native_library()
+    attention = AttentionSpec(CPU, torch.float32, 4, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    backend = load_cpu(attention) if backend_name == "cpu" else ReferenceAttention()
+    model = load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU, max_model_len=128)
+    return model, backend
+
+
+def logits_of(path, backend="cpu"):
+    model, attention = loaded(path, backend)
+    return paged_logits(model, attention, SEQUENCES, num_prompt=NUM_PROMPT, block_size=4, chunk=7)
+
+
+def assert_close(actual, expected, tolerance=1e-4):
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+
+
+def nested(path, target, model_type, architecture, *, quantization=None):
+    """The checkpoint at `path` as the language model of one that sees images, under the names of its publisher."""
+    config = json.loads((path / "config.json").read_text())
+    outer = {"model_type": model_type, "architectures": [architecture], "text_config": config, "vision_config": {}}
+    if quantization is not None:
+        outer["quantization_config"] = config.pop("quantization_config")
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(outer))
+    save_file(tensors | OTHERS, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(
+    ("family", "model_type", "architecture"),
+    [
+        ("gemma3", "gemma3", "Gemma3ForConditionalGeneration"),
+        ("mistral", "mistral3", "Mistral3ForConditionalGeneration"),
+        ("ministral3", "mistral3", "Mistral3ForConditionalGeneration"),
+    ],
+)
+def test_the_language_model_is_read_under_its_published_names(
+    family, model_type, architecture, tmp_path, tmp_path_factory
+):
+    path = cached_model(family, tmp_path_factory)
+    whole = nested(path, tmp_path / "whole", model_type, architecture)
+    model, _ = loaded(whole, "cpu")
+    [note] = model.notes
+    assert note.startswith("2 tensors of the checkpoint are not read")
+    assert_close(logits_of(whole), logits_of(path), tolerance=0)
+
+
+def test_a_language_model_of_a_family_without_a_decoder_is_refused(tmp_path, tmp_path_factory):
+    path = cached_model("mistral", tmp_path_factory)
+    whole = nested(path, tmp_path / "whole", "mistral3", "Mistral3ForConditionalGeneration")
+    config = json.loads((whole / "config.json").read_text())
+    config["text_config"]["model_type"] = "opt"
+    (whole / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="text_config is of model_type 'opt'"):
+        read_spec(whole)
+
+
+def test_fp8_as_ministral_3_is_published(tmp_path, tmp_path_factory):
+    """One scale for each weight and, of no use here, one for its activations."""
+
+    def quantize(weight, generator):
+        stored, widened = float8("tensor")[0](weight, generator)
+        renamed = {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}
+        return renamed | {"activation_scale": stored["input_scale"]}, widened
+
+    content = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }
+    packed, plain = quantized_twins(cached_model("ministral3", tmp_path_factory), tmp_path, quantize, content)
+    whole = nested(packed, tmp_path / "w", "mistral3", "Mistral3ForConditionalGeneration", quantization=content)
+    assert_close(logits_of(whole, "reference"), logits_of(plain, "reference"))
+
+
+@pytest.mark.parametrize("family", DATA_FAMILIES)
+def test_families_that_are_only_data_give_transformers_logits(family, tmp_path_factory):
+    path = cached_model(family, tmp_path_factory)
+    actual, expected = logits_of(path), transformers_logits(path, SEQUENCES)
+    assert_close(actual, expected)
+    assert all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in zip(actual, expected, strict=True))
+
+
+def test_queries_grow_in_steps_beyond_the_original_length_and_not_at_all_before(tmp_path_factory):
+    rope = read_spec(cached_model("ministral3", tmp_path_factory)).rope
+    assert (rope.query_growth, rope.original_max_position_embeddings) == (0.5, 32)
+    assert query_scales(rope, 32, dtype=torch.float32) is None
+    scales = query_scales(rope, 100, dtype=torch.float32)
+    expected = 1 + 0.5 * torch.tensor([1.0, 2.0, 3.0, 4.0]).log()
+    torch.testing.assert_close(scales, expected.repeat_interleave(32)[:100])
+
+
+def test_a_pattern_of_letters_says_which_layers_slide(tmp_path, tmp_path_factory):
+    """As EXAONE 4 writes it; the last layer never slides, and rotary embedding is only where one does."""
+    config = json.loads((cached_model("exaone4", tmp_path_factory) / "config.json").read_text())
+    config |= {"sliding_window_pattern": "LLLG", "num_hidden_layers": 6, "sliding_window": 16}
+    del config["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path)
+    assert spec.windows == (16, 16, 16, None, 16, None)
+    assert [rope is not None for rope in spec.layer_ropes] == [True, True, True, False, True, False]
+
+
+def test_stacked_projections_are_not_split(tmp_path):
+    from pagedcli.errors import ConfigError
+    from pagedcli.layers.parallel import ParallelContext
+    from pagedcli.models.sharding import shard_spec
+
+    with pytest.raises(ConfigError, match="stacks its projections"):
+        shard_spec(read_spec(tiny_model("glm", tmp_path)), ParallelContext(0, 2))
