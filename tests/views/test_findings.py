@@ -73,6 +73,9 @@ RUNS = {
     "caching off": {"num_blocks": 64, "enable_prefix_caching": False},
     "one ahead": {"num_blocks": 27, "block_size": 4, "runs_ahead": True},
     "no room": {"num_blocks": 64, "max_num_seqs": 2},
+    "states": {"num_blocks": 64, "block_size": 4, "num_state_slots": 9, "checkpoints": "8"},
+    "states preempted": {"num_blocks": 27, "block_size": 4, "num_state_slots": 5, "max_num_seqs": 4},
+    "states ahead": {"num_blocks": 40, "block_size": 4, "num_state_slots": 5, "checkpoints": "8", "runs_ahead": True},
 }  # fmt: skip
 
 
@@ -97,17 +100,21 @@ def test_the_runs_of_the_test_before_are_what_their_names_say():
     stats = {name: simulation(PROMPTS, **limits)[0].stats for name, limits in RUNS.items()}
     assert all(facts.num_preemptions for name, facts in stats.items() if "preempted" in name)
     assert stats["evicted"].num_evictions
+    assert stats["states"].num_checkpoint_hits
+    assert stats["states ahead"].num_dropped_checkpoints
+    assert stats["states preempted"].peak_used_state_slots
     assert stats["one ahead"].num_preemptions
     assert stats["no room"].waiting_ns["max_num_seqs"]
     assert {reason for facts in stats.values() for reason in facts.waiting_ns} >= {"free_blocks", "max_num_seqs"}
 
 
+@pytest.mark.parametrize("states", [{}, {"num_state_slots": 5, "checkpoints": "4"}], ids=["", "states"])
 @pytest.mark.parametrize("fails", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(4))
-def test_facts_of_random_runs(fails, seed):
+def test_facts_of_random_runs(fails, seed, states):
     rng, run = random.Random(seed), WholeRun()
     folding = Fold(PoolState(), run)
-    sim = Simulation(14, 2, emit=folding, max_num_batched_tokens=7, chunked_prefill_size=5)
+    sim = Simulation(14, 2, emit=folding, max_num_batched_tokens=7, chunked_prefill_size=5, **states)
     for index in range(30):
         prompt = [9] * rng.randrange(8) + [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
         sim.add(prompt, rng.randrange(2, 9), n=1 + (index % 5 == 0), cache_salt="a" if index % 7 == 0 else None)

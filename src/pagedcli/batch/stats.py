@@ -127,7 +127,22 @@ def figures(stats: BatchStats) -> list[Figure]:
         Figure("kv_blocks", "Blocks in the pool.", "blocks", facts.num_blocks, "kv_blocks"),
         Figure("kv_blocks_used", "Blocks in use.", "blocks", facts.num_used_blocks, "kv_blocks_used"),
         Figure("kv_blocks_peak", "Most blocks in use in a step.", "blocks", facts.peak_used_blocks, "kv_blocks_peak"),
+        *(_slot_figures(facts) if facts.num_state_slots else ()),
     ]  # fmt: skip
+
+
+def _slot_figures(facts: RunFacts) -> tuple[Figure, ...]:
+    """Of a model with recurrent state."""
+    return (
+        Figure("state_slots", "Slots of recurrent state.", "slots", facts.num_state_slots, "state_slots"),
+        Figure("state_slots_peak", "Most slots in use in a step.", "slots", facts.peak_used_state_slots,
+               "state_slots_peak"),
+        Figure("checkpoints", "Checkpoints made.", "checkpoints", facts.num_checkpoints, "checkpoints_total"),
+        Figure("checkpoints_dropped", "Checkpoints dropped for want of an empty slot.", "checkpoints",
+               facts.num_dropped_checkpoints, "checkpoints_dropped_total"),
+        Figure("checkpoint_hits", "Sequences that continued from a checkpoint.", "sequences",
+               facts.num_checkpoint_hits, "checkpoint_hits_total"),
+    )  # fmt: skip
 
 
 class SeenIds:

@@ -92,6 +92,12 @@ def say_summary(result: BatchResult, findings: Findings | None = None) -> None:
             f"  KV blocks    {facts.peak_used_blocks:,} of {facts.num_blocks:,} at the peak"
             f" ({100 * facts.peak_used_blocks / facts.num_blocks:.1f} %)"
         )
+        if facts.num_state_slots:
+            _say_line(
+                f"  state slots  {facts.peak_used_state_slots:,} of {facts.num_state_slots:,} at the peak;"
+                f" {plural(facts.num_checkpoints, 'checkpoint')} made, {facts.num_dropped_checkpoints:,} dropped,"
+                f" {plural(facts.num_checkpoint_hits, 'sequence')} continued from one"
+            )
         _say_line(
             f"  preemptions  {facts.num_preemptions:,}, {plural(facts.num_recomputed_tokens, 'token')} recomputed"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagedcli.core.admission import admit
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.hybrid_manager import make_manager
+from pagedcli.core.hybrid_manager import HybridManager, make_manager
 from pagedcli.core.plan import Plan, started
 from pagedcli.core.prefixes import MOST_SEEN_TOKENS, Prefix, SeenPrefixes
 from pagedcli.core.requests import Forks, Request, RequestOutput
@@ -363,7 +363,7 @@ class EngineCore:
         cached_block_ids = self.block_manager.recover(self.scheduler.running)
         requeued = self.scheduler.requeue(unfinished)
         self.stats.count_failed_step()
-        self.stats.num_evictions = self.block_manager.num_evictions
+        self._copy_counts()
         if self._emit is not None:
             seq_ids = tuple(seq.seq_id for seq in requeued)
             self._emit(StepFailed(step, self.clock_ns(), seq_ids, cached_block_ids))
@@ -393,6 +393,8 @@ class EngineCore:
             num_running=len(running),
             num_waiting=len(self.scheduler.waiting),
         )
+        if isinstance(manager, HybridManager):
+            self.stats.peak_used_state_slots = max(self.stats.peak_used_state_slots, manager.states.num_held)
 
     def _num_unfilled_slots(self) -> int:
         """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""
@@ -405,9 +407,18 @@ class EngineCore:
         num_entries, num_computed = sum(map(len, map(_block_table, running))), sum(map(_num_computed, running))
         return num_entries * size - num_computed * num_groups
 
-    def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
+    def _copy_counts(self) -> None:
+        """What the managers count."""
         manager, stats = self.block_manager, self.stats
         stats.num_evictions = manager.num_evictions
+        if isinstance(manager, HybridManager):
+            states = manager.states
+            stats.num_checkpoints, stats.num_dropped_checkpoints = states.num_made, states.num_dropped
+            stats.num_checkpoint_hits = states.num_read
+
+    def _count(self, work: ScheduledStep, clock: "StepClock") -> None:
+        manager, stats = self.block_manager, self.stats
+        self._copy_counts()
         if self._seen is not None and self._seen.has_forgotten:
             stats.ideal_of = MOST_SEEN_TOKENS
         schedule_ns, forward_ns, sample_ns = clock.phases_ns

@@ -10,7 +10,7 @@ from pagedcli.core.limits import Limits
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 
 _LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
-_POOL = ("num_blocks", "peak_used_blocks")
+_POOL = ("num_blocks", "peak_used_blocks", "num_state_slots", "peak_used_state_slots")
 _LAST = ("num_used_blocks", "_num_running", "_num_waiting")
 _LARGEST = ("longest_shared", "peak_waste", "ideal_of")
 
@@ -45,6 +45,12 @@ class RunFacts:
     waste_sum: float = 0.0  # over the steps: shares of the slots in use that hold no token
     num_waste_steps: int = 0  # steps in which blocks were in use
     peak_waste: float | None = None
+    # slots of recurrent state, and checkpoints in them
+    num_state_slots: int = 0
+    peak_used_state_slots: int = 0  # held by sequences, as the forward pass of a step sees them
+    num_checkpoints: int = 0  # made
+    num_dropped_checkpoints: int = 0  # for want of an empty slot
+    num_checkpoint_hits: int = 0  # sequences that continued from one
     # time, without that of observers; summed over sequences where they run or wait
     schedule_ns: int = 0
     forward_ns: int = 0
@@ -57,7 +63,9 @@ class RunFacts:
     @classmethod
     def of(cls, limits: Limits) -> "RunFacts":
         """Of an engine with these limits, which has done nothing so far."""
-        return cls(limits.block_size, limits.num_blocks or 0, limits.max_num_seqs, limits.enable_prefix_caching)
+        made = cls(limits.block_size, limits.num_blocks or 0, limits.max_num_seqs, limits.enable_prefix_caching)
+        made.num_state_slots = limits.num_state_slots or 0
+        return made
 
     def __post_init__(self) -> None:
         smaller = (size for size in BLOCK_SIZES if SMALLEST_RECOMMENDED <= size < self.block_size)

@@ -63,7 +63,7 @@ class StateSlots:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, got {num_slots}")
         self.slots = [StateSlot(slot_id) for slot_id in range(num_slots)]
-        self.num_made = self.num_dropped = 0  # checkpoints
+        self.num_made = self.num_dropped = self.num_read = 0  # checkpoints
         self._empty = deque(range(num_slots))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._index: dict[int, int] = {}  # hash of a checkpoint's prefix -> slot
@@ -117,6 +117,7 @@ class StateSlots:
         """Let a sequence without a slot continue from a checkpoint. The caller reports it."""
         assert seq.state_write is None, "a sequence starts from one state"
         self._hold(slot_id)
+        self.num_read += 1
         seq.state_write = slot_id
 
     def advance(self, seq: StateUser) -> None:

@@ -91,6 +91,18 @@ class RunStats(View[PoolState]):
     def on_block_evicted(self, event: ev.BlockEvicted, state: PoolState) -> None:
         self.facts.num_evictions += 1
 
+    def on_state_slots_made(self, event: ev.StateSlotsMade, state: PoolState) -> None:
+        self.facts.num_state_slots = event.num_slots
+
+    def on_checkpoint_made(self, event: ev.CheckpointMade, state: PoolState) -> None:
+        self.facts.num_checkpoints += 1
+
+    def on_checkpoint_dropped(self, event: ev.CheckpointDropped, state: PoolState) -> None:
+        self.facts.num_dropped_checkpoints += 1
+
+    def on_checkpoint_looked_up(self, event: ev.CheckpointLookedUp, state: PoolState) -> None:
+        self.facts.num_checkpoint_hits += event.slot_id is not None
+
     def on_blocks_filled(self, event: ev.BlocksFilled, state: PoolState) -> None:
         found = state.hash_to_block_id
         filled = zip(event.block_ids, event.hashes, strict=True)
@@ -116,6 +128,8 @@ class RunStats(View[PoolState]):
             num_running=state.num_running,
             num_waiting=event.num_waiting,
         )
+        if state.slots is not None:
+            self.facts.peak_used_state_slots = max(self.facts.peak_used_state_slots, state.slots.num_held)
 
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self.facts.num_generated_tokens += len(event.seq_ids)
