@@ -30,6 +30,7 @@ CORRECTNESS = {
     "graphs": 80,
     "requests": 80,
     "families": 120,
+    "hybrids": 120,
     "windows": 80,
     "quantized": 60,
     "fp8": 60,

@@ -21,6 +21,7 @@ FAMILIES: dict[str, Row] = {
     "qwen2-moe": {},
     "mixtral": {},
 }
+HYBRIDS: dict[str, Row] = {"qwen3_5": {}, "qwen3_next": {}, "lfm2": {}, "bamba": {}, "granite-hybrid": {}}
 QUANTIZED = ("gptq", "gptq-act-order", "gptq-8bit", "awq", "pack-int4", "int8", "fp8-block")
 # how a step can be run: kernels one by one or in graphs, each step after or before the last one is read
 LOOPS = {
@@ -57,23 +58,35 @@ def num_equal(a: list[Any], b: list[Any]) -> int:
 
 def families(scale: Scale, rows: Rows) -> Result:
     """Greedy tokens of every family and of transformers on a CPU, for small random models."""
+    return check_families(scale, rows, FAMILIES if scale.on_gpu else {"qwen3": {}})
+
+
+def hybrids(scale: Scale, rows: Rows) -> Result:
+    """The same of families with recurrent state, twice, the second time from checkpoints. A dry run leaves their
+    kernels out: the interpreter runs them in the tests of layers."""
+    return check_families(scale, rows, HYBRIDS if scale.on_gpu else {"lfm2": {}}, checkpoints="end", repeats=2)
+
+
+def check_families(scale: Scale, rows: Rows, chosen: dict[str, Row], repeats: int = 1, **options: Any) -> Result:
+    """Tokens of all families and of transformers on a CPU."""
     from model_zoo import tiny_model
 
     from pagedcli.sampling_params import SamplingParams
 
-    names = scale.mine(FAMILIES if scale.on_gpu else ("qwen3",))
+    names = scale.mine(chosen)
     num_prompts, num_new = (16, 32) if scale.on_gpu else (2, 3)
     prompts = ragged_prompts(num_prompts)
     params = [SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)] * num_prompts
     for family in names:
         row: Row = {"family": family, "prompts": num_prompts}
         with tempfile.TemporaryDirectory() as folder:
-            path = tiny_model(family, Path(folder) / "model", **FAMILIES[family])
+            path = tiny_model(family, Path(folder) / "model", **chosen[family])
             expected = transformers_tokens(path, prompts, num_new)
             try:
-                engine = judged(scale, path, chunked_prefill_size=7)
-                tokens = generate(engine, prompts, params)
-                row |= {"equal": num_equal(tokens, expected), "graphs": len(engine.plan.graph_sizes)}
+                engine = judged(scale, path, chunked_prefill_size=7, **options)
+                equal = [num_equal(generate(engine, prompts, params), expected) for _ in range(repeats)]
+                row |= {"equal": min(equal), "cached": engine.stats.num_cached_tokens}
+                row |= {"graphs": len(engine.plan.graph_sizes)}
             except Exception as error:  # of one family: the others are still to be checked
                 row |= {"equal": 0, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         rows.append(row)

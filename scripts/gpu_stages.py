@@ -81,7 +81,8 @@ def ahead(scale: Scale, rows: Rows) -> Result:
     flags = [] if scale.on_gpu else ["--dry-run-cpu"]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        for names in (("kernels", "backends"), ("families", "quantized")) if scale.on_gpu else (("backends",),):
+        on_gpu = (("kernels", "backends"), ("families", "quantized"), ("hybrids",))
+        for names in on_gpu if scale.on_gpu else (("backends",),):
             processes = {}
             for name, part in itertools.product(names, range(count)):
                 out = Path(folder) / f"{name}-{part}"
@@ -235,7 +236,8 @@ RUN: dict[str, Callable[[Scale, Rows], Result]] = {
     for stage in (
         *(environment, ahead, ceilings, attention, memory, workload),
         *(gpu_kernels.kernels, gpu_kernels.backends, gpu_kernels.products),
-        *(gpu_engines.graphs, gpu_engines.requests, gpu_engines.families, gpu_engines.windows),
+        *(gpu_engines.graphs, gpu_engines.requests, gpu_engines.families),
+        *(gpu_engines.hybrids, gpu_engines.windows),
         *(gpu_engines.quantized, gpu_engines.fp8, gpu_engines.invariance),
         *(gpu_speed.sampling, gpu_speed.mixed, gpu_speed.shapes, gpu_speed.parallel),
     )

@@ -14,6 +14,7 @@ from pagedcli.models.reading import read_spec
 from pagedcli.models.spec import layer_groups
 from pagedcli.planning.decide import attention_spec, decide
 from pagedcli.planning.machine import described_gpu
+from pagedcli.runner.device_state import state_pools
 
 TYPES = {**NAMES, torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 
@@ -75,6 +76,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     from pagedcli.layers import triton_experts as expert_kernels
     from pagedcli.layers import triton_layers as layer_kernels
     from pagedcli.layers import triton_products as product_kernels
+    from pagedcli.layers import triton_recurrent as recurrent_kernels
     from pagedcli.layers import triton_sampling as sampling_kernels
     from pagedcli.layers.sampling import Limits, choose_tokens
 
@@ -87,7 +89,8 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
     assert decided.backend == "triton", decided.refused
     launches = set()
     with monkeypatch.context() as patched, PretendGpu(memory="meta").install(patched):
-        for module in (attention_kernels, layer_kernels, product_kernels, expert_kernels, sampling_kernels):
+        modules = (attention_kernels, layer_kernels, product_kernels, expert_kernels)
+        for module in (*modules, recurrent_kernels, sampling_kernels):
             for name in dir(module):
                 if name.endswith("_kernel"):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))
@@ -102,8 +105,12 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
         shape = backend.kv_shape(64, decided.limits.block_size, own.num_kv_heads, own.head_dim)
         num_groups = len(layer_groups(model.attention_layers))
         cache = torch.empty((2, own.num_layers, *shape), dtype=named_dtype(decided.kv_dtype), device=GPU)
+        states = state_pools(model, 300, named_dtype(decided.dtype), GPU)
         for lengths in steps:
             batch, num_tokens = _batch(lengths, decided.limits.block_size, num_groups)
+            if states:
+                slots = torch.zeros(len(lengths), dtype=torch.int32, device=GPU)
+                batch.state_reads, batch.state_writes, batch.states = slots, slots, states
             ids = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
             hidden = model.forward(ids, ids, batch, cache)
             logits = model.compute_logits(hidden[: len(lengths)])

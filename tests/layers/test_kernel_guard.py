@@ -10,7 +10,12 @@ from interpreter import interpreted, plain, run_interpreted
 pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
 # of kernels against their twins: ragged batches, windows, padded rows, odd sizes
-GUARDED = ("attention/test_attention_conformance.py", "layers/test_triton_layers.py", "layers/test_triton_experts.py")
+GUARDED = {
+    "attention/test_attention_conformance.py": ("-m", "not slow", "-k", "triton"),
+    "layers/test_triton_layers.py": ("-m", "not slow"),
+    "layers/test_triton_experts.py": ("-m", "not slow"),
+    "layers/test_triton_recurrent.py": ("-k", "twin"),
+}
 
 
 @plain
@@ -22,8 +27,7 @@ def test_planted_faults_are_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUARDED)
 def test_no_kernel_leaves_its_tensors_or_races(name):
-    chosen = ("-m", "not slow", *(("-k", "triton") if "conformance" in name else ()))
-    run_interpreted(*chosen, TESTS / name, at_least=8, PAGEDCLI_KERNEL_GUARD="1")
+    run_interpreted(*GUARDED[name], TESTS / name, at_least=8, PAGEDCLI_KERNEL_GUARD="1")
 
 
 @interpreted

@@ -41,6 +41,35 @@ GEMMA3 = ("Gemma3ForCausalLM", "gemma3_text")
 GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LLAMA = ("LlamaForCausalLM", "llama", 128256, 4096, 14336, 32, 8, 128)
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+MIXED = ["linear_attention", "full_attention"]
+DELTA = {
+    "num_hidden_layers": 2, "layer_types": MIXED, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+DELTA_EXPERTS = {**DELTA, **EXPERTS, "linear_num_value_heads": 32, "num_experts": 16, "num_experts_per_tok": 4}
+MAMBA = {
+    "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "num_hidden_layers": 2,
+}  # fmt: skip
+GRANITE4 = {**MAMBA, "mamba_n_heads": 48, "mamba_d_state": 128, "layer_types": MIXED, "num_local_experts": 0}
+HYBRIDS = {
+    "qwen3.5-0.8b": model("Qwen3_5ForCausalLM", "qwen3_5_text", 248320, 1024, 3584, 8, 2, 256, **DELTA),
+    "qwen3-next": model(
+        "Qwen3NextForCausalLM", "qwen3_next", 151936, 2048, 5120, 16, 2, 256, **DELTA_EXPERTS,
+        shared_expert_intermediate_size=512,
+    ),
+    "bamba-9b": model(
+        "BambaForCausalLM", "bamba", 128256, 4096, 14336, 32, 8, 128, **MAMBA, attn_layer_indices=[1]
+    ),
+    "granite-4-h-micro": model(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", 100352, 1536, 4096, 12, 4, 128, **GRANITE4,
+        shared_intermediate_size=4096,
+    ),
+    "lfm2-1.2b": model(
+        "Lfm2ForCausalLM", "lfm2", 65536, 2048, 12288, 32, 8, 64, num_hidden_layers=2, full_attn_idxs=[1]
+    ),
+}  # fmt: skip
 MODELS = {
     "qwen3-0.6b": model("Qwen3ForCausalLM", "qwen3", 151936, 1024, 3072, 16, 8, 128, tie_word_embeddings=True),
     "qwen3-8b": model("Qwen3ForCausalLM", "qwen3", 151936, 4096, 12288, 32, 8, 128),
@@ -73,7 +102,7 @@ MODELS = {
 }  # fmt: skip
 # decode of few and of many sequences, over one split and several; prompts with decodes among them
 STEPS = [[(300, 1)] * 3, [(20, 1)] * 40, [(1000, 1)] * 300, [(500, 500), (300, 1), (40, 3)]]
-CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0)]
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)]
 WITH_FP8 = [(8, 9), (9, 0)]
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 CHANNELS = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
@@ -86,7 +115,7 @@ FP8_MODELS = {
 def check(name, capability, tmp_path, monkeypatch, **options):
     from triton_launches import launches_of
 
-    config = (MODELS | FP8_MODELS)[name]
+    config = (MODELS | FP8_MODELS | HYBRIDS)[name]
     launches = launches_of(config, tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
     number = capability[0] * 10 + capability[1]
     for launch in launches:
@@ -99,7 +128,7 @@ def check(name, capability, tmp_path, monkeypatch, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 def test_every_kernel_of_a_model_compiles_within_the_card(name, capability, tmp_path, monkeypatch):
     check(name, capability, tmp_path, monkeypatch)
 
@@ -134,12 +163,14 @@ def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capabilit
             },
         ),
         ("llama-3-8b gptq 128", {"linear_kernel", "gated_kernel", "sample_rows_kernel"}),
+        ("qwen3.5-0.8b", {"conv_kernel", "step_kernel", "inverse_kernel", "chunk_kernel", "norm_then_gate_kernel"}),
+        ("bamba-9b", {"conv_kernel", "conv_state_kernel", "step_kernel", "chunk_kernel", "gate_then_norm_kernel"}),
     ],
 )
 def test_real_sizes_are_launched_on_the_device_within_the_limits_of_a_grid(name, expected, tmp_path, monkeypatch):
     from triton_launches import launches_of
 
-    launches = launches_of(MODELS[name], tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
+    launches = launches_of((MODELS | HYBRIDS)[name], tmp_path / "model", monkeypatch, capability=(9, 0), steps=STEPS)
     assert expected <= {launch.function.__name__ for launch in launches}
     assert all(
         type_name in ("*bf16", "*fp8e4nv") for launch in launches for key, type_name in launch.types if "cache" in key

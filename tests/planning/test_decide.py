@@ -13,6 +13,7 @@ from model_zoo import cached_model, tiny_model
 from pagedcli.config import EngineConfig
 from pagedcli.errors import BackendError, ConfigError
 from pagedcli.models.reading import read_spec
+from pagedcli.planning import decide as decisions
 from pagedcli.planning import machine
 from pagedcli.planning.decide import decide
 from pagedcli.planning.machine import Gpu, Machine, described_gpu
@@ -181,8 +182,14 @@ def test_a_length_whose_tables_alone_exceed_the_memory_is_refused(there, spec):
         decide(EngineConfig(max_model_len=2**40), endless, there)
 
 
-def test_models_with_recurrent_state_are_refused_on_a_gpu(tmp_path_factory):
+def test_models_with_recurrent_state_need_triton_on_a_gpu(tmp_path_factory, monkeypatch):
     spec = read_spec(cached_model("qwen3_5", tmp_path_factory))
-    assert decide(EngineConfig(device="cpu"), spec, gpu_machine()).limits.state_bytes == spec.state_bytes(4)
-    with pytest.raises(ConfigError, match="no kernels on cuda"):
-        decide(EngineConfig(), spec, gpu_machine())
+    for device in ("cpu", "cuda"):
+        plan = decide(EngineConfig(device=device), spec, gpu_machine())
+        assert plan.limits.state_bytes == spec.state_bytes(4)
+    assert plan.graph_sizes
+    monkeypatch.setattr(decisions, "fused_layers", lambda: None)
+    assert decide(EngineConfig(), spec, gpu_machine()) == plan, "a described machine has all software"
+    here = replace(gpu_machine(), is_here=True)
+    with pytest.raises(ConfigError, match="recurrent state, whose kernels on cuda:0 need Triton"):
+        decide(EngineConfig(attention_backend="reference"), spec, here)

@@ -14,7 +14,7 @@ DOC = (Path(__file__).parents[2] / "docs/performance.md").read_text()
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=4)
+    run_interpreted(__file__, at_least=5)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,10 @@ def gpu(monkeypatch):
         yield gpu
 
 
-def documented(title):
-    """The table under a heading: {first column: the last number of each other column}."""
-    rows = re.findall(r"^\| ([^|]+) \|(.+)\|$", DOC.split(f"## {title}\n")[1].split("\n## ")[0], re.M)[1:]
+def documented(title, head="| requests"):
+    """The table under a heading with this head: {first column: the last number of each other column}."""
+    table = DOC.split(f"## {title}\n")[1].split(f"\n{head} ")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \|(.+)\|$", table, re.M)[1:]
     return {name: [re.findall(r"[\d.]+|yes|no", cell)[-1] for cell in cells.split("|")] for name, cells in rows}
 
 
@@ -44,6 +45,29 @@ def test_the_counts_of_every_kind_of_request(model, gpu):
         found = counts_of_a_step(gpu, model, kind)
         counts = [str(found[name]) for name in ("kernels", "operations", "uploads")]
         assert [*counts, "yes" if found["ahead"] else "no"] == expected, kind
+
+
+# a model whose first layer attends, of so many others
+RECURRENT = {
+    "gated delta net": lambda others: ("qwen3_5", {"layer_types": ["full_attention", *["linear_attention"] * others]}),
+    "Mamba-2": lambda others: ("bamba", {"attn_layer_indices": [0]}),
+    "short convolution": lambda others: ("lfm2", {"layer_types": ["full_attention", *["conv"] * others]}),
+}
+
+
+@interpreted
+def test_the_counts_of_a_layer_with_a_state(tmp_path, gpu):
+    table = documented("What a decode step asks of a GPU", "| a layer with a state")
+    assert table.keys() == RECURRENT.keys()
+    for mechanism, expected in table.items():
+        few, more = (
+            counts_of_a_step(
+                gpu, tiny_model(family, tmp_path / f"{family}-{others}", num_hidden_layers=1 + others, **sizes)
+            )
+            for others in (1, 2)
+            for family, sizes in [RECURRENT[mechanism](others)]
+        )
+        assert [str(more[name] - few[name]) for name in ("kernels", "operations", "uploads")] == expected, mechanism
 
 
 @interpreted

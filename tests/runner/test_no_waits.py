@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 FAMILIES = ("qwen3", "llama-untied", "gemma2", "gemma3", "phi3-longrope", "olmo2", "granite", "smollm3")
 FAMILIES += ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe")
+HYBRIDS = ("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "lfm2-moe", "bamba", "granite-hybrid")
 # windows shorter than the prompts, several groups of layers
 WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES = {"gemma2": WINDOWS, "gemma3": WINDOWS}
@@ -32,7 +33,13 @@ PARAMS = [
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, at_least=len(FAMILIES) + 7)
+    run_interpreted(__file__, "-m", "not slow", at_least=len(FAMILIES) + 7)
+
+
+@plain
+@pytest.mark.slow
+def test_hybrids_on_a_pretended_gpu():
+    run_interpreted(__file__, "-m", "slow", at_least=len(HYBRIDS))
 
 
 @pytest.fixture
@@ -80,6 +87,16 @@ def test_a_step_of_every_family(family, tmp_path, gpu):
     assert replays > 0
     assert launches > 0
     assert engine.runner.state.num_groups == (2 if sizes else 1)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_step_of_every_family_with_recurrent_state(family, tmp_path, gpu):
+    path = tiny_model(family, tmp_path / "model")
+    _, replays, launches = check(gpu, path, num_state_slots=12, checkpoints="end", chunked_prefill_size=20)
+    assert replays > 0
+    assert launches > 0
 
 
 @interpreted

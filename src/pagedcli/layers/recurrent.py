@@ -8,12 +8,31 @@ Shape letters: T new tokens, B sequences, C channels, Z slots, H value heads, N 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagedcli.attention.base import PagedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateHeads:
+    """The heads of a recurrence, and how its inputs lie in a projected row."""
+
+    num_heads: int  # H
+    num_key_heads: int  # of k and q, or of B and C; each serves neighbouring heads
+    key_dim: int  # N
+    value_dim: int  # P
+    corrects: bool  # a gated delta rule; False: a selective scan
+    interleaved: bool = False  # key head by key head: q, k, v, z; and b, a
+    limits: tuple[float, float] = (0.0, 0.0)  # of a step of a selective scan
+
+    @property
+    def values_per_key(self) -> int:
+        """Columns of v that a key head serves."""
+        return self.num_heads // self.num_key_heads * self.value_dim
 
 
 @dataclass(slots=True)
@@ -23,14 +42,19 @@ class StateStep:
     reads: Tensor  # [B] int32, -1: start from zero
     writes: Tensor  # [B] int32, each its own
     cu_q: Tensor  # [B+1] int32, first new token of each sequence
+    num_tokens: Tensor  # [B] int32, tokens after the step
     max_new: int  # most new tokens of a sequence
+    cu_q_host: list[int]
+    num_tokens_host: list[int]
+    work: Any = None  # what the Triton kernels compute once per step, for all layers
 
     @classmethod
     def of(cls, batch: PagedBatch) -> "StateStep | None":
         """None for a model without states."""
         if batch.state_reads is None or batch.state_writes is None:
             return None
-        return cls(batch.state_reads, batch.state_writes, batch.cu_q, batch.max_new)
+        lengths = batch.cu_q, batch.num_tokens, batch.max_new, batch.cu_q_host, batch.num_tokens_host
+        return cls(batch.state_reads, batch.state_writes, *lengths)
 
     def load(self, pool: Tensor) -> Tensor:
         """The states [B, ...] of a pool [Z, ...], a copy."""

@@ -1,13 +1,18 @@
-"""The bodies of layers with a state, in torch: what stands in a decoder where other layers attend."""
+"""The bodies of layers with a state: what stands in a decoder where other layers attend. By Triton kernels on a GPU, or
+in torch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.recurrent import (
+    StateHeads,
+    StateStep,
     causal_conv,
     gate_then_norm,
     gated_delta_rule,
@@ -17,6 +22,15 @@ from pagedcli.layers.recurrent import (
 )
 from pagedcli.models.blocks import Step
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2
+
+
+def triton_kernels(x: Tensor) -> Any:
+    """The module triton_recurrent where it serves a layer's input: on a GPU on which Triton runs. Else None."""
+    if not x.is_cuda or fused_layers() is None:
+        return None
+    from pagedcli.layers import triton_recurrent
+
+    return triton_recurrent
 
 
 @dataclass(slots=True)
@@ -34,11 +48,32 @@ class GatedDeltaNet:
     eps: float
     out: Callable[[Tensor], Tensor]  # I -> E
     columns: tuple[Tensor, Tensor] | None  # where those of inner and gates lie, if they are interleaved
+    heads: StateHeads = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.heads = StateHeads(
+            num_heads=shape.num_value_heads,
+            num_key_heads=shape.num_key_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            corrects=True,
+            interleaved=shape.interleaved,
+        )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
-        shape, (slots, (conv, matrix)) = self.shape, step.state(self.place)
+        slots, (conv, matrix) = step.state(self.place)
         inner, gates = self.inner(x), self.gates(x)
+        if (fused := triton_kernels(x)) is None:
+            return self.out(self._mixed(inner, gates, conv, matrix, slots))
+        mixed = fused.causal_conv(inner, self.conv, None, conv, slots, heads=self.heads)
+        arguments = mixed, gates, self.decay, self.step_bias, matrix, slots, self.heads
+        return self.out(fused.recurrence(*arguments, z=inner, norm=(self.norm, self.eps)))
+
+    def _mixed(self, inner: Tensor, gates: Tensor, conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
+        """[T, I], in torch."""
+        shape = self.shape
         if self.columns is not None:
             inner, gates = (y.index_select(1, order) for y, order in zip((inner, gates), self.columns, strict=True))
         mixed = causal_conv(inner[:, : shape.channels], self.conv, None, conv, slots, silu=True)
@@ -50,9 +85,9 @@ class GatedDeltaNet:
         b, a = gates.chunk(2, dim=1)
         decay = (self.decay * F.softplus(a.float() + self.step_bias)).exp()
         values = _heads(v, shape.value_dim).float()
-        o = gated_delta_rule(q, k, values, decay, b.sigmoid().float(), matrix, slots).to(x.dtype)
+        o = gated_delta_rule(q, k, values, decay, b.sigmoid().float(), matrix, slots).to(inner.dtype)
         z = _heads(inner[:, shape.channels :], shape.value_dim)
-        return self.out(norm_then_gate(o, self.norm, z, self.eps).flatten(1))
+        return norm_then_gate(o, self.norm, z, self.eps).flatten(1)
 
 
 @dataclass(slots=True)
@@ -70,11 +105,34 @@ class MambaMixer:
     norm: Tensor  # [I]
     eps: float
     out: Callable[[Tensor], Tensor]  # I -> E
+    heads: StateHeads = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.heads = StateHeads(
+            num_heads=shape.num_heads,
+            num_key_heads=shape.num_groups,
+            key_dim=shape.state_size,
+            value_dim=shape.head_dim,
+            corrects=False,
+            limits=shape.step_limits,
+        )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
         shape, (slots, (conv, matrix)) = self.shape, step.state(self.place)
-        gate, mixed, raw = torch.split(self.inner(x), [shape.inner, shape.channels, shape.num_heads], dim=1)
+        parts = torch.split(self.inner(x), [shape.inner, shape.channels, shape.num_heads], dim=1)
+        if (fused := triton_kernels(x)) is None:
+            return self.out(self._mixed(parts, conv, matrix, slots))
+        gate, mixed, sizes = parts
+        mixed = fused.causal_conv(mixed, self.conv, self.conv_bias, conv, slots, heads=self.heads)
+        arguments = mixed, sizes, self.decay, self.step_bias, matrix, slots, self.heads
+        y = fused.recurrence(*arguments, skip=self.skip)
+        return self.out(fused.gate_then_norm(y, self.norm, gate, shape.norm_group, self.eps))
+
+    def _mixed(self, parts: Sequence[Tensor], conv: Tensor, matrix: Tensor, slots: StateStep) -> Tensor:
+        """[T, I], in torch."""
+        shape, (gate, mixed, raw) = self.shape, parts
         mixed = causal_conv(mixed, self.conv, self.conv_bias, conv, slots, silu=True).float()
         groups = shape.num_groups * shape.state_size
         values, b, c = torch.split(mixed, [shape.inner, groups, groups], dim=1)
@@ -84,7 +142,7 @@ class MambaMixer:
         heads = _heads(values, shape.head_dim)
         y = selective_scan(heads, b, c, (self.decay * size).exp(), size, matrix, slots)
         y += self.skip[:, None] * heads
-        return self.out(gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group, self.eps))
+        return gate_then_norm(y.flatten(1), self.norm, gate, shape.norm_group, self.eps)
 
 
 @dataclass(slots=True)
@@ -100,7 +158,10 @@ class ShortConvolution:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Shapes: x [T, E] -> [T, E]. Changes: the states of the step's sequences."""
         slots, (pool,) = step.state(self.place)
-        b, c, values = self.inner(x).chunk(3, dim=1)
+        inner = self.inner(x)
+        if (fused := triton_kernels(x)) is not None:
+            return self.out(fused.causal_conv(inner, self.conv, self.conv_bias, pool, slots))
+        b, c, values = inner.chunk(3, dim=1)
         return self.out(c * causal_conv(b * values, self.conv, self.conv_bias, pool, slots, silu=False))
 
 

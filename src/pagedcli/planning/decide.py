@@ -18,6 +18,7 @@ from pagedcli.core.groups import page_bytes
 from pagedcli.core.limits import CPU_STEP_TOKENS, STEP_TOKENS, Limits
 from pagedcli.core.plan import Plan
 from pagedcli.errors import ConfigError
+from pagedcli.layers.basic import fused_layers
 from pagedcli.layers.linear import unpacked_note
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
@@ -53,7 +54,13 @@ def decide(config: EngineConfig, spec: ModelSpec, machine: Machine, *, rank: int
     max_model_len = resolve_max_model_len(config, spec)
     spec, own = _of_rank(config, spec, rank)
     state_bytes = own.state_bytes(dtype.itemsize)
-    _check_states(config, spec, state_bytes, device)
+    _check_states(config, spec, state_bytes)
+    if state_bytes and device.type == "cuda" and machine.is_here and fused_layers() is None:
+        raise ConfigError(
+            f"{spec.architecture} has layers with recurrent state, whose kernels on {device} need Triton, which cannot"
+            " run here",
+            hint="`pagedcli doctor` says why; or use --device cpu",
+        )
     groups = layer_groups(own.attention_layers)
     gpu = machine.gpu(str(device))
     limits = Limits.of(
@@ -263,15 +270,9 @@ def _check_cache(config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype) -
         )
 
 
-def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int, device: torch.device) -> None:
-    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model, and for a device that
-    has no kernels for it."""
+def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> None:
+    """Raises: ConfigError for settings of recurrent state that are wrong, or not for this model."""
     CheckpointPolicy.named(config.checkpoints)
-    if state_bytes and device.type != "cpu":
-        raise ConfigError(
-            f"{spec.architecture} has layers with recurrent state, for which there are no kernels on {device}",
-            hint="use --device cpu",
-        )
     defaults = EngineConfig()
     for name in ("checkpoints", "num_state_slots"):
         value = getattr(config, name)

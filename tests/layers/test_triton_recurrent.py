@@ -1,0 +1,192 @@
+"""The Triton kernels of layers with a state, without a GPU: equal to their torch twins through the interpreter."""
+
+import itertools
+
+import pytest
+import torch
+from interpreter import interpreted, plain, run_interpreted
+
+from pagedcli.layers.recurrent import StateStep
+from pagedcli.models import recurrent_blocks
+from pagedcli.models.blocks import Step
+from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
+from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+WIDTH, NUM_SLOTS = 24, 6
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+DELTA = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 24, "kernel": 4}
+MAMBA = {
+    "num_heads": 4, "head_dim": 16, "num_groups": 2, "state_size": 24, "kernel": 4, "conv_bias": True,
+    "proj_bias": False, "step_limits": (0.01, 3.0), "norm_group": 32,
+}  # fmt: skip
+SHAPES = {
+    "gated delta": GatedDelta(**DELTA),
+    "gated delta, interleaved": GatedDelta(**DELTA, interleaved=True),
+    "gated delta, wide": GatedDelta(**{**DELTA, "num_value_heads": 2, "value_dim": 40, "kernel": 3}),
+    "gated delta, small": GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=12, kernel=2),
+    "mamba": Mamba2(**MAMBA),
+    "mamba, no bias": Mamba2(
+        **{**MAMBA, "num_heads": 2, "num_groups": 1, "conv_bias": False, "norm_group": 32, "kernel": 2}
+    ),
+    "short convolution": ShortConv(channels=WIDTH, kernel=3, bias=False),
+    "short convolution, bias": ShortConv(channels=WIDTH, kernel=3, bias=True),
+}
+# of each sequence: tokens before the step, new ones, slot that is read (-1: none) and written
+STEPS = {
+    "decode": [(5, 1, 0, 0), (63, 1, 2, 1), (0, 1, -1, 3), (200, 1, 4, 4)],
+    "one": [(5, 1, 0, 3)],
+    "prompts": [(0, 40, -1, 0), (30, 70, 1, 1), (0, 2, -1, 3), (64, 3, 2, 4)],
+    "mixed": [(9, 1, 0, 0), (0, 33, -1, 1), (31, 1, 3, 2), (7, 26, 4, 4), (0, 1, -1, 5)],
+}
+
+
+def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def body(shape, dtype):
+    """A layer with random weights."""
+
+    def linear(rows, columns, seed):
+        weight = noise(rows, columns, dtype=dtype, seed=seed, scale=columns**-0.5)
+        return lambda x: (x[:, None] * weight).sum(-1)  # each row alone
+
+    conv = noise(shape.kernel, shape.channels, seed=3, scale=0.5)
+    has_bias = shape.bias if isinstance(shape, ShortConv) else isinstance(shape, Mamba2) and shape.conv_bias
+    conv_bias = noise(shape.channels, seed=4) if has_bias else None
+    if isinstance(shape, ShortConv):
+        return ShortConvolution(0, linear(3 * WIDTH, WIDTH, 1), conv, conv_bias, linear(WIDTH, WIDTH, 2))
+    out = linear(WIDTH, shape.inner, 2)
+    heads = shape.num_heads if isinstance(shape, Mamba2) else shape.num_value_heads
+    decay, step_bias = -noise(heads, seed=5).exp(), noise(heads, seed=6)
+    if isinstance(shape, Mamba2):
+        inner = linear(shape.inner + shape.channels + heads, WIDTH, 1)
+        norm = noise(shape.inner, dtype=dtype, seed=7)
+        return MambaMixer(0, shape, inner, conv, conv_bias, decay, step_bias, noise(heads, seed=8), norm, 1e-6, out)
+    columns = interleaved_columns(shape, CPU) if shape.interleaved else None
+    inner, gates = linear(shape.channels + shape.inner, WIDTH, 1), linear(2 * heads, WIDTH, 9)
+    norm = noise(shape.value_dim, dtype=dtype, seed=7)
+    return GatedDeltaNet(0, shape, inner, gates, conv, decay, step_bias, norm, 1e-6, out, columns)
+
+
+def pools_of(shape, dtype):
+    """Of NUM_SLOTS slots and the spare one, full of noise."""
+    return [
+        noise(NUM_SLOTS + 1, *each.shape, dtype=dtype if each.dtype is None else torch.float32, seed=20 + i)
+        for i, each in enumerate(shape.state)
+    ]
+
+
+def step_of(sequences, pools):
+    counts = [new for _, new, _, _ in sequences]
+    starts, totals = [0, *itertools.accumulate(counts)], [before + new for before, new, _, _ in sequences]
+    reads, writes = ([each[place] for each in sequences] for place in (2, 3))
+    numbers = (torch.tensor(each, dtype=torch.int32) for each in (reads, writes, starts, totals))
+    step = StateStep(*numbers, max(counts), starts, totals)
+    return Step(torch.zeros(starts[-1], dtype=torch.int64), [], step, [pools])
+
+
+def run_layer(layer, x, sequences, pools, monkeypatch, *, fused):
+    from pagedcli.layers import triton_recurrent
+
+    monkeypatch.setattr(recurrent_blocks, "triton_kernels", lambda _: triton_recurrent if fused else None)
+    return layer(x, step_of(sequences, pools))
+
+
+@plain
+def test_equality_through_the_interpreter():
+    run_interpreted(__file__, "-m", "not slow", at_least=4)
+
+
+@plain
+@pytest.mark.slow
+def test_more_equality_through_the_interpreter():
+    run_interpreted(__file__, "-m", "slow", at_least=30)
+
+
+def check_equality(name, sequences, monkeypatch, dtype=torch.float32):
+    """Results and states of a step: those of the torch twin."""
+    shape = SHAPES[name]
+    layer, x = body(shape, dtype), noise(sum(new for _, new, _, _ in sequences), WIDTH, dtype=dtype, seed=30)
+    pools, ours = pools_of(shape, dtype), pools_of(shape, dtype)
+    expected = run_layer(layer, x, sequences, pools, monkeypatch, fused=False)
+    result = run_layer(layer, x, sequences, ours, monkeypatch, fused=True)
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(result, expected, **tolerance)
+    for mine, theirs in zip(ours, pools, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["gated delta, small", "mamba, no bias", "short convolution"])
+def test_a_layer_equals_its_twin(name, monkeypatch):
+    check_equality(name, [(5, 1, 0, 0), (14, 4, 1, 2)], monkeypatch)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layer_equals_its_twin(name, kind, monkeypatch):
+    check_equality(name, STEPS[kind], monkeypatch)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated delta, interleaved", "mamba", "short convolution"])
+def test_a_layer_in_float16_equals_its_twin(name, monkeypatch):
+    check_equality(name, STEPS["mixed"], monkeypatch, torch.float16)
+
+
+def run_in_steps(name, steps, monkeypatch):
+    """The results of the last sequence of each step, joined, and its last state. Each: tokens before, new, company."""
+    shape = SHAPES[name]
+    layer, pools = body(shape, torch.float32), pools_of(shape, torch.float32)
+    x, other, results = noise(50, WIDTH, seed=30), noise(9, WIDTH, seed=31), []
+    for before, new, company in steps:
+        others = [(20, 9, 1, 2)] if company else []
+        rows = torch.cat([other[: 9 * len(others)], x[before : before + new]])
+        sequences = [*others, (before, new, 0 if before else -1, 0)]
+        results.append(run_layer(layer, rows, sequences, pools, monkeypatch, fused=True)[-new:])
+    return torch.cat(results), [pool[0] for pool in pools]
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated delta", "mamba"])
+def test_cuts_between_chunks_and_company_change_no_bit(name, monkeypatch):
+    whole, states = run_in_steps(name, [(0, 36, False), (36, 1, False)], monkeypatch)
+    parts, ends = run_in_steps(name, [(0, 16, False), (16, 20, True), (36, 1, True)], monkeypatch)
+    assert torch.equal(whole, parts)
+    assert all(map(torch.equal, states, ends))
+
+
+@interpreted
+def test_rows_of_padding_leave_all_slots_as_they_are(monkeypatch):
+    for name in ("gated delta, small", "mamba, no bias", "short convolution"):
+        shape = SHAPES[name]
+        pools, before = pools_of(shape, torch.float32), pools_of(shape, torch.float32)
+        x, padding = noise(3, WIDTH, seed=30), (0, 1, -1, NUM_SLOTS)
+        result = run_layer(
+            body(shape, torch.float32), x, [(5, 1, 0, 3), padding, padding], pools, monkeypatch, fused=True
+        )
+        assert result.isfinite().all()
+        for pool, old in zip(pools, before, strict=True):
+            changed = (pool != old).flatten(1).any(1)
+            assert changed.nonzero().flatten().tolist() == [3]
+
+
+@interpreted
+@pytest.mark.slow
+def test_keys_that_are_all_alike_are_corrected_as_exactly(monkeypatch):
+    """The inverse of a chunk then has small entries, where powers of its matrix have huge ones."""
+    shape = SHAPES["gated delta"]
+    layer, pools = body(shape, torch.float32), pools_of(shape, torch.float32)
+    layer.decay, x = layer.decay * 1e-4, noise(1, WIDTH, seed=30).expand(40, -1).contiguous()
+    ours = [pool.clone() for pool in pools]
+    expected = run_layer(layer, x, [(0, 40, -1, 0)], pools, monkeypatch, fused=False)
+    result = run_layer(layer, x, [(0, 40, -1, 0)], ours, monkeypatch, fused=True)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(ours[1], pools[1], atol=1e-5, rtol=1e-4)
