@@ -12,10 +12,18 @@ pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
+SLOW_ENGINES = ("gemma2", "olmo2", "phi3-longrope", "granite", "smollm3", "glm4", "ministral3")
+
 
 @plain
 def test_equality_through_the_interpreter():
-    run_interpreted(__file__, at_least=25)
+    run_interpreted(__file__, "-m", "not slow", at_least=40)
+
+
+@plain
+@pytest.mark.slow
+def test_engines_of_more_families_through_the_interpreter():
+    run_interpreted(__file__, "-m", "slow", at_least=7)
 
 
 def noise(*shape, dtype=torch.float32, seed=0, scale=1.0):
@@ -57,26 +65,74 @@ def test_activations_equal_their_twins(num_tokens, width, dtype, activation):
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [True, False])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (6, 3, 96), (14, 2, 64), (1, 1, 8)])
-def test_rotate_and_store_equals_split_heads_and_write(num_heads, num_kv_heads, head_dim, with_norm, dtype):
+@pytest.mark.parametrize(
+    ("normed", "added", "multiplier"),
+    [("same", "same", 1.0), ("wide", "wide", 0.3), (None, "wide", 1.0), (None, None, 2.5)],
+)
+def test_what_is_added_may_be_normed_and_multiplied_first(normed, added, multiplier, dtype):
     from pagedcli.layers import basic, triton_layers
 
-    num_tokens, block_size, num_blocks = 5, 16, 3
+    x, residual = noise(3, 96, dtype=dtype), noise(3, 96, dtype=dtype, seed=1, scale=3.0)
+    dtypes = {"same": dtype, "wide": torch.float32}
+    weight, norm_added = (
+        None if kind is None else noise(96, dtype=dtypes[kind], seed=seed) for seed, kind in ((2, normed), (3, added))
+    )
+    expected_residual, ours = residual.clone(), residual.clone()
+    options = {"norm_added": norm_added, "multiplier": multiplier}
+    expected = basic.add_rms_norm(x.clone(), expected_residual, weight, 1e-6, **options)
+    result = triton_layers.add_rms_norm(x, ours, weight, 1e-6, **options)
+    tolerance = TOLERANCE[dtype] * 3
+    torch.testing.assert_close(ours, expected_residual, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+    assert (result is ours) == (weight is None)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotated", "norm", "dtypes", "options"),
+    [
+        (4, 2, 32, 32, "heads", (torch.float32, torch.float32), {}),
+        (6, 3, 96, 96, "heads", (torch.float16, torch.float16), {}),
+        (14, 2, 64, 64, None, (torch.float16, torch.float16), {}),
+        (1, 1, 8, 8, "heads", (torch.float32, torch.float32), {}),
+        (4, 2, 32, 32, "heads", (torch.float16, torch.float32), {}),
+        (4, 2, 32, 16, None, (torch.float32, torch.float32), {}),
+        (6, 3, 24, 6, "heads", (torch.float32, torch.float32), {}),
+        (9, 3, 32, 32, "all", (torch.float16, torch.float32), {}),
+        (4, 4, 24, 0, "all", (torch.float32, torch.float32), {}),
+        (6, 3, 24, 16, "heads", (torch.float32, torch.float32), {"neighbours": True}),
+        (4, 1, 32, 32, None, (torch.float16, torch.float16), {"neighbours": True, "scaled": True}),
+    ],
+    ids=str,
+)
+def test_rotate_and_store_equals_split_heads_and_write(
+    num_heads, num_kv_heads, head_dim, rotated, norm, dtypes, options
+):
+    from pagedcli.layers import basic, triton_layers
+
+    num_tokens, block_size, num_blocks, dtype = 5, 16, 3, dtypes[0]
     qkv = noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    norm = (noise(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=3), 1e-6) if with_norm else None
-    angles = noise(40, head_dim // 2, seed=4) * 3
-    table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
+    weight = (noise(num_heads + num_kv_heads, head_dim, dtype=dtypes[1], seed=3), 1e-6) if norm else None
+    angles = noise(40, rotated // 2, seed=4) * 3
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype) if rotated else None
+    scales = noise(40, dtype=dtype, seed=5) if options.get("scaled") else None
+    neighbours = "neighbours" in options
     positions = torch.tensor([0, 7, 39, 7, 20])
     slots = torch.tensor([0, -1, 47, 17, 31], dtype=torch.int32)
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     q = triton_layers.rotate_and_store(
-        qkv, num_heads, num_kv_heads, norm=norm, table=table, positions=positions, slots=slots,
-        k_cache=k_cache, v_cache=v_cache,
+        qkv, num_heads, num_kv_heads, norm=weight, norms_all=norm == "all", table=table, positions=positions,
+        slots=slots, k_cache=k_cache, v_cache=v_cache, query_scales=scales, neighbours=neighbours,
     )  # fmt: skip
-    angles = basic.rotary_rows(table, positions)
-    expected_q, k, v = basic.split_heads(qkv, num_heads, num_kv_heads, head_dim, norm=norm, angles=angles)
+    angles = None if table is None else basic.rotary_rows(table, positions)
+    sizes = num_heads, num_kv_heads, head_dim
+    if norm == "all":
+        basic.norm_all(qkv, num_heads, num_kv_heads, *weight)
+        weight = None
+    expected_q, k, v = basic.split_heads(qkv, *sizes, norm=weight, angles=angles, neighbours=neighbours)
+    if scales is not None:
+        expected_q *= scales[positions][:, None, None]
     tolerance = {"atol": TOLERANCE[dtype] * 3, "rtol": TOLERANCE[dtype] * 3}
     torch.testing.assert_close(q, expected_q, **tolerance)
     for cache, values in ((k_cache, k), (v_cache, v)):
@@ -103,20 +159,28 @@ def test_no_tokens_touch_nothing():
 
 
 @interpreted
-def test_an_engine_of_these_kernels_gives_the_reference_tokens(tmp_path):
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "gemma3"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("gemma2", "olmo2", "phi3-longrope", "granite", "smollm3")
+    ],
+)
+def test_an_engine_of_these_kernels_gives_the_reference_tokens(family, tmp_path):
     """Fused layers, Triton attention, padded decode and one step ahead, together."""
     from engine_harness import make_engine, ragged_prompts, run
     from model_zoo import tiny_model
 
     from pagedcli.sampling_params import SamplingParams
 
-    path = tiny_model("qwen3", tmp_path / "model")
-    params = [SamplingParams(temperature=t, max_tokens=3, ignore_eos=True, seed=1) for t in (0.0, 0.8, 0.0)]
-    expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(3), params)
+    path = tiny_model(family, tmp_path / "model")
+    params = [SamplingParams(temperature=t, max_tokens=3, ignore_eos=True, seed=1) for t in (0.0, 0.8)]
+    expected = run(make_engine(path, attention_backend="reference"), ragged_prompts(2), params)
     engine = make_engine(path, attention_backend="triton", async_scheduling=True)
     assert all(branch.body.fused_store for branch in engine.model._branches[::2])
     engine.runner.make_graphs(capture=False)
-    assert run(engine, ragged_prompts(3), params) == expected
+    assert run(engine, ragged_prompts(2), params) == expected
 
 
 @plain
@@ -130,21 +194,31 @@ def test_compiled_kernels_neither_spill_nor_outgrow_shared_memory(capability, dt
 
     data, short = f"*{NAMES[dtype]}", "*i32"
     norm = {"x_ptr": data, "residual_ptr": data, "weight_ptr": data, "out_ptr": data, "eps": "fp32"}
-    rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
+    norm |= {"added_weight_ptr": "*fp32", "multiplier": "fp32"}
+    plain_rope = {"NEIGHBOURS": False, "SCALED": False}
+    joins = {"ADD": True, "MULTIPLY": True, "NORM": True}
+    rotated = ("qkv_ptr", "norm_ptr", "table_ptr", "scales_ptr", "q_out_ptr", "k_cache_ptr", "v_cache_ptr")
     rotate = {**dict.fromkeys(rotated, data), "positions_ptr": "*i64", "slots_ptr": short}
     rotate |= dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32")
     both = {"gate_up_ptr": data, "out_ptr": data}
     cases = [
-        (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, "ADD": True}, 32),
+        *(
+            (kernels.add_rms_norm_kernel, norm, {"E": 8192, "BLOCK_E": 8192, **joins, "NORM_ADDED": added}, 32)
+            for added in (False, True)
+        ),
         *(
             (kernels.gated_kernel, both, {"WIDTH": 3072, "ACTIVATION": name, "BLOCK": 1024}, 4)
             for name in ("silu", "gelu_pytorch_tanh", "clamped_silu")
         ),
     ]
     for heads, head_dim in (((16, 8), 128), ((8, 4), 256), ((12, 2), 96)):
-        constants = {**triton_layers.rotate_constants(*heads, 16, head_dim), "NORM": True, "FP8": False}
+        sizes = {**triton_layers.rotate_constants(*heads, 16, head_dim), **plain_rope, "FP8": False}
+        constants = {**sizes, "NORM": "heads", "ROTATED": head_dim}
         cases.append((kernels.rotate_and_store_kernel, rotate, constants, 4))
-    cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, "NORM": False}, 4))
+    cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, "NORM": None, "ROTATED": 72}, 4))
+    turned = {"NORM": None, "NEIGHBOURS": True, "SCALED": True}
+    cases.append((kernels.rotate_and_store_kernel, rotate, {**constants, **turned}, 4))
+    cases.append((kernels.rotate_and_store_kernel, {**rotate, "norm_ptr": "*fp32"}, {**constants, "NORM": "all"}, 4))
     if capability == 90:
         fp8 = {**rotate, "k_cache_ptr": "*fp8e4nv", "v_cache_ptr": "*fp8e4nv"}
         cases.append((kernels.rotate_and_store_kernel, fp8, {**constants, "FP8": True}, 4))

@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Shapes:  x [..., E]; weight [E] or anything that broadcasts against x; returns a new tensor like x.
     """
-    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and weight.dtype == x.dtype and (fused := fused_layers()):
+    if x.is_cuda and x.dim() == 2 and weight.dim() == 1 and (fused := fused_layers()):
         return cast(Tensor, fused.add_rms_norm(None, x.contiguous(), weight, eps))
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
@@ -45,15 +45,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm of residual + x.
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    norm_added: Tensor | None = None,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """rms_norm of residual + x, or without a weight the sum itself. `norm_added` is the weight of a norm of x and
+    `multiplier` multiplies it, both before it is added.
 
-    Shapes:  x, residual [T, E]; weight [E]; returns [T, E].
-    Changes: residual, which becomes residual + x.
+    Shapes:  x, residual [T, E]; weight, norm_added [E]; returns [T, E].
+    Changes: residual, which becomes the sum, and x.
     """
-    if residual.is_cuda and residual.is_contiguous() and weight.dtype == residual.dtype and (fused := fused_layers()):
-        return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps))
-    return rms_norm(residual.add_(x), weight, eps)
+    if residual.is_cuda and residual.is_contiguous() and (fused := fused_layers()):
+        options = {"norm_added": norm_added, "multiplier": multiplier}
+        return cast(Tensor, fused.add_rms_norm(x.contiguous(), residual, weight, eps, **options))
+    if norm_added is not None:
+        x = rms_norm(x, norm_added, eps)
+    residual.add_(x if multiplier == 1 else x.mul_(multiplier))
+    return residual if weight is None else rms_norm(residual, weight, eps)
 
 
 def rotary_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,6 +87,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1); with the negated sines this is rotate_half
     return (x * cos).add_(swapped.mul_(sin))
+
+
+def norm_all(qkv: Tensor, num_heads: int, num_kv_heads: int, weight: Tensor, eps: float) -> None:
+    """rms_norm of all of q and of all of k. Changes: qkv.
+
+    Shapes:  qkv [T, (H + 2G) * D], q heads first; weight [H + G, D].
+    """
+    width = weight.shape[1]
+    parts = slice(num_heads * width), slice(num_heads * width, (num_heads + num_kv_heads) * width)
+    for part in parts:
+        qkv[:, part] = rms_norm(qkv[:, part], weight.flatten()[part], eps)
 
 
 def split_heads(

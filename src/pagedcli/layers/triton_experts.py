@@ -1,8 +1,8 @@
 """A mixture of experts for GPUs, in five launches: routing, sorting the choices by expert, two products in which each
 expert's rows lie together, and the sum of each token's results.
 
-The twins are layers.basic.route and mix, including rounding and which of equal scores is picked. Nothing here waits for
-the device, so a CUDA graph can hold it. Imported only where triton is installed.
+The twins are layers.basic.route and Mixture, including rounding and which of equal scores is picked. Nothing here waits
+for the device, so a CUDA graph can hold it. Imported only where triton is installed.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class GroupedExperts:
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-        """Arguments and result of layers.basic.mix."""
+        """Arguments and result of layers.basic.Mixture."""
         x, num_tokens = x.contiguous(), x.shape[0]
         num_experts, num_picked = self._down.numbers.shape[0], self._routing.num_per_token
         out = x.new_empty((num_tokens, self._down.num_out))

@@ -16,25 +16,38 @@ from pagedcli.attention.triton_kernels import to_fp8
 _HEADS_PER_PROGRAM = 8
 
 
-def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm of residual + x, or of residual alone.
+def add_rms_norm(
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    norm_added: Tensor | None = None,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """rms_norm of residual + x, or of residual alone; arguments and result of layers.basic.add_rms_norm.
 
-    Shapes:  x, residual [T, E] contiguous; weight [E]; returns [T, E].
+    Shapes:  x, residual [T, E] contiguous; weight, norm_added [E], of their dtype or float32; returns [T, E].
     Changes: residual, which becomes residual + x.
     """
-    out = torch.empty_like(residual)
+    out = residual if weight is None else torch.empty_like(residual)
     num_tokens, width = residual.shape
     if num_tokens:
         block = _power_of_2(width)
         add_rms_norm_kernel[(num_tokens,)](
             residual if x is None else x,
             residual,
-            weight,
+            residual if norm_added is None else norm_added,
+            residual if weight is None else weight,
             out,
             eps,
+            float(multiplier),
             E=width,
             BLOCK_E=block,
             ADD=x is not None,
+            NORM_ADDED=x is not None and norm_added is not None,
+            MULTIPLY=multiplier != 1,
+            NORM=weight is not None,
             num_warps=_warps(block),
         )
     return out
@@ -58,30 +71,35 @@ def rotate_and_store(
     num_kv_heads: int,
     *,
     norm: tuple[Tensor, float] | None,
-    table: Tensor,
+    norms_all: bool = False,
+    table: Tensor | None,
+    neighbours: bool = False,
+    query_scales: Tensor | None = None,
     positions: Tensor,
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Split, per-head norm, rotary embedding, and K and V into the cache: what rotary.split_heads and a backend's write
-    do for a cache of the layout [N, G, S, D].
+    """Split, norm, rotary embedding, and K and V into the cache: what layers.basic.norm_all and split_heads and a
+    backend's write do for a cache of the layout [N, G, S, D].
 
-    Shapes:  qkv [T, (H + 2G) * D] contiguous, q heads first; norm None or (weight [H + G, D], eps); table [P, D], see
-             rotary_rows; positions [T] int64; slots [T] int32; k_cache, v_cache [N, G, S, D]; kv_scales: scales
-             of K and V in an fp8 cache; returns q [T, H, D].
+    Shapes:  qkv [T, (H + 2G) * D] contiguous, q heads first; norm None or (weight [H + G, D], eps), of each head or
+             with norms_all of all of q and all of k; table [P, R], see rotary_rows, or None: no rotation; positions
+             [T] int64; query_scales [P], which multiply q after the rotation, or None; slots [T] int32; k_cache,
+             v_cache [N, G, S, D]; kv_scales: scales of K and V in an fp8 cache; returns q [T, H, D].
     Changes: the cache at every slot that is not -1.
     """
     head_dim, block_size = k_cache.shape[3], k_cache.shape[2]
     q = qkv.new_empty((qkv.shape[0], num_heads, head_dim))
     if qkv.shape[0]:
-        weight, eps = norm if norm is not None else (table, 0.0)
+        weight, eps = norm if norm is not None else (qkv, 0.0)
         num_groups = -(-(num_heads + 2 * num_kv_heads) // _HEADS_PER_PROGRAM)
         rotate_and_store_kernel[(qkv.shape[0], num_groups)](
             qkv,
             weight,
-            table,
+            qkv if table is None else table,
+            qkv if query_scales is None else query_scales,
             positions,
             slots,
             q,
@@ -91,7 +109,10 @@ def rotate_and_store(
             1 / kv_scales[0],
             1 / kv_scales[1],
             **rotate_constants(num_heads, num_kv_heads, block_size, head_dim),
-            NORM=norm is not None,
+            NORM=None if norm is None else "all" if norms_all else "heads",
+            ROTATED=0 if table is None else table.shape[1],
+            NEIGHBOURS=neighbours,
+            SCALED=query_scales is not None,
             FP8=k_cache.dtype == torch.float8_e4m3fn,
             num_warps=4,
         )
@@ -102,7 +123,8 @@ def rotate_constants(num_heads: int, num_kv_heads: int, block_size: int, head_di
     """Compile-time values of rotate_and_store_kernel."""
     half = _power_of_2(head_dim // 2)
     heads = {"H": num_heads, "G": num_kv_heads, "S": block_size, "D": head_dim}
-    return {**heads, "HEADS": _HEADS_PER_PROGRAM, "BLOCK_HALF": half}
+    whole = {"BLOCK_Q": _power_of_2(num_heads * head_dim), "BLOCK_K": _power_of_2(num_kv_heads * head_dim)}
+    return {**heads, **whole, "HEADS": _HEADS_PER_PROGRAM, "BLOCK_HALF": half}
 
 
 def _power_of_2(n: int) -> int:
@@ -118,30 +140,51 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _weighted(normed, weight, dtype: tl.constexpr):
+    """normed * weight, rounded to dtype: a weight of dtype multiplies what is rounded, a float32 weight what is not."""
+    if weight.dtype == dtype:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
+    added_weight_ptr,
     weight_ptr,
     out_ptr,
     eps,
+    multiplier,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ADD: tl.constexpr,
+    NORM_ADDED: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """One program per token: residual += x (with ADD), out = residual / rms(residual) * weight."""
+    """One program per token: residual += x (with ADD), out = residual / rms(residual) * weight (with NORM). With
+    NORM_ADDED x / rms(x) * added_weight is added instead of x, with MULTIPLY multiplier times that."""
     row = tl.program_id(0).to(tl.int64) * E
     column = tl.arange(0, BLOCK_E)
     inside = column < E
     dtype = out_ptr.dtype.element_ty
     wide = tl.load(residual_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        wide += tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = wide.to(dtype)
+        added = tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
+        if NORM_ADDED:
+            scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / E + eps)
+            weight = tl.load(added_weight_ptr + column, mask=inside, other=0.0)
+            added = _weighted(added * scale, weight, dtype).to(tl.float32)
+        if MULTIPLY:
+            added = (added * multiplier).to(dtype).to(tl.float32)
+        rounded = (wide + added).to(dtype)
         tl.store(residual_ptr + row + column, rounded, mask=inside)
         wide = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / E + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + column, (wide * scale).to(dtype).to(tl.float32) * weight, mask=inside)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / E + eps)
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        tl.store(out_ptr + row + column, _weighted(wide * scale, weight, dtype), mask=inside)
 
 
 @triton.jit
@@ -176,8 +219,9 @@ def gated_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.const
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a row of [groups, T]
 def rotate_and_store_kernel(
     qkv_ptr,
-    norm_ptr,  # [H + G, D]
-    table_ptr,  # [P, D]: D/2 cosines, then D/2 sines
+    norm_ptr,  # [H + G, D], with NORM
+    table_ptr,  # [P, R]: R/2 cosines, then R/2 sines
+    scales_ptr,  # [P], with SCALED: of q
     positions_ptr,
     slots_ptr,
     q_out_ptr,  # [T, H, D]
@@ -192,49 +236,73 @@ def rotate_and_store_kernel(
     D: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    NORM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,  # of each of the "heads", of "all" heads of q and all of k, or None
+    ROTATED: tl.constexpr,  # R, the first elements of each head; the others stay as they are
+    NEIGHBOURS: tl.constexpr,  # the pairs (2i, 2i + 1) are rotated, and become (i, i + R/2)
+    SCALED: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """One program per (token, HEADS heads): q, k normed and rotated; k and v to the token's slot, unless it is -1."""
     HALF: tl.constexpr = D // 2
+    TURNED: tl.constexpr = ROTATED // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     half = tl.arange(0, BLOCK_HALF)[None, :]
+    # each element and its partner; from TURNED on they are any two that are not rotated
+    here, there = half, half + HALF
+    if TURNED < HALF:
+        here, there = tl.where(half < TURNED, half, half + TURNED), tl.where(half < TURNED, half + TURNED, half + HALF)
     inside = (head < H + 2 * G) & (half < HALF)
     dtype = q_out_ptr.dtype.element_ty
-    source = qkv_ptr + (token * (H + 2 * G) + head) * D + half
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     is_v = head >= H + G
+    at, partner = here, there  # where they are in qkv
+    if NEIGHBOURS:
+        moves = (half < TURNED) & (head < H + G)
+        at, partner = tl.where(moves, 2 * half, here), tl.where(moves, 2 * half + 1, there)
+    row = qkv_ptr + token * (H + 2 * G) * D
+    first = tl.load(row + head * D + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(row + head * D + partner, mask=inside, other=0.0).to(tl.float32)
     rotated = inside & (head < H + G)
     x, y = first, second
-    if NORM:
-        mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D
-        scale = (1.0 / tl.sqrt(mean + eps))[:, None]
-        weight = norm_ptr + head * D + half
-        x = (x * scale).to(dtype).to(tl.float32) * tl.load(weight, mask=rotated, other=0.0).to(tl.float32)
-        y = (y * scale).to(dtype).to(tl.float32) * tl.load(weight + HALF, mask=rotated, other=0.0).to(tl.float32)
-        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    angle = table_ptr + tl.load(positions_ptr + token) * D + half
-    cos = tl.load(angle, mask=half < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF, mask=half < HALF, other=0.0).to(tl.float32)
-    new_x = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
-    new_y = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
-    x, y = tl.where(is_v, first, new_x), tl.where(is_v, second, new_y)
-    q_out = q_out_ptr + (token * H + head) * D + half
-    tl.store(q_out, x.to(dtype), mask=inside & (head < H))
-    tl.store(q_out + HALF, y.to(dtype), mask=inside & (head < H))
+    if NORM is not None:
+        if NORM == "heads":
+            mean = ((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D)[:, None]
+        else:
+            q_column, k_column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+            q = tl.load(row + q_column, mask=q_column < H * D, other=0.0).to(tl.float32)
+            k = tl.load(row + H * D + k_column, mask=k_column < G * D, other=0.0).to(tl.float32)
+            mean = tl.where(head < H, tl.sum(q * q, 0) / (H * D), tl.sum(k * k, 0) / (G * D))
+        scale = 1.0 / tl.sqrt(mean + eps)
+        weight = norm_ptr + head * D
+        x = _weighted(x * scale, tl.load(weight + at, mask=rotated, other=0.0), dtype).to(tl.float32)
+        y = _weighted(y * scale, tl.load(weight + partner, mask=rotated, other=0.0), dtype).to(tl.float32)
+    if ROTATED:
+        angle = table_ptr + tl.load(positions_ptr + token) * ROTATED + half
+        cos = tl.load(angle, mask=half < TURNED, other=1.0).to(tl.float32)
+        sin = tl.load(angle + TURNED, mask=half < TURNED, other=0.0).to(tl.float32)
+        new_x = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
+        new_y = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        x, y = new_x, new_y
+    if SCALED:
+        scale = tl.where(head < H, tl.load(scales_ptr + tl.load(positions_ptr + token)).to(tl.float32), 1.0)
+        x, y = x.to(dtype).to(tl.float32) * scale, y.to(dtype).to(tl.float32) * scale
+    x, y = tl.where(is_v, first, x), tl.where(is_v, second, y)
+    q_out = q_out_ptr + (token * H + head) * D
+    tl.store(q_out + here, x.to(dtype), mask=inside & (head < H))
+    tl.store(q_out + there, y.to(dtype), mask=inside & (head < H))
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         kv_head = tl.where(is_v, head - H - G, head - H)
-        place = ((slot // S * G + kv_head) * S + slot % S) * D + half
+        place = ((slot // S * G + kv_head) * S + slot % S) * D
         # through the model's dtype, so that every way of filling the cache leaves the same in it
         kept_x, kept_y = x.to(dtype), y.to(dtype)
         if FP8:
             inverse = tl.where(is_v, v_inverse, k_inverse)
             kept_x, kept_y = to_fp8(kept_x, inverse), to_fp8(kept_y, inverse)
         is_k = inside & (head >= H) & (head < H + G)
-        tl.store(k_cache_ptr + place, kept_x, mask=is_k)
-        tl.store(k_cache_ptr + place + HALF, kept_y, mask=is_k)
-        tl.store(v_cache_ptr + place, kept_x, mask=inside & is_v)
-        tl.store(v_cache_ptr + place + HALF, kept_y, mask=inside & is_v)
+        tl.store(k_cache_ptr + place + here, kept_x, mask=is_k)
+        tl.store(k_cache_ptr + place + there, kept_y, mask=is_k)
+        tl.store(v_cache_ptr + place + here, kept_x, mask=inside & is_v)
+        tl.store(v_cache_ptr + place + there, kept_y, mask=inside & is_v)

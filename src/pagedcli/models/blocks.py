@@ -17,6 +17,7 @@ from pagedcli.errors import ModelError
 from pagedcli.layers.basic import (
     add_rms_norm,
     fused_layers,
+    norm_all,
     rms_norm,
     rotary_rows,
     split_gate,
@@ -179,21 +180,32 @@ class Step:
 
 
 @dataclass(slots=True)
-class Branch:
-    """One addition to the residual stream: a body with a norm before or after it, or both."""
+class Join:
+    """An addition to the residual stream and a norm: between two branches, before the first and after the last."""
 
-    norm: Tensor | None  # [E]
-    body: Callable[[Tensor, Step], Tensor]
-    norm_after: Tensor | None  # [E]
-    multiplier: float
+    norm_added: Tensor | None  # [E], of what the branch before computed
+    norm: Tensor | None  # [E], of the residual
+    multiplier: float  # of what is added
     eps: float
 
+    def __call__(self, hidden: Tensor | None, residual: Tensor) -> Tensor:
+        """The norm of residual + hidden; without one the sum. Changes: residual, which becomes the sum, and hidden."""
+        if hidden is None:
+            return residual if self.norm is None else rms_norm(residual, self.norm, self.eps)
+        norm_added, multiplier = self.norm_added, self.multiplier
+        return add_rms_norm(hidden, residual, self.norm, self.eps, norm_added=norm_added, multiplier=multiplier)
+
+
+@dataclass(slots=True)
+class Branch:
+    """A body that computes what is added to the residual stream next."""
+
+    join: Join  # before it
+    body: Callable[[Tensor, Step], Tensor]
+
     def __call__(self, hidden: Tensor | None, residual: Tensor, step: Step) -> Tensor:
-        """What the next branch adds to the residual. Changes: residual, to which `hidden` is added."""
-        out = self.body(add_and_norm(hidden, residual, self.norm, self.eps), step)
-        if self.norm_after is not None:
-            out = rms_norm(out, self.norm_after, self.eps)
-        return out if self.multiplier == 1 else out.mul_(self.multiplier)
+        """What the next branch adds to the residual. Changes: see Join."""
+        return self.body(self.join(hidden, residual), step)
 
 
 @dataclass(slots=True)
@@ -206,8 +218,8 @@ class Attention:
     num_kv_heads: int  # G
     head_dim: int  # D
     qkv: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D
-    norm: tuple[Tensor, float] | None  # of each head of q and k: weight [H + G, D] and eps
-    wide_norm: tuple[Tensor, Tensor, float] | None  # of all of q and all of k: weights [H * D], [G * D] and eps
+    norm: tuple[Tensor, float] | None  # of q and k: weight [H + G, D] and eps
+    norms_all: bool  # of all of q and all of k, not of each head
     table: Tensor | None  # [P, R] of rope_table; None: no rotary embedding
     neighbours: bool  # see layers.basic.split_heads
     query_scales: Tensor | None  # [P] of query_scales; None: all are 1
@@ -230,14 +242,12 @@ class Attention:
         return self.out(out if gate is None else out * gate.sigmoid())
 
     def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        if self.wide_norm is not None:
-            q_weight, k_weight, eps = self.wide_norm
-            q_end, k_end = q_weight.shape[0], q_weight.shape[0] + k_weight.shape[0]
-            qkv[:, :q_end] = rms_norm(qkv[:, :q_end], q_weight, eps)
-            qkv[:, q_end:k_end] = rms_norm(qkv[:, q_end:k_end], k_weight, eps)
+        sizes, norm = (self.num_heads, self.num_kv_heads), self.norm
+        if norm is not None and self.norms_all:
+            norm_all(qkv, *sizes, *norm)
+            norm = None
         angles = None if self.table is None else step.angles_of(self.table)
-        sizes = self.num_heads, self.num_kv_heads, self.head_dim
-        q, k, v = split_heads(qkv, *sizes, norm=self.norm, angles=angles, neighbours=self.neighbours)
+        q, k, v = split_heads(qkv, *sizes, self.head_dim, norm=norm, angles=angles, neighbours=self.neighbours)
         if self.query_scales is not None:
             q *= self.query_scales.index_select(0, step.positions)[:, None, None]
         return q, k, v
@@ -248,7 +258,10 @@ class Attention:
             self.num_heads,
             self.num_kv_heads,
             norm=self.norm,
+            norms_all=self.norms_all,
             table=self.table,
+            neighbours=self.neighbours,
+            query_scales=self.query_scales,
             positions=step.positions,
             slots=layer.batch.slots,
             k_cache=layer.k_cache,
@@ -298,10 +311,3 @@ class Experts:
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
         return self.parallel.all_reduce(self.mixture(x, self.router(x), shared, gate))
-
-
-def add_and_norm(hidden: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The norm of residual + hidden; without a weight, the sum. Changes: residual, which becomes the sum."""
-    if weight is None:
-        return residual if hidden is None else residual.add_(hidden)
-    return rms_norm(residual, weight, eps) if hidden is None else add_rms_norm(hidden, residual, weight, eps)

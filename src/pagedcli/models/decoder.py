@@ -23,9 +23,9 @@ from pagedcli.models.blocks import (
     Branch,
     Experts,
     GatedMlp,
+    Join,
     Mlp,
     Step,
-    add_and_norm,
     layer_steps,
     query_scales,
     rope_table,
@@ -50,7 +50,7 @@ class Decoder:
         "_backend",
         "_branches",
         "_embedding",
-        "_final_norm",
+        "_last",
         "_lm_head",
         "attention_layers",
         "notes",
@@ -82,10 +82,7 @@ class Decoder:
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
-        final_norm = build.norm("final_norm")
-        assert final_norm is not None, "every model has one"
-        self._final_norm = final_norm
-        self._branches = [branch for i in range(spec.num_layers) for branch in build.layer(i)]
+        self._branches, self._last = build.branches()
         self.weight_bytes = vectors + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
 
@@ -98,7 +95,7 @@ class Decoder:
         hidden: Tensor | None = None  # the previous branch's addition to the residual
         for branch in self._branches:
             hidden = branch(hidden, residual, step)
-        return add_and_norm(hidden, residual, self._final_norm, self.spec.rms_norm_eps)
+        return self._last(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
@@ -229,33 +226,34 @@ class _Builder(Parts):
             return packed.weight_rows, head, packed.nbytes
         return embedding, head, table.nbytes + packed.nbytes
 
-    def layer(self, index: int) -> list[Branch]:
-        key, recurrent = f"layers.{index}", self._spec.recurrent_layers
-        mixer: Callable[[Tensor, Step], Tensor]
-        if index in recurrent:
-            mixer = self._recurrent(recurrent.index(index), key)
-        else:
-            mixer = self._attention(index, key)
-        mlp = self._mlp(index, key)
-        return [self._branch(f"{key}.input_norm", mixer), self._branch(f"{key}.mlp_norm", mlp)]
+    def branches(self) -> tuple[list[Branch], Join]:
+        """Attention and MLP of all layers, and what is after the last."""
+        spec, branches, norm_after = self._spec, [], None
+        for index in range(spec.num_layers):
+            key = f"layers.{index}"
+            bodies = {"input_norm": self._mixer(index, key), "mlp_norm": self._mlp(index, key)}
+            for name, body in bodies.items():
+                norm = f"{key}.{name}"
+                branches.append(Branch(self._join(norm_after, norm), body))
+                norm_after = self.norm(f"{norm}_after")
+        return branches, self._join(norm_after, "final_norm")
 
-    def _branch(self, norm: str, body: Callable[[Tensor, Step], Tensor]) -> Branch:
-        spec = self._spec
-        return Branch(self.norm(norm), body, self.norm(f"{norm}_after"), spec.residual_multiplier, spec.rms_norm_eps)
+    def _join(self, norm_after: Tensor | None, norm: str) -> Join:
+        return Join(norm_after, self.norm(norm), self._spec.residual_multiplier, self._spec.rms_norm_eps)
+
+    def _mixer(self, index: int, key: str) -> Callable[[Tensor, Step], Tensor]:
+        recurrent = self._spec.recurrent_layers
+        return self._recurrent(recurrent.index(index), key) if index in recurrent else self._attention(index, key)
 
     def _attention(self, index: int, key: str) -> Attention:
-        spec, norm, wide_norm = self._spec, None, None
+        spec, weight = self._spec, None
         if (weights := self.norm(f"{key}.qk_norm")) is not None:
             q_weight, k_weight = weights.chunk(2)
-            rows = [q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]
-            norm = (torch.cat(rows), spec.rms_norm_eps)
+            weight = torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)])
         q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
         if q_norm is not None and k_norm is not None:
-            wide_norm = (q_norm, k_norm, spec.rms_norm_eps)
+            weight = torch.cat((q_norm, k_norm)).view(-1, spec.head_dim)
         rope = self.rope(index)
-        scales = None if rope is None else self.query_scales(rope)
-        is_plain = rope is not None and rope.partial == 1 and not rope.neighbours and scales is None
-        is_plain = is_plain and wide_norm is None and not spec.float_norms
         return Attention(
             index=index - sum(layer < index for layer in spec.recurrent_layers),
             backend=self._request.backend,
@@ -263,13 +261,13 @@ class _Builder(Parts):
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             qkv=self._linear(f"{key}.qkv"),
-            norm=norm,
-            wide_norm=wide_norm,
+            norm=None if weight is None else (weight, spec.rms_norm_eps),
+            norms_all=spec.qk_norm_all,
             table=None if rope is None else self.table(rope),
             neighbours=rope is not None and rope.neighbours,
-            query_scales=scales,
+            query_scales=None if rope is None else self.query_scales(rope),
             out=self._summed_linear(f"{key}.out"),
-            fused_store=self._fused_store and is_plain,
+            fused_store=self._fused_store,
             sinks=self._tensors.pop(f"{key}.sinks", None),
             has_gate=spec.output_gate,
         )
