@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_step_times(tmp_path_factory) -> Iterator[None]:
+    """Calibrations of this session, within a fraction of a second: tests neither read nor change those of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("step-times")
+        patch.setattr("pagedcli.planning.step_time.cache_folder", lambda: folder)
+        patch.setattr("pagedcli.bench.calibration.BUDGET_S", 0.2)
+        yield
 
 
 _MOST_REASONS = 3

@@ -65,3 +65,17 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.1f} ms"
     return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def duration_text(seconds: float) -> str:
+    """How long people wait: `40 ms`, `4.1 s`, `41 s`, `12 min 5 s` or `3 h 12 min`."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 2 * 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole // 60 % 60} min"

@@ -289,7 +289,7 @@ def test_the_screen_and_a_hostile_prompt_file():
         assert f"{title}\n" in result.stdout
     assert max(map(len, result.stdout.splitlines())) < 120
     markdown = plan("-", "--format", "md", stdin=lines, expect=3).stdout
-    assert sum(line.startswith("### ") for line in markdown.splitlines()) == 8
+    assert sum(line.startswith("### ") for line in markdown.splitlines()) == 10
     assert "block_size,hit_rate,hit_tokens" in plan("-", "--format", "csv", stdin=lines, expect=3).stdout
 
 

@@ -102,7 +102,7 @@ def test_a_run_that_took_longer_makes_the_next_prediction_longer():
 
 
 def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "new")
     assert load_step_time(KEY) is None
     save_step_time(KEY, TRUE)
     assert load_step_time(KEY) == TRUE
@@ -112,8 +112,8 @@ def test_a_calibration_is_kept_for_its_machine_model_and_format(tmp_path, monkey
 
 
 def test_a_broken_file_is_no_calibration(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path)
     save_step_time(KEY, TRUE)
-    [path] = (tmp_path / "pagedcli" / "step-times").iterdir()
+    [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:50])
     assert load_step_time(KEY) is None

@@ -14,15 +14,28 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pagedcli.batch.lines import Line
-from pagedcli.batch.prompts import BatchOptions
+from pagedcli.batch.prompts import BatchOptions, open_tokenizer
 from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
-from pagedcli.config import EngineConfig
+from pagedcli.config import Config, EngineConfig
 from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan
-from pagedcli.planning.step_time import StepTime, StepWork, attended_layers, made_of
+from pagedcli.errors import PagedcliError
+from pagedcli.models.hub import weight_files
+from pagedcli.models.spec import ModelSpec
+from pagedcli.planning.decide import model_folder
+from pagedcli.planning.expected import time_key
+from pagedcli.planning.step_time import (
+    StepTime,
+    StepWork,
+    attended_layers,
+    load_step_time,
+    made_of,
+    save_step_time,
+)
+from pagedcli.printable import plural
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -47,16 +60,47 @@ def calibration_config(config: EngineConfig, plan: Plan) -> EngineConfig:
     return msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks, kv_cache_memory=None, eviction="lru")
 
 
+def step_time_here(
+    config: EngineConfig,
+    spec: ModelSpec,
+    plan: Plan,
+    *,
+    may_calibrate: bool,
+    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> tuple[StepTime | None, str]:
+    """The time of the plan's steps on this machine: as measured before, or measured now and kept. And where it comes
+    from, or why there is none."""
+    key = time_key(config, spec, plan)
+    where = f"{key.processor}, {plural(key.threads, 'thread')}" if key.threads else key.processor
+    if (found := load_step_time(key)) is not None:
+        runs = f" and {plural(found.num_runs, 'run')}" if found.num_runs else ""
+        return found, f"measured on this machine ({where}) by a calibration{runs}"
+    if not may_calibrate:
+        return None, "no calibration of this model on this machine: plan without --no-calibrate makes one"
+    folder = model_folder(config, weights=False)
+    if config.load_format != "dummy" and not weight_files(folder):
+        return None, f"{folder} has no weights, and times are measured with the model loaded"
+    say(f"calibrating: loads {config.model} and times steps for up to {BUDGET_S:.0f} s; once for machine and model")
+    try:
+        with LLMEngine(calibration_config(config, plan)) as engine:
+            found = calibrate(engine, open_tokenizer(Config(engine=config), folder), on_progress=on_progress)
+    except PagedcliError as error:
+        return None, f"no calibration: {error.message}"
+    save_step_time(key, found)
+    return found, f"measured on this machine ({where}) by a calibration"
+
+
 def calibrate(
     engine: LLMEngine,
     tokenizer: Tokenizer | None = None,
     *,
-    budget_s: float = BUDGET_S,
+    budget_s: float | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> StepTime:
     """Measure an idle engine, by its clock. `tokenizer`: also measure what rows take outside of steps. `on_progress`
     receives the share of the budget that is used."""
-    measurement = _Measurement(engine, budget_s, on_progress)
+    measurement = _Measurement(engine, BUDGET_S if budget_s is None else budget_s, on_progress)
     measurement.run_steps()
     found = made_of(measurement.typical(), attended_layers(engine.plan.groups))
     return found if tokenizer is None else _with_host_time(engine, tokenizer, found)
@@ -98,11 +142,11 @@ class _Measurement:
         self.steps.clear()
         self._started = time.perf_counter()
         for number in _doublings(1, most_tokens):  # small ones first: they are what most steps of a run are
-            if self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
+            if number > 1 and self._last(prompts=True) > self._left(_SHARE_OF_KNOTS):
                 break
             self._repeat([number], 1)
         for number in _doublings(1, min(limits.max_num_seqs, limits.max_num_batched_tokens)):
-            if 3 * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
+            if number > 1 and 3 * self._last(prompts=False) > self._left(_SHARE_OF_KNOTS):
                 break
             self._repeat([min(_SHORT, max(1, most_tokens // number))] * number, 4)
         self._measure_attention(most_tokens)

@@ -177,11 +177,11 @@ def _publisher(stack: ExitStack, endpoint: str) -> Emit:
 
 
 def _dry_run(input_name: str, loaded: LoadedConfig, format_: ShownFormat) -> int:
-    from pagedcli.cli.plan import run_plan
+    from pagedcli.cli.plan import Expected, run_plan
 
     if format_ is ShownFormat.YAML:
         raise UsageError("--dry-run does not support --format yaml", hint="use table, json, csv or md")
-    return run_plan(loaded, input_name, format_=Format(format_))
+    return run_plan(loaded, input_name, Expected(), format_=Format(format_))
 
 
 def _show_config(loaded: LoadedConfig, format_: ShownFormat) -> None:

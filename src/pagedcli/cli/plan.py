@@ -1,6 +1,7 @@
 """`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,17 +14,18 @@ from pagedcli.config import Config, EngineConfig, LoadedConfig, load_config
 from pagedcli.core.groups import TableShape
 from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.distributed.partition import SharePlan, facts
-from pagedcli.errors import BackendError
+from pagedcli.errors import BackendError, UsageError
 from pagedcli.planning.prompt_survey import MORE_SLOTS, UNIT, PromptSurvey
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, print_tables, size
-from pagedcli.show.terminal import say
+from pagedcli.show.terminal import ProgressLine, say
 
 if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
+    from pagedcli.simulation.sources import PromptRequests
 
 
 def share_table(shares: SharePlan, num_workers: int) -> Table:
@@ -42,13 +44,15 @@ def share_table(shares: SharePlan, num_workers: int) -> Table:
     return Table("workers", f"{num_workers} workers", columns, rows, notes)
 
 
+_time = partial(option, panel="Expected time")
+_NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # shown of each end of a shared text
 _MOST_END_TOKENS = 64  # decoded of each end
 EXIT_BAD_ROWS = 3
 
 
-@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep")
+@config_flags(*PLAN_KEYS, *PROMPT_KEYS, "run.output_field", "run.keep", "run.reorder", "run.read_ahead")
 def plan(
     prompts: Annotated[str, typer.Argument(metavar="PROMPTS.jsonl", help="Input file (also .gz); - reads stdin.")],
     *,
@@ -58,64 +62,154 @@ def plan(
     workers: Annotated[
         int | None, option(metavar="N", min=2, help="Also predict the distribution over N workers (generate --ray).")
     ] = None,
+    expected_output: Annotated[
+        int | None, _time(help="Tokens that rows generate, if that is less than their max_tokens.", metavar="N", min=1)
+    ] = None,
+    outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None,
+    no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Predict how a prompt file uses the KV cache, without generating anything or loading weights.
+    """Predict how long a prompt file takes and how it uses the KV cache, without generating anything.
 
-    Shows invalid rows, prompt lengths, shared prefixes with their lines and text, the ideal hit rate and the
-    waste at block sizes from 8 to 256, the recommended block and pool size, how much this machine can hold, and which
-    kernels it would use.
+    Shows the expected time, invalid rows, prompt lengths, shared prefixes with their lines and text, the ideal hit rate
+    and the waste at block sizes from 8 to 256, the recommended block and pool size, how much this machine can hold, and
+    which kernels it would use.
+
+    The first plan of a model on a machine loads the model and times steps for about ten seconds; later ones use what it
+    measured.
 
     \b
     Examples:
       pagedcli plan prompts.jsonl
       pagedcli plan prompts.jsonl -m Qwen/Qwen3-0.6B --max-tokens 64
+      pagedcli plan prompts.jsonl --max-tokens 512 --expected-output 180
       pagedcli plan mt_bench_question.jsonl --field turns --tokenizer ./qwen2
       pagedcli plan prompts.jsonl --workers 8                     (before generate --ray --workers 8)
       pagedcli plan prompts.jsonl --format json | jq .recommended_block_size
 
     Exit codes: 0 all rows are good, 2 wrong usage or configuration, 3 some rows are bad.
     """  # fmt: skip
+    if expected_output is not None and outputs is not None:
+        raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
     loaded = load_config(config, flags)
-    raise typer.Exit(run_plan(loaded, prompts, tokenizer=tokenizer, num_workers=workers, format_=format_))
+    expected = Expected(expected_output, outputs, may_calibrate=not no_calibrate)
+    code = run_plan(loaded, prompts, expected, tokenizer=tokenizer, num_workers=workers, format_=format_)
+    raise typer.Exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How long outputs are expected to be, and whether steps may be timed for it."""
+
+    num_tokens: int | None = None  # of each output; None: as many as the row may generate
+    outputs: str | None = None  # the output of a finished run
+    may_calibrate: bool = False
+
+    @property
+    def lengths(self) -> str:
+        if self.outputs is not None:
+            return f"output lengths: those of {self.outputs}"
+        if self.num_tokens is not None:
+            return f"output lengths: {plural(self.num_tokens, 'token')} each, or max_tokens where that is less"
+        return "output lengths: max_tokens of every row (see --expected-output, --outputs)"
 
 
 def run_plan(
     loaded: LoadedConfig,
     input_name: str,
+    expected: Expected,
     *,
     tokenizer: Path | None = None,
     num_workers: int | None = None,
     format_: Format = Format.TABLE,
 ) -> int:
     """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
+    from pagedcli.simulation.forecast import MOST_SIMULATED
+    from pagedcli.simulation.sources import PromptRequests, read_outputs
+
     config = loaded.config
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
     folder, spec = prompt_model(loaded, tokenizer)
-    pool, expected = _expect(config.engine, spec)
-    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=None if pool is None else pool.limits)
+    pool, engine = _expect(config.engine, spec)
+    outputs = None if expected.outputs is None else read_outputs(expected.outputs)
+    requests = PromptRequests(input_name, outputs, most_tokens=MOST_SIMULATED)
+    limits = None if pool is None else pool.limits
+    scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests)
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
-    tables = _tables(scan, config, pool)
+    tables, facts = _tables(scan, config, pool), _facts(scan, config.engine, pool)
+    if spec is not None and tokenizer is None and pool is not None and pool.num_blocks and requests.workload.requests:
+        found, time_tables = _forecast(loaded, spec, pool, requests, expected)
+        tables, facts = [*time_tables, *tables], {**facts, "forecast": found}
     if shares is not None and num_workers is not None and scan.plan.num_prompts:
         tables.append(share_table(shares, num_workers))
-    if expected is not None:
-        tables.append(engine_table("Engine settings on this machine", expected))
-    print_tables(tables, format_, facts=_facts(scan, config.engine, pool))
+    if engine is not None:
+        tables.append(engine_table("Engine settings on this machine", engine))
+    print_tables(tables, format_, facts=facts)
     return EXIT_BAD_ROWS if scan.num_bad else 0
+
+
+def _forecast(
+    loaded: LoadedConfig, spec: "ModelSpec", pool: "_Pool", requests: "PromptRequests", expected: Expected
+) -> tuple[dict[str, Any], list[Table]]:
+    """The expected run: for JSON, and as tables."""
+    from pagedcli.bench.calibration import step_time_here
+    from pagedcli.simulation.forecast import forecast
+    from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
+    from pagedcli.simulation.sources import expect_outputs
+
+    run, workload, progress = loaded.config.run, requests.workload, ProgressLine(line_every_s=5.0)
+    if expected.num_tokens is not None:
+        expect_outputs(workload, expected.num_tokens)
+    step_time, source = step_time_here(
+        loaded.config.engine,
+        spec,
+        pool.plan,
+        may_calibrate=expected.may_calibrate,
+        say=say,
+        on_progress=lambda share: progress.show(lambda _: f"calibrating: {share:.0%}"),
+    )
+    num_requests = plural(len(workload.requests), "request")
+    found = forecast(
+        workload,
+        pool.plan,
+        step_time,
+        reorder=run.reorder,
+        read_ahead=run.read_ahead,
+        observe=lambda num_done: progress.show(lambda _: f"simulating: {num_done:,} of {num_requests}"),
+        left_out=requests.left_out,
+    )
+    progress.close()
+    notes = [expected.lengths, *workload.notes]
+    if requests.num_beam_searches:
+        notes.append(f"{plural(requests.num_beam_searches, 'row')} with beam search: left out")
+    tables = [forecast_table(found, step_time, num_blocks=pool.num_blocks, source=source, notes=notes)]
+    if found.seconds is not None:
+        tables.append(parts_table(found))
+    return {**forecast_row(found, step_time), "time_source": source}, tables
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
     """The KV-cache pool on this machine."""
 
-    device: str
-    block_bytes: int
+    plan: "Plan"  # without blocks if none fits: rows are judged by the rest
     num_blocks: int
     reason: str
-    limits: "Limits"  # num_blocks None if none fits: rows are judged by the rest
+
+    @property
+    def device(self) -> str:
+        return self.plan.device
+
+    @property
+    def block_bytes(self) -> int:
+        return self.plan.block_bytes
+
+    @property
+    def limits(self) -> "Limits":
+        return self.plan.limits
 
     @property
     def tables(self) -> TableShape:
@@ -127,21 +221,14 @@ def _expect(engine: EngineConfig, spec: "ModelSpec | None") -> "tuple[_Pool | No
     reason takes their place: the rest of the plan is still useful."""
     if spec is None:
         return None, None
-    from pagedcli.planning.decide import decide
+    from pagedcli.planning.expected import expected_plan
     from pagedcli.planning.machine import this_machine
-    from pagedcli.planning.memory import expected_pool
 
-    machine = this_machine(free_memory=True)
     try:
-        plan = decide(engine, spec, machine)
+        plan, found = expected_plan(engine, spec, this_machine(free_memory=True))
     except BackendError as error:
         return None, error.message
-    found = expected_pool(engine, spec, plan, machine)
-    pool = None
-    if found is not None:
-        limits = replace(plan.limits, num_blocks=found.num_blocks or None, num_state_slots=found.num_state_slots)
-        pool = _Pool(plan.device, plan.block_bytes, found.num_blocks, found.reason, limits)
-    return pool, plan
+    return None if found is None else _Pool(plan, found.num_blocks, found.reason), plan
 
 
 def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagedcli.batch.tokenizer import Tokenizer
     from pagedcli.core.limits import Limits
     from pagedcli.models.spec import ModelSpec
+    from pagedcli.simulation.sources import PromptRequests
 
 PROMPT_KEYS = (
     *("sampling.max_tokens", "sampling.response_format", "run.system_prompt", "run.tools", "run.chat_template"),
@@ -75,11 +76,12 @@ def scan_prompts(
     *,
     shares: SharePlan | None = None,
     limits: "Limits | None" = None,
+    requests: "PromptRequests | None" = None,
 ) -> PromptScan:
     """Survey the prompts of a file, and count the rows that a run would refuse.
 
     `limits`: those of the engine, if its pool is known. Rows that do not fit into it are invalid, but part of the plan.
-    Changes: adds every good row to `shares`. Raises: PagedcliError.
+    Changes: adds every good row to `shares` and `requests`. Raises: PagedcliError.
     """
     from pagedcli.batch.grammar import Grammars
     from pagedcli.batch.prompts import Refused, check_response_format, limits_without_pool, open_prompts
@@ -101,6 +103,8 @@ def scan_prompts(
             scan.refuse(found)
             continue
         row, num_new_tokens = found
+        if requests is not None:
+            requests.add(row, num_new_tokens)
         for prompt, num_new in zip(row.prompts, num_new_tokens, strict=True):
             params = prompt.params
             num_new = 0 if max_model_len is None and params.max_tokens is None else num_new  # 0: unknown

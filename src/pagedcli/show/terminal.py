@@ -19,7 +19,7 @@ def is_interactive(*, with_stdout: bool = True) -> bool:
     """Whether an application may take the terminal: keys come from stdin, and it draws on stderr."""
     streams = [sys.stdin, sys.stderr, *([sys.stdout] if with_stdout else [])]
     plain = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
-    return not plain and all(stream is not None and stream.isatty() for stream in streams)
+    return not plain and all(stream is not None and not stream.closed and stream.isatty() for stream in streams)
 
 
 def say(text: str = "") -> None:

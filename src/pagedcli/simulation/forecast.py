@@ -10,11 +10,10 @@ from pagedcli.batch.run import PrefixWindow
 from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep, Scheduler
 from pagedcli.planning.step_time import StepTime, StepWork
-from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
+from pagedcli.simulation.requests import TraceRequest, Workload, work_of
 from pagedcli.simulation.run import RunResult, Schedule, simulate
 
-MOST_SIMULATED = 2**20  # tokens, generated ones and a sixteenth of the prompts: some 5 seconds
-_PROMPT_SHARE = 16
+MOST_SIMULATED = 2**20  # of the work of a file, see requests.work_of: some 5 seconds
 PARTS = ("prompts", "generation", "attention", "sampling", "rows")
 
 
@@ -56,15 +55,16 @@ def forecast(
     reorder: str = "none",
     read_ahead: int | None = None,
     observe: Callable[[int], None] | None = None,
-    most_tokens: int = MOST_SIMULATED,
+    left_out: float = 0.0,
 ) -> Forecast:
     """Simulate the requests of a batch run, all there from the start, on an engine with this plan.
 
     `reorder` and `read_ahead` are those of the run. `observe` receives the number of finished requests after each
-    step. Of more than `most_tokens` tokens of work only the first requests are simulated.
+    step. `left_out`: work of requests like these that the run has after them (see requests.work_of).
     """
     requests = in_prefix_order(workload.requests) if reorder == "prefix" else workload.requests
-    requests, share = _first(requests, most_tokens)
+    simulated = sum(map(work_of, requests))
+    share = simulated / (simulated + left_out) if left_out else 1.0
     timer = None if step_time is None else _Timer(step_time)
     schedule = Schedule(step_time=timer, read_ahead=read_ahead)
     run = simulate(replace(workload, requests=requests), plan, schedule, observe=observe)
@@ -83,23 +83,6 @@ class _Timer:
         for name, seconds in self._step_time.split(done).items():
             self.parts[name] += seconds
         return round(1e9 * self._step_time.seconds(done))
-
-
-def _first(requests: list[TraceRequest], most_tokens: int) -> tuple[list[TraceRequest], float]:
-    """The first requests, with at most so many tokens of work, and their share of all work."""
-    work = [
-        request.num_samples * largest_output(request) + request.num_prompt_tokens / _PROMPT_SHARE
-        for request in requests
-    ]
-    total = sum(work)
-    if total <= most_tokens:
-        return requests, 1.0
-    taken = 0.0
-    for index, each in enumerate(work):
-        taken += each
-        if taken >= most_tokens:
-            return requests[: index + 1], taken / total
-    return requests, 1.0
 
 
 def _forecast(run: RunResult, step_time: StepTime | None, timer: _Timer | None, share: float) -> Forecast:

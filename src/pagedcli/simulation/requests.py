@@ -109,6 +109,11 @@ def largest_output(request: TraceRequest) -> int:
     return max(1, request.max_new_tokens or request.num_output_tokens or 1)
 
 
+def work_of(request: TraceRequest) -> float:
+    """How long a request takes to simulate, roughly, in generated tokens."""
+    return request.num_samples * (request.num_output_tokens or 1) + request.num_prompt_tokens / 16
+
+
 def early_ends(request: TraceRequest) -> list[int | None]:
     """For each sample, after how many tokens it stops by itself; None: it reaches its limit."""
     lengths = [max(1, request.num_output_tokens or 1)] * request.num_samples

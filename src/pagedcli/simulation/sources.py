@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagedcli.batch.prompts import PreparedPrompt, Prompts, Refused
+from pagedcli.batch.prompts import Prepared, PreparedPrompt, Prompts, Refused
 from pagedcli.batch.row_format import NOT_A_ROW, Row
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import (
@@ -30,7 +30,7 @@ from pagedcli.events import (
 from pagedcli.kvevents.capture import CaptureReader, is_capture_line, stored_runs
 from pagedcli.printable import plural
 from pagedcli.simulation.formats import FORMATS, TraceLines, find_format, format_names, read_traces
-from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload
+from pagedcli.simulation.requests import MAX_TOKENS, Chains, TraceRequest, Workload, largest_output, work_of
 from pagedcli.trace.dispatch import View
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.fold import fold
@@ -206,32 +206,70 @@ def read_kv_events(path: Path) -> Workload:
     return workload
 
 
-def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Workload:
-    """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
-    max_tokens."""
-    workload = Workload(format="prompts")
-    for found in prompts.admitted():
-        if isinstance(found, Refused):
-            workload.add_bad(f"{name}:{found.line.number}", found.error.message)
-            continue
-        taken, max_tokens = found
-        line = taken.line
+class PromptRequests:
+    """Collects the requests of a prompt file's rows, with the outputs of an earlier run where it has them.
+
+    Of more than `most_tokens` tokens of work only the first requests are kept, and `left_out` is the work of others.
+    """
+
+    def __init__(
+        self, name: str, outputs: "dict[int, RowOutput] | None" = None, *, most_tokens: float = float("inf")
+    ) -> None:
+        self.workload = Workload(format="prompts")
+        self.left_out = 0.0  # work of requests that were not kept, see requests.work_of
+        self.num_beam_searches = 0  # rows, which are not modelled
+        self._name = name
+        self._outputs = outputs
+        self._most_tokens = most_tokens
+        self._work = 0.0
+        self._num_without = 0  # rows without an output in the earlier run
+
+    def add(self, taken: Prepared, max_tokens: list[int]) -> None:
+        """A row whose prompts may generate so many tokens each."""
+        line, outputs = taken.line, self._outputs
         if any(prompt.params.beam_width is not None for prompt in taken.prompts):
-            workload.add_bad(f"{name}:{line.number}", "beam search, which simulate does not model")
-            continue
+            self.num_beam_searches += 1
+            self.workload.add_bad(f"{self._name}:{line.number}", "beam search, which simulate does not model")
+            return
         output = None if outputs is None else outputs.get(line.index)
+        self._num_without += outputs is not None and output is None
         share = None if output is None else output.shares(len(taken.prompts))
         for place, prompt in enumerate(taken.prompts):
             request_id = f"{line.index}/{place}" if place else str(line.index)
             own = None if share is None else share[place]
-            workload.requests.append(_request(request_id, prompt, taken.cache_salt, max_tokens[place], own))
-    if not workload.requests:
-        first = f" ({workload.bad_lines[0].place}: {workload.bad_lines[0].reason})" if workload.bad_lines else ""
-        raise UsageError(f"{name} has no valid row{first}")
-    indices = (int(row.request_id.split("/")[0]) for row in workload.requests)
-    if outputs is not None and (missing := sum(index not in outputs for index in indices)):
-        workload.notes.append(f"no output in the earlier run for {plural(missing, 'row')}: simulated up to max_tokens")
-    return workload
+            request = _request(request_id, prompt, taken.cache_salt, max_tokens[place], own)
+            if self._work > self._most_tokens:
+                self.left_out += work_of(request)
+                continue
+            self._work += work_of(request)
+            self.workload.requests.append(request)
+
+    def refuse(self, row: Refused) -> None:
+        self.workload.add_bad(f"{self._name}:{row.line.number}", row.error.message)
+
+    def finish(self) -> Workload:
+        """The workload. Raises: UsageError if it is empty."""
+        workload = self.workload
+        if not workload.requests:
+            first = f" ({workload.bad_lines[0].place}: {workload.bad_lines[0].reason})" if workload.bad_lines else ""
+            raise UsageError(f"{self._name} has no valid row{first}")
+        if self._num_without:
+            workload.notes.append(
+                f"no output in the earlier run for {plural(self._num_without, 'row')}: simulated up to max_tokens"
+            )
+        return workload
+
+
+def read_prompts(name: str, prompts: Prompts, outputs: "dict[int, RowOutput] | None" = None) -> Workload:
+    """The rows of a prompt file. A row that a run would refuse is a bad line. Without `outputs` each row generates its
+    max_tokens. Raises: UsageError if there is none."""
+    found = PromptRequests(name, outputs)
+    for row in prompts.admitted():
+        if isinstance(row, Refused):
+            found.refuse(row)
+        else:
+            found.add(*row)
+    return found.finish()
 
 
 def _request(
@@ -306,6 +344,13 @@ def set_output_lengths(workload: Workload, text: str) -> None:
     for request in workload.requests:
         request.num_output_tokens = draw.randint(first, last)
         request.max_new_tokens = request.output_ids = request.stopped = None
+
+
+def expect_outputs(workload: Workload, num_tokens: int) -> None:
+    """Let every request end by itself after so many tokens, or earlier where it may not generate as many."""
+    for request in workload.requests:
+        request.num_output_tokens = min(num_tokens, largest_output(request))
+        request.output_ids = request.stopped = None
 
 
 _LINES_TRIED = 20  # the first ones may be broken

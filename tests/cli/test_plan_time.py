@@ -1,0 +1,80 @@
+"""`plan` says how long a file takes: a calibration once, then the counts of the run."""
+
+import json
+import re
+
+import pytest
+from cli_harness import pagedcli
+
+TIGHT = ("--num-gpu-blocks-override", "8", "--max-num-seqs", "6")
+
+
+@pytest.fixture
+def many(tmp_path):
+    """Rows that generate exactly max_tokens."""
+    path = tmp_path / "many.jsonl"
+    story = "Once upon a time there was a fox"
+    rows = [{"prompt": f"{story} {'and ' * (i % 7)}{i % 5}", "max_tokens": 8 + i % 20, "ignore_eos": True,
+             "temperature": 0} for i in range(30)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def forecast_of(path, *flags, expect=0):
+    return json.loads(pagedcli("plan", path, "--format", "json", *flags, expect=expect).stdout)["forecast"]
+
+
+def test_the_first_plan_calibrates_and_the_next_one_does_not(many, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    first, second = (pagedcli("plan", many) for _ in range(2))
+    assert "calibrating: loads builtin" in first.stderr
+    assert "calibrating" not in second.stderr
+    assert re.search(r"^time +[\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s\)$", second.stdout, re.M)
+    assert re.search(r"^generated tokens +\d+ ms +[\d.]+ %$", second.stdout, re.M)
+    assert "measured on this machine" in second.stdout
+
+
+def test_without_a_calibration_there_are_counts_but_no_times(many, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    result = pagedcli("plan", many, "--no-calibrate", *TIGHT)
+    assert re.search(r"^preemptions +\d+, \d+ tokens computed again$", result.stdout, re.M)
+    assert "no calibration of this model on this machine: plan without --no-calibrate makes one" in result.stdout
+    assert "Where the time goes" not in result.stdout
+    assert forecast_of(many, "--no-calibrate")["seconds"] is None
+    assert not (tmp_path / "times").exists()
+
+
+@pytest.mark.parametrize("flags", [TIGHT, (*TIGHT, "--reorder", "prefix"), ("--block-size", "4")])
+def test_the_counts_are_those_of_generate_with_the_same_flags(many, tmp_path, flags):
+    summary = tmp_path / "summary.json"
+    pagedcli("generate", many, "-o", tmp_path / "out.jsonl", "--summary-json", summary, *flags)
+    run, found = json.loads(summary.read_text()), forecast_of(many, *flags)
+    same = ("steps", "preemptions", "recomputed_tokens", "cached_tokens", "generated_tokens", "kv_blocks_peak")
+    assert {name: found[name] for name in same} == {name: run[name] for name in same}
+    assert (run["preemptions"] > 0) == (flags[:4] == TIGHT)
+    assert found["seconds_low"] < found["seconds"] < found["seconds_high"]
+    assert found["seconds"] == pytest.approx(sum(found["seconds_by_part"].values()))
+
+
+def test_lengths_are_expected_or_those_of_a_finished_run(many, tmp_path):
+    out = tmp_path / "out.jsonl"
+    pagedcli("generate", many, "-o", out, "--limit", "30")
+    generated = sum(json.loads(line)["usage"]["completion_tokens"] for line in out.read_text().splitlines())
+    assert forecast_of(many, "--outputs", out)["generated_tokens"] == generated
+    assert forecast_of(many, "--expected-output", "5")["generated_tokens"] == 30 * 5
+    assert forecast_of(many, "--expected-output", "9999")["generated_tokens"] == generated
+    result = pagedcli("plan", many, "--outputs", out, "--expected-output", "5", expect=2)
+    assert "--expected-output and --outputs both say how long outputs are" in result.stderr
+
+
+def test_a_dry_run_never_calibrates(many, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    result = pagedcli("generate", many, "--dry-run")
+    assert "Expected run" in result.stdout
+    assert not (tmp_path / "times").exists()
+
+
+def test_beams_are_left_out_and_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "beam_width": 2, "temperature": 0}\n')
+    assert "1 row with beam search: left out" in pagedcli("plan", path).stdout
