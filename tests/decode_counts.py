@@ -26,10 +26,40 @@ class FirstEight:
         return False
 
 
-def counts_of_a_step(gpu, path, kind="greedy", *, num_rows=NUM_ROWS):
+# as docs/performance.md names them -> (family of model_zoo, what differs from it)
+FAMILIES = {
+    "Llama, Mistral": ("llama", {}),
+    "Qwen3": ("qwen3", {}),
+    "Gemma 2": ("gemma2", {}),
+    "Gemma 3": ("gemma3", {}),
+    "OLMo2": ("olmo2", {}),
+    "Phi-3": ("phi3", {}),
+    "Phi-4-mini": ("phi3-longrope", {}),
+    "Granite": ("granite", {}),
+    "Qwen3-MoE": ("qwen3-moe", {"mlp_only_layers": []}),
+    "Qwen2-MoE": ("qwen2-moe", {}),
+    "gpt-oss": ("gpt_oss", {}),
+}
+
+
+def counts_of_a_family(gpu, make_model, name):
+    """Kernels and operations of one layer and those of the rest of a step, as text, and uploads of the step."""
+    family, options = FAMILIES[name]
+    one, two = (
+        counts_of_a_step(
+            gpu, make_model(family, num_hidden_layers=layers, **options), enforce_eager=True, dtype="bfloat16"
+        )
+        for layers in (1, 2)
+    )
+    layer = {name: two[name] - one[name] for name in ("kernels", "operations")}
+    rest = [one[name] - layer[name] for name in layer]
+    return [*(str(number) for number in (*layer.values(), *rest)), str(one["uploads"])]
+
+
+def counts_of_a_step(gpu, path, kind="greedy", *, num_rows=NUM_ROWS, **options):
     """Kernels, operations, uploads and steps ahead of one decode step of so many such requests."""
     config = {"max_num_seqs": num_rows, "num_gpu_blocks_override": 90, "max_model_len": 128}
-    engine = LLMEngine(EngineConfig(model=str(path), dtype="float32", device="cuda", **config))
+    engine = LLMEngine(EngineConfig(model=str(path), device="cuda", **{"dtype": "float32", **config, **options}))
     options = {"ignore_eos": True, "max_tokens": 30, "seed": 1, **KINDS[kind]}
     for number in range(num_rows):
         make = FirstEight if kind == "grammar" else None

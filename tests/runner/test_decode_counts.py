@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from decode_counts import KINDS, counts_of_a_step
+from decode_counts import FAMILIES, KINDS, counts_of_a_family, counts_of_a_step
 from interpreter import interpreted, plain, run_interpreted
 from model_zoo import tiny_model
 
@@ -75,3 +75,24 @@ def test_the_counts_of_a_layer_with_a_state(tmp_path, gpu):
 def test_more_rows_ask_for_no_more(model, gpu, kind):
     few, many = (counts_of_a_step(gpu, model, kind, num_rows=rows) for rows in (2, 7))
     assert few == many
+
+
+@interpreted
+def test_the_counts_of_every_family(gpu, tmp_path):
+    def make(family, **options):
+        return tiny_model(family, tmp_path / f"{family}-{options['num_hidden_layers']}", **options)
+
+    table = documented("What a layer asks of a GPU", "| family")
+    assert table.keys() == FAMILIES.keys()
+    for name, expected in table.items():
+        assert counts_of_a_family(gpu, make, name) == expected, name
+
+
+@interpreted
+def test_a_kind_of_request_adds_as_much_for_every_family(model, gpu, tmp_path):
+    other = tiny_model("gemma3", tmp_path / "gemma3")
+    names, added = ("kernels", "operations", "uploads"), []
+    for path in (model, other):
+        plain, changed = (counts_of_a_step(gpu, path, kind) for kind in ("greedy", "repetition penalty"))
+        added.append([changed[name] - plain[name] for name in names])
+    assert added[0] == added[1]
