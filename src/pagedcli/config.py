@@ -188,6 +188,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     output_metrics: Annotated[
         bool, _rows("Add metrics to each row: seconds queued, to the first token, per token, in all; preemptions")
     ] = False
+    keep_reasoning: Annotated[
+        bool, _rows("Reasoning that a chat format marks becomes reasoning_content, apart from the text; no: left out")
+    ] = True
     order: Annotated[Order, _rows("Order of the rows", affects_rows=False)] = "input"
     reorder: Annotated[
         Reorder,

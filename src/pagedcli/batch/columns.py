@@ -17,13 +17,14 @@ OutputKind = Literal["jsonl", "csv", "parquet"]
 ALL = "all"
 _ROW_FIELDS = frozenset(
     ("index", "id", "custom_id", "response", "error", "outputs", "finish_reason", "stop_reason", "beam_score")
-) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids")}
+) | {*("usage", "metrics", "logprobs", "prompt_logprobs", "token_ids", "reasoning_content")}
 _IDS = ("id", "custom_id")
+_REASONING = frozenset(("reasoning_content", "reasoning_tokens"))
 METRICS = ("queued_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "recomputed_tokens")
 _ONLY_IN: dict[OutputKind, frozenset[str]] = {
     "jsonl": frozenset(),
     "csv": frozenset(("sample", "prompt_tokens", "cached_tokens", "completion_tokens", "error_code", "error_message"))
-    | frozenset(METRICS),
+    | {"reasoning_tokens", *METRICS},
     "parquet": frozenset(("token_logprobs", "prompt_token_logprobs")),
 }
 
@@ -39,6 +40,7 @@ class Columns:
     keep_all: bool = False
     token_ids: bool = False  # whether rows have the generated token ids
     metrics: bool = False  # whether rows have their latency
+    keep_reasoning: bool = True  # whether rows have the reasoning that their chat format marks
     kind: OutputKind = "jsonl"
 
     @classmethod
@@ -54,6 +56,7 @@ class Columns:
             keep_all=keep_all,
             token_ids=run.output_token_ids,
             metrics=run.output_metrics,
+            keep_reasoning=run.keep_reasoning,
             kind=kind,
         )
         if columns.answer in columns._others:
@@ -67,7 +70,12 @@ class Columns:
 
     @property
     def _others(self) -> frozenset[str]:
-        return _ROW_FIELDS | _ONLY_IN[self.kind]
+        return (_ROW_FIELDS | _ONLY_IN[self.kind]) - (_REASONING - self.reasoning)
+
+    @property
+    def reasoning(self) -> frozenset[str]:
+        """Columns about reasoning that tables may have."""
+        return _REASONING if self.keep_reasoning else frozenset(("reasoning_tokens",))
 
     @property
     def copies(self) -> bool:

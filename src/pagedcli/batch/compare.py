@@ -44,6 +44,7 @@ class ComparedSample:
     """What can be compared of one sample; None: unknown."""
 
     text: str | None
+    reasoning: str | None
     token_ids: list[int] | None
     tokens: list[str] | None  # their texts, from the log-probabilities
     logprobs: list[Listed] | None  # per token
@@ -98,8 +99,12 @@ def compare(a: ComparedRow, b: ComparedRow, *, tolerance: float = 0.0) -> Differ
 def _compare_samples(
     label: str, index: int | None, a: ComparedSample, b: ComparedSample, tolerance: float
 ) -> Difference | None:
-    character = None if a.text is None or b.text is None else _parting(a.text, b.text)
-    around = (_around(a.text, character), _around(b.text, character))
+    texts = (a.reasoning, b.reasoning)
+    character = None if a.reasoning is None or b.reasoning is None else _parting(a.reasoning, b.reasoning)
+    if character is None:
+        texts = (a.text, b.text)
+        character = None if a.text is None or b.text is None else _parting(a.text, b.text)
+    around = (_around(texts[0], character), _around(texts[1], character))
     for first, second in ((a.token_ids, b.token_ids), (a.tokens, b.tokens)):
         token = None if first is None or second is None else _parting(first, second)
         if token is not None and first is not None and second is not None:
@@ -221,7 +226,7 @@ def _read_sample(sample: Sample, answer: str) -> ComparedSample:
     if sample.text is None and sample.token_ids is None:
         raise KeyError(f"no field {answer!r} (see --output-field)")
     ending = (sample.finish_reason, sample.stop_reason)
-    return ComparedSample(sample.text, sample.token_ids, tokens, values, _values(prompt), ending)
+    return ComparedSample(sample.text, sample.reasoning, sample.token_ids, tokens, values, _values(prompt), ending)
 
 
 def _values(positions: list[dict[str, Any]]) -> list[Listed]:
@@ -243,7 +248,7 @@ def row_of(label: str, answers: list[Answer]) -> ComparedRow:
         prompt_values = _own_values(answer.output.prompt_logprobs)
         for sample, text in zip(answer.output.samples, answer.texts, strict=True):
             values, ending = _own_values(sample.logprobs), (sample.finish_reason, sample.stop_reason)
-            samples.append(ComparedSample(text, sample.token_ids, None, values, prompt_values, ending))
+            samples.append(ComparedSample(text, None, sample.token_ids, None, values, prompt_values, ending))
     return ComparedRow(label, label, None, sum(len(answer.output.prompt_token_ids) for answer in answers), samples)
 
 

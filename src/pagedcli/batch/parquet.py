@@ -18,7 +18,7 @@ from pagedcli.batch.columns import METRICS, Columns
 from pagedcli.batch.journal import LineDigest
 from pagedcli.batch.lines import MAX_LINE_BYTES, Line, LineSource
 from pagedcli.batch.requests import LINE_FIELDS
-from pagedcli.batch.row_format import Row, Rows, Sample
+from pagedcli.batch.row_format import Row, Rows, Sample, reasoning_of
 from pagedcli.errors import PagedcliError, UsageError
 
 _READ_ROWS = 1024  # converted to Python at a time
@@ -186,6 +186,7 @@ class ParquetRows:
 
     carried: ParquetSource | None = None  # None: the rows' index, id and copied columns
     columns: Columns = field(default_factory=Columns)
+    reasoning: frozenset[str] | None = None  # columns about it, in every part of a run; None: as the rows have
 
     @property
     def carried_names(self) -> list[str]:
@@ -201,7 +202,7 @@ class ParquetRows:
     def check(self) -> None:
         """Raises: UsageError if a carried column has the name of one that the output adds."""
         for name in self.carried_names:
-            if name in answer_schema(self.columns).names:
+            if name in answer_schema(self.columns, self.columns.reasoning).names:
                 assert self.carried is not None, "it has columns"
                 raise UsageError(
                     f"{self.carried.name} has a column {name!r}, which the output adds",
@@ -213,7 +214,11 @@ class ParquetRows:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        groups = self._own_groups(rows) if self.carried is None else self._carried_groups(self.carried, iter(rows()))
+        reasoning = reasoning_of(rows) if self.reasoning is None else self.reasoning
+        if self.carried is None:
+            groups = self._own_groups(rows, reasoning)
+        else:
+            groups = self._carried_groups(self.carried, iter(rows()), reasoning)
         writer = None
         for columns, names in groups:
             table = pa.Table.from_arrays(columns, names=names)
@@ -225,12 +230,12 @@ class ParquetRows:
         file.seek(0)
         digest.read(file)
 
-    def _own_groups(self, rows: Rows) -> Iterator[_Group]:
+    def _own_groups(self, rows: Rows, reasoning: frozenset[str]) -> Iterator[_Group]:
         """The rows' index, id and copied columns before the answer; one empty group if there are no rows."""
         import pyarrow as pa
 
         schema = pa.schema([("index", pa.int64()), ("id", pa.string())])
-        schema = pa.schema([*schema, *_kept_schema(rows(), self.columns), *answer_schema(self.columns)])
+        schema = pa.schema([*schema, *_kept_schema(rows(), self.columns), *answer_schema(self.columns, reasoning)])
         left, num_groups = iter(rows()), 0
         while (some := list(islice(left, _ROW_GROUP_ROWS))) or not num_groups:
             yield columns_of(self._cells(some), schema), schema.names
@@ -239,7 +244,9 @@ class ParquetRows:
     def _cells(self, rows: Iterable[bytes]) -> list[dict[str, Any]]:
         return [cells_of(Row.of(row, self.columns.answer), self.columns.answer) for row in rows]
 
-    def _carried_groups(self, carried: ParquetSource, rows: Iterator[bytes]) -> Iterator[_Group]:
+    def _carried_groups(
+        self, carried: ParquetSource, rows: Iterator[bytes], reasoning: frozenset[str]
+    ) -> Iterator[_Group]:
         import pyarrow as pa
 
         names = self.carried_names
@@ -249,12 +256,12 @@ class ParquetRows:
             waiting.append(batch)
             num_rows, num_bytes = sum(each.num_rows for each in waiting), sum(each.nbytes for each in waiting)
             if num_rows >= _ROW_GROUP_ROWS or num_bytes >= _ROW_GROUP_BYTES:
-                yield self._joined(pa.Table.from_batches(waiting), rows)
+                yield self._joined(pa.Table.from_batches(waiting), rows, reasoning)
                 waiting = []
-        yield self._joined(pa.Table.from_batches(waiting, schema), rows)
+        yield self._joined(pa.Table.from_batches(waiting, schema), rows, reasoning)
 
-    def _joined(self, carried: Any, rows: Iterator[bytes]) -> _Group:
-        schema = answer_schema(self.columns)
+    def _joined(self, carried: Any, rows: Iterator[bytes], reasoning: frozenset[str]) -> _Group:
+        schema = answer_schema(self.columns, reasoning)
         answers = self._cells(islice(rows, carried.num_rows))
         carried = carried.slice(0, len(answers))  # --limit: only the first rows have an answer
         return [*carried.columns, *columns_of(answers, schema)], [*carried.column_names, *schema.names]
@@ -277,8 +284,8 @@ def _kept_schema(rows: Iterable[bytes], columns: Columns) -> Any:
     return pa.schema(list(types.items()))
 
 
-def answer_schema(columns: Columns | None = None) -> Any:
-    """The columns of an answer. All are typed, even if no row has a value."""
+def answer_schema(columns: Columns | None = None, reasoning: frozenset[str] = frozenset()) -> Any:
+    """The columns of an answer, with these about reasoning. All are typed, even if no row has a value."""
     import pyarrow as pa
 
     columns = columns or Columns()
@@ -288,11 +295,15 @@ def answer_schema(columns: Columns | None = None) -> Any:
     alternative = pa.struct([("token", pa.string()), ("logprob", pa.float64()), ("bytes", pa.list_(pa.uint8()))])
     position = pa.struct([*alternative, ("top_logprobs", pa.list_(alternative))])
     sample = [(columns.answer, pa.string()), ("finish_reason", pa.string()), ("stop_reason", pa.string())]
+    if "reasoning_content" in reasoning:
+        sample.insert(1, ("reasoning_content", pa.string()))
     sample += [("beam_score", pa.float64()), *token_ids]
     # `logprobs` and `prompt_logprobs` are how many the row asks for
     sample += [("token_logprobs", pa.list_(position)), ("prompt_token_logprobs", pa.list_(position))]
     usage = [(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     usage.append(("prompt_tokens_details", pa.struct([("cached_tokens", pa.int64())])))
+    if "reasoning_tokens" in reasoning:
+        usage.append(("completion_tokens_details", pa.struct([("reasoning_tokens", pa.int64())])))
     return pa.schema(
         [
             *sample,
@@ -331,6 +342,7 @@ def _sample_cells(sample: Sample, answer: str) -> dict[str, Any]:
     return {
         "index": sample.index,
         answer: sample.text,
+        "reasoning_content": sample.reasoning,
         "finish_reason": sample.finish_reason,
         "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
         "beam_score": sample.beam_score,

@@ -184,6 +184,7 @@ class PreparedPrompt:
 
     token_ids: list[int]
     params: SamplingParams
+    is_chat: bool = False  # the chat template has written it
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,8 @@ class Intake:
         except RequestError as error:
             return None if done else Refused(line, head, error)
         prepared = [
-            PreparedPrompt(ids, self._final_params(request, len(ids), line.index, place))
-            for place, ids in enumerate(prompts)
+            PreparedPrompt(ids, self._final_params(request, len(ids), line.index, place), is_chat)
+            for place, (ids, is_chat) in enumerate(prompts)
         ]
         salt = request.cache_salt
         namespace = self._options.cache_namespace
@@ -252,18 +253,23 @@ class Intake:
                 changes["max_tokens"] = room
         return msgspec.structs.replace(params, **changes) if changes else params
 
-    def _encode(self, request: BatchRequest) -> list[list[int]]:
-        """Token ids of each prompt; the run's system prompt and tools turn texts into chats. Raises: RequestError."""
-        if request.messages is not None:
-            return [self._encode_chat(request, request.messages)]
-        return [
-            prompt if not isinstance(prompt, str) else self._encode_text(request, prompt) for prompt in request.prompts
-        ]
+    def _encode(self, request: BatchRequest) -> list[tuple[list[int], bool]]:
+        """Token ids of each prompt, and whether it is a chat: the run's system prompt and tools turn texts into chats.
 
-    def _encode_text(self, request: BatchRequest, text: str) -> list[int]:
-        if self._options.system_prompt is not None or (self._options.tools and request.tools is None):
-            return self._encode_chat(request, [{"role": "user", "content": text}])
-        return self._tokenizer.encode_within(text, self._limits.max_model_len)
+        Raises: RequestError.
+        """
+        if request.messages is not None:
+            return [(self._encode_chat(request, request.messages), True)]
+        makes_chats = self._options.system_prompt is not None or bool(self._options.tools and request.tools is None)
+        encoded = []
+        for prompt in request.prompts:
+            if not isinstance(prompt, str):
+                encoded.append((prompt, False))
+            elif makes_chats:
+                encoded.append((self._encode_chat(request, [{"role": "user", "content": prompt}]), True))
+            else:
+                encoded.append((self._tokenizer.encode_within(prompt, self._limits.max_model_len), False))
+        return encoded
 
     def _encode_chat(self, request: BatchRequest, messages: list[Message]) -> list[int]:
         messages = with_system_prompt(messages, self._options.system_prompt)

@@ -32,7 +32,8 @@ def request_key(request: "Prepared") -> bytes:
     for prompt in request.prompts:
         params = prompt.params
         draws = not params.greedy and params.beam_width is None
-        prompts.append((prompt.token_ids, params if draws else msgspec.structs.replace(params, seed=None)))
+        asked = params if draws else msgspec.structs.replace(params, seed=None)
+        prompts.append((prompt.token_ids, prompt.is_chat, asked))
     return xxhash.xxh3_128_digest(msgspec.json.encode((request.cache_salt, prompts)))
 
 

@@ -26,6 +26,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     index: int  # in the row
     text: str | None  # None: the row has no field of that name
+    reasoning: str | None  # None: none is marked, or it was left out
     finish_reason: str | None
     stop_reason: Any
     beam_score: float | None
@@ -36,8 +37,10 @@ class Sample(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, fields: dict[str, Any], answer: str) -> "Sample":
         text = fields["message"]["content"] if "message" in fields else fields.get(answer)
+        reasoning = fields.get("message", fields).get("reasoning_content")
         names = ("stop_reason", "beam_score", "token_ids", "logprobs", "prompt_logprobs")
-        return cls(fields.get("index", 0), text, fields["finish_reason"], *(fields.get(name) for name in names))
+        others = (fields.get(name) for name in names)
+        return cls(fields.get("index", 0), text, reasoning, fields["finish_reason"], *others)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -80,6 +83,21 @@ class RowStatus(msgspec.Struct, frozen=True, gc=False):
         return self.custom_id if self.custom_id is not None else self.id
 
 
+def reasoning_of(rows: Rows) -> frozenset[str]:
+    """Of the columns about reasoning those that some row has; others have none, so that their tables stay the same."""
+    found = set()
+    for row in rows():
+        if _REASONING_TOKENS in row and (each := Row.of(row)).usage and "completion_tokens_details" in each.usage:
+            found.add("reasoning_tokens")
+            found.update("reasoning_content" for sample in each.samples if sample.reasoning is not None)
+            if len(found) == 2:
+                break
+    return frozenset(found)
+
+
+_REASONING_TOKENS = b'"reasoning_tokens":'
+
+
 def kind_of(path: Path | None) -> OutputKind:
     """What the name of an output says it is; stdout (None) is JSON Lines."""
     if path is None or path.suffix == ".parquet":
@@ -120,7 +138,8 @@ class CsvLines:
             names = (name for row in rows() for name in msgspec.json.decode(row, type=dict[str, msgspec.Raw]))
             kept = list(dict.fromkeys(name for name in names if name not in self.columns.reserved))
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._header(kept), lineterminator="\n")
+        header = self._header(kept, reasoning_of(rows))
+        writer = csv.DictWriter(text, header, lineterminator="\n")
         writer.writeheader()
         for row in rows():
             writer.writerows(self._cells(Row.of(row, self.columns.answer), kept))
@@ -129,12 +148,12 @@ class CsvLines:
             text.truncate()
         yield text.getvalue().encode()  # the header of a table without rows
 
-    def _header(self, kept: list[str]) -> list[str]:
+    def _header(self, kept: list[str], reasoning: frozenset[str]) -> list[str]:
         """JSON is what a cell of logprobs or token ids holds; `sample` is 0 to n - 1, and empty for an error."""
         counts = ["prompt_tokens", "cached_tokens", "completion_tokens", *(METRICS if self.columns.metrics else ())]
         answer = ["sample", self.columns.answer, "finish_reason", "stop_reason", "beam_score", *counts]
         lists = ["logprobs", "prompt_logprobs", "token_ids"]
-        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message"]
+        return ["index", "id", *kept, *answer, *lists, "error_code", "error_message", *sorted(reasoning)]
 
     def _cells(self, row: Row, kept: list[str]) -> list[dict[str, Any]]:
         """Cells by column, for each sample. A missing cell is empty."""
@@ -146,6 +165,7 @@ class CsvLines:
             "prompt_tokens": row.usage["prompt_tokens"],
             "cached_tokens": row.usage["prompt_tokens_details"]["cached_tokens"],
             "completion_tokens": row.usage["completion_tokens"],
+            **row.usage.get("completion_tokens_details", {}),
             **(row.metrics or {}),
         }
         return [
@@ -158,6 +178,7 @@ class CsvLines:
         return {
             "sample": place,
             self.columns.answer: sample.text,
+            **({} if sample.reasoning is None else {"reasoning_content": sample.reasoning}),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
             "beam_score": sample.beam_score,

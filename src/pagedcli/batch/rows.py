@@ -26,6 +26,7 @@ class Answer:
     output: "RequestOutput"
     texts: list[str]  # of its samples
     has_stops: bool  # whether the request has stop strings or stop tokens
+    has_marks: bool = False  # whether the chat format's marks of reasoning count
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class _Sample:
     index: int  # in the row: prompt after prompt, as the completions endpoint numbers them
     output: "SampleOutput"
     text: str
+    reasoning: str | None  # apart from the text; None: the output marks none
+    num_reasoning_tokens: int
     stops: bool  # whether the request has stop strings or stop tokens
     prompt_logprobs: "list[TokenLogprobs | None] | None"  # of its prompt; on the first sample alone
 
@@ -55,9 +58,14 @@ class RowWriter:
     created_s: int  # Unix time of the run's first start
     columns: Columns = field(default_factory=Columns)
 
+    @property
+    def reasoning_columns(self) -> frozenset[str]:
+        """Columns about reasoning that tables of its rows may have."""
+        return frozenset() if self.tokenizer.reasoning is None else self.columns.reasoning
+
     def encode_success(self, head: RowHead, answers: list[Answer]) -> bytes:
-        samples = _samples(answers)
-        counts: dict[str, Any] = {"usage": _usage(answers)}
+        samples = self._samples(answers)
+        counts: dict[str, Any] = {"usage": _usage(answers, samples)}
         if self.columns.metrics:
             counts["metrics"] = _metrics(answers)
         if head.shape == "plain":
@@ -89,6 +97,28 @@ class RowWriter:
     def _id(self, head: RowHead) -> str:
         return xxhash.xxh3_128_hexdigest(f"{self.run_key}:{head.index}".encode())
 
+    def _samples(self, answers: list[Answer]) -> list[_Sample]:
+        samples: list[_Sample] = []
+        for answer in answers:
+            for place, (output, text) in enumerate(zip(answer.output.samples, answer.texts, strict=True)):
+                parts = self._parts(answer, output, text) if answer.has_marks else (text, None, 0)
+                prompt_logprobs = answer.output.prompt_logprobs if place == 0 else None
+                samples.append(_Sample(len(samples), output, *parts, answer.has_stops, prompt_logprobs))
+        return samples
+
+    def _parts(self, answer: Answer, output: "SampleOutput", text: str) -> tuple[str, str | None, int]:
+        """The answer's text, the reasoning, None if there are no marks, and the number of its tokens."""
+        prompt_ids, ids, found = answer.output.prompt_token_ids, output.token_ids, self.tokenizer.reasoning
+        spans = found.spans(prompt_ids, ids) if found is not None else None
+        if spans is None:
+            return text, None, 0
+        reasoning, rest = spans.texts(text, lambda end: len(self.tokenizer.decode_output(prompt_ids, ids[:end])))
+        return rest, reasoning, spans.num_reasoning_tokens
+
+    def _reasoning(self, sample: _Sample) -> dict[str, Any]:
+        is_kept = sample.reasoning is not None and self.columns.keep_reasoning
+        return {"reasoning_content": sample.reasoning} if is_kept else {}
+
     # ------------------------------------------------------------------ plain
 
     def _plain_row(self, head: RowHead, samples: list[_Sample], counts: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +130,7 @@ class RowWriter:
         return row | counts | {"error": None}
 
     def _plain_sample(self, sample: _Sample) -> dict[str, Any]:
-        fields: dict[str, Any] = {self.columns.answer: sample.text, **sample.ending}
+        fields: dict[str, Any] = {self.columns.answer: sample.text, **self._reasoning(sample), **sample.ending}
         if self.columns.token_ids:
             fields["token_ids"] = sample.output.token_ids
         if sample.output.logprobs is not None:
@@ -113,7 +143,7 @@ class RowWriter:
         logprobs = None
         if sample.output.logprobs is not None:
             logprobs = {"content": self._chat_logprobs(sample.output.logprobs), "refusal": None}
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        message = {"role": "assistant", "content": sample.text, **self._reasoning(sample), "refusal": None}
         return self._choice(sample, {"index": sample.index, "message": message, "logprobs": logprobs})
 
     def _completion_choice(self, sample: _Sample) -> dict[str, Any]:
@@ -162,24 +192,20 @@ class RowWriter:
         return fields
 
 
-def _samples(answers: list[Answer]) -> list[_Sample]:
-    parts = [
-        (sample, text, answer.has_stops, answer.output.prompt_logprobs if place == 0 else None)
-        for answer in answers
-        for place, (sample, text) in enumerate(zip(answer.output.samples, answer.texts, strict=True))
-    ]
-    return [_Sample(index, *each) for index, each in enumerate(parts)]
-
-
-def _usage(answers: list[Answer]) -> dict[str, Any]:
+def _usage(answers: list[Answer], samples: list[_Sample]) -> dict[str, Any]:
     num_prompt = sum(len(answer.output.prompt_token_ids) for answer in answers)
     num_output = sum(len(sample.token_ids) for answer in answers for sample in answer.output.samples)
+    details = {}
+    if any(sample.reasoning is not None for sample in samples):
+        num_reasoning = sum(sample.num_reasoning_tokens for sample in samples)
+        details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         # depends on what ran before: the only number in which a resumed run may differ, apart from metrics
         "prompt_tokens_details": {"cached_tokens": sum(answer.output.num_cached_tokens for answer in answers)},
+        **details,
     }
 
 

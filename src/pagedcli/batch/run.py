@@ -108,6 +108,7 @@ class _Prompt:
     row: "_Row"
     num_tokens: int  # of the prompt, at least LEAST_TOKENS
     params: SamplingParams
+    is_chat: bool
     stop_checkers: StopCheckers | None
     guides: Guides | None
 
@@ -311,7 +312,7 @@ class BatchRun:
                 self._fail(row, RequestError(error.code, which + error.message))
                 return
             num_tokens = max(LEAST_TOKENS, len(ids))
-            self._in_work[request_id] = _Prompt(row, num_tokens, params, stop_checkers, guides)
+            self._in_work[request_id] = _Prompt(row, num_tokens, params, prompt.is_chat, stop_checkers, guides)
             self._num_tokens_in_work += num_tokens
 
     def _finish(self, request_id: str) -> _Prompt | None:
@@ -338,7 +339,9 @@ class BatchRun:
             self._fail(row, error)
             return
         has_stops = bool(prompt.params.stop_strings or prompt.params.stop_token_ids)
-        row.answers[output.request_id] = Answer(output, self._texts(prompt, output), has_stops)
+        # a grammar has no marks, and special tokens in the text are wanted as they are
+        has_marks = prompt.is_chat and prompt.guides is None and prompt.params.skip_special_tokens
+        row.answers[output.request_id] = Answer(output, self._texts(prompt, output), has_stops, has_marks)
         if len(row.answers) == len(row.request_ids):
             self._write_success(row)
 

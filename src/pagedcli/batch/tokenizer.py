@@ -9,12 +9,13 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence as Ids
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from pagedcli.batch.reasoning import ReasoningFormat, find_format
 from pagedcli.batch.requests import Message
 from pagedcli.core.prefixes import num_equal
 from pagedcli.errors import ModelError, RequestError, UsageError
@@ -68,6 +69,17 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         template = self._hf.chat_template
         return template if template is None or isinstance(template, str) else repr(sorted(template.items()))
+
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How chats mark reasoning; None: not at all."""
+        return find_format(self)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact text; None: there is none."""
+        token_id = self._hf.convert_tokens_to_ids(token)
+        is_known = token_id is not None and self._hf.convert_ids_to_tokens(token_id) == token
+        return int(token_id) if is_known else None
 
     @property
     def shows_tools(self) -> bool:

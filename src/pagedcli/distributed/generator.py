@@ -11,7 +11,14 @@ import xxhash
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.lines import Line
-from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, columns_of, lines_of, require_pyarrow
+from pagedcli.batch.parquet import (
+    ANSWER_COLUMNS,
+    answer_schema,
+    cells_of,
+    columns_of,
+    lines_of,
+    require_pyarrow,
+)
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.batch.row_format import Row
@@ -58,7 +65,6 @@ class PagedBatchGenerator:
         )
         self._seed = config.seed
         columns = Columns(token_ids=output_token_ids)
-        self._schema = answer_schema(columns)
         self._indexes = count()
         self._stream = RowStream(
             config,
@@ -66,11 +72,12 @@ class PagedBatchGenerator:
             lambda tokenizer: RowWriter(tokenizer, model, run_key({}), 0, columns),
             chat_template=chat_template,
         )
+        self._schema = answer_schema(columns, self._stream.rows.reasoning_columns)
 
     async def __call__(self, batch: Any) -> Any:
         """A pyarrow.Table of the batch's columns and the answers'. `batch`: a table, or columns by name."""
         table = _table(batch)
-        taken = [name for name in table.column_names if name in ANSWER_COLUMNS]
+        taken = [name for name in table.column_names if name in ANSWER_COLUMNS or name in self._schema.names]
         if taken:
             raise UsageError(f"the dataset has a column {taken[0]!r}, which the output adds", hint="rename it")
         documents = lines_of(table.select([name for name in table.column_names if name in LINE_FIELDS]))

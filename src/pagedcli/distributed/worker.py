@@ -223,7 +223,8 @@ class Worker:
     def _open_sink(self, number: int) -> FileSink:
         rows_format = None
         if self._manifest.suffix == ".parquet":
-            rows_format = ParquetRows(self._folder.carried(number, self._columns), self._columns)
+            carried, reasoning = self._folder.carried(number, self._columns), self._stream.rows.reasoning_columns
+            rows_format = ParquetRows(carried, self._columns, reasoning)
         return FileSink(self._folder.part(number), self._journal(number), order="input", rows_format=rows_format)
 
     def _journal(self, number: int) -> Journal:

@@ -1,0 +1,135 @@
+"""Which generated tokens are reasoning and which the answer, where a chat format marks it.
+
+The format is that of the tokenizer's tokens, whatever the model is called. Used by batch.rows, for answers in chats.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
+
+Span = tuple[int, int]  # generated tokens: the first, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The parts of an output. Marks and headers belong to none."""
+
+    reasoning: list[Span] = field(default_factory=list)
+    answer: list[Span] = field(default_factory=list)
+    title: str = ""  # that the reasoning may begin with
+    padding: str = ""  # characters around the marks that belong to them
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(end - start for start, end in self.reasoning)
+
+    def texts(self, text: str, length: Callable[[int], int]) -> tuple[str, str]:
+        """Reasoning and answer. `length`: of the text of the first so many tokens; a stop string may have cut it."""
+
+        def joined(spans: list[Span]) -> str:
+            return "\n".join(text[length(start) : length(end)] for start, end in spans)
+
+        reasoning = joined(self.reasoning).lstrip(self.padding).removeprefix(self.title).strip(self.padding)
+        return reasoning, joined(self.answer).lstrip(self.padding)
+
+
+class ReasoningFormat(Protocol):
+    """How a chat format marks reasoning."""
+
+    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
+        """The parts of an output; None: it has no marks."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What a format needs of a tokenizer."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact text; None: there is none."""
+        ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def decode(self, token_ids: Ids[int]) -> str: ...
+
+
+# how reasoning begins and ends, and its title
+_MARKS = (
+    ("<think>", "</think>", ""),  # Qwen3, DeepSeek-R1, SmolLM3, GLM-4.5 and many others
+    ("[THINK]", "[/THINK]", ""),  # Magistral, Ministral 3 Reasoning
+    ("<seed:think>", "</seed:think>", ""),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>", ""),  # Command A Reasoning
+    ("<|channel>", "<channel|>", "thought\n"),  # Gemma 4
+)
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+
+
+def find_format(tokenizer: Vocabulary) -> ReasoningFormat | None:
+    """The format whose marks are tokens; None: there is none."""
+    harmony = [each for token in _HARMONY if (each := tokenizer.token_id(token)) is not None]
+    if len(harmony) == len(_HARMONY):
+        start, channel, message, end = harmony
+        others = frozenset(tokenizer.token_id(token) for token in _HARMONY_ENDS)
+        return Channels(tokenizer, start, channel, message, others | {start, end})
+    for opening, closing, title in _MARKS:
+        first, last = tokenizer.token_id(opening), tokenizer.token_id(closing)
+        if first is not None and last is not None:
+            return Brackets(tokenizer, first, last, title)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Brackets:
+    """Reasoning between two marks, before the answer. The chat template may have written the first one."""
+
+    tokenizer: Vocabulary
+    start: int
+    end: int
+    title: str
+
+    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
+        """See ReasoningFormat."""
+        first, last = 0, len(output_token_ids)
+        if self._first(reversed(prompt_token_ids)) != self.start:
+            if self._first(output_token_ids) != self.start:
+                return None
+            first = list(output_token_ids).index(self.start) + 1
+        place = next((i for i in range(first, last) if output_token_ids[i] == self.end), last)
+        answer = [(place + 1, last)] if place < last else []
+        return Spans([(first, place)], answer, self.title, padding="\n")
+
+    def _first(self, token_ids: Iterable[int]) -> int | None:
+        """The first token that is not blank."""
+        return next((each for each in token_ids if self.tokenizer.token_text(each).strip()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Messages with a channel each: harmony. The prompt ends within the first one, mostly within its header."""
+
+    tokenizer: Vocabulary
+    start: int
+    channel: int
+    message: int
+    ends: frozenset[int | None]
+
+    def spans(self, prompt_token_ids: Ids[int], output_token_ids: Ids[int]) -> Spans | None:
+        """See ReasoningFormat. A message of another channel is a call: part of the answer, with its header."""
+        begun = list(takewhile(lambda each: each != self.start, reversed(prompt_token_ids)))[::-1]
+        ids, shift = [*begun, *output_token_ids], len(begun)
+        if self.channel not in ids:
+            return None
+        spans, first = Spans(), 0
+        while self.message in ids[first:]:
+            body = ids.index(self.message, first) + 1
+            end = next((i for i in range(body, len(ids)) if ids[i] in self.ends), len(ids))
+            header = ids.index(self.channel, first, body) + 1 if self.channel in ids[first:body] else body
+            name = self.tokenizer.decode(ids[header : body - 1]).strip()
+            is_call = not name.startswith(("analysis", "final")) and bool(name)
+            span = max(0, (header if is_call else body) - shift), max(0, end - shift)
+            (spans.reasoning if name.startswith("analysis") else spans.answer).append(span)
+            first = end + 1
+        return spans
