@@ -176,7 +176,7 @@ def gguf_types() -> str:
     rows = []
     for kind in GGML_TYPES.values():
         bits = f"{8 * kind.num_bytes / kind.block:g}"
-        kept = "as stored" if kind.is_float else f"{8 * kind.packed / 32:g} bits"
+        kept = "as stored" if kind.is_float else f"{kind.packed / 32:g} bits"
         rows.append(
             (kind.name, bits, kind.codes or "floating point", kept, "as stored" if kind.is_float else "widened")
         )

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from gguf_files import random_blocks
 
+from pagedcli.layers.native_linear import NativeLinear
+from pagedcli.models.formats import padded_rows
 from pagedcli.models.gguf.blocks import grouped, numbers
 from pagedcli.models.gguf.types import REFUSED, TYPES
 
@@ -45,8 +48,19 @@ def test_scales_that_are_products_are_equal_to_them(number):
     if weight.steps is None:
         assert TYPES[number].block == 32
         return
-    per_step = weight.factors.shape[1] // weight.steps.shape[1]
-    whole = weight.steps.repeat_interleave(per_step, 1) * weight.factors
-    minima = weight.scales * weight.zero if weight.minima is None else weight.minima
-    torch.testing.assert_close(whole[..., 0], weight.scales, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(whole[..., 1], minima, rtol=0, atol=0, equal_nan=True)
+    parts = [(weight.steps, weight.factors, weight.scales)]
+    if weight.minima is not None:
+        parts.append((weight.minimum_steps, weight.minimum_factors, weight.minima))
+    for steps, factors, products in parts:
+        whole = steps.repeat_interleave(factors.shape[1] // steps.shape[1], 1) * factors
+        torch.testing.assert_close(whole, products, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [number for number, kind in TYPES.items() if not kind.is_float])
+def test_a_packed_weight_takes_the_bytes_of_the_table_and_keeps_every_number(library, number):
+    kind, rows = TYPES[number], 40
+    raw = torch.from_numpy(random_blocks(gguf.GGMLQuantizationType(number), rows, 512, np.random.default_rng(number)))
+    raw = raw.reshape(rows, -1, kind.num_bytes)
+    layer = NativeLinear(library, grouped(raw, kind), dtype=torch.float32)
+    assert layer.packed_bytes == padded_rows(rows, "cpu") * 512 * kind.packed // 256
+    assert torch.equal(layer.weight_rows(torch.arange(rows)), numbers(raw, kind, torch.float32))

@@ -20,7 +20,7 @@ int64_t linear_num_panels(const Linear*);
 void linear_pack(const Linear*, const void* weight, void* packed, int threads);
 void linear_pack_int8(const Linear*, int64_t dtype, const void* weight, int8_t* packed, float* scales, int32_t* sums, int threads);
 int64_t linear_packed_bytes(const Linear*);
-void linear_pack_grouped(const Linear*, const uint8_t* codes, const float* scales, const float* minima, const int8_t* factors, const float* steps, uint8_t* packed, int threads);
+void linear_pack_grouped(const Linear*, const uint8_t* codes, const float* scales, const float* minima, const int8_t* factors, const float* steps, const uint8_t* minimum_factors, const float* minimum_steps, uint8_t* packed, int threads);
 int linear_widen_rows(const Linear*, int64_t dtype, const int64_t* rows, int64_t num_rows, void* out, int threads);
 void linear_pack_codes(const Linear*, const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t group_columns, uint8_t* packed, int threads);
 void linear_pack_int4(const Linear*, int64_t dtype, const void* weight, uint8_t* packed, float* scales, int32_t* sums, int threads);
@@ -109,7 +109,7 @@ void check_codes(int64_t kind, int64_t group) {
     for (auto& each : x) each = (float)(generator() % 253) - 126;
     for (int64_t t = 0; t < tokens; t++) x[t * columns] = 127;
     Linear l = {};
-    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = kind == LEVELS4 ? BFLOAT16 : FLOAT32;
+    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = kind == LEVELS4 ? BFLOAT16 : FLOAT32, l.zero = -1;
     std::vector<uint8_t> packed(linear_packed_bytes(&l));
     linear_pack_codes(&l, codes.data(), kind == LEVELS4 ? (const void*)halves.data() : scales.data(), zeros.data(), group, packed.data(), 1);
     l.weight = packed.data();
@@ -130,48 +130,60 @@ void check_codes(int64_t kind, int64_t group) {
     }
 }
 
-// Weights of a GGUF file: a scale and a minimum of a group in float, or as bytes times steps.
-void check_grouped(int64_t kind, int64_t group, int64_t scale_type) {
+// Weights of a GGUF file: of each group a scale and a minimum, in float or as bytes times steps; or a scale, and a zero point of
+// the layer (-1: minima).
+void check_grouped(int64_t kind, int bits, int64_t group, int64_t scale_type, int64_t zero) {
     const int64_t rows = 97, columns = 512, tokens = 23, groups = columns / group, num_steps = columns / STEP_COLUMNS;
-    std::vector<uint8_t> codes(rows * columns);
-    std::vector<int8_t> factors(rows * groups * 2);
-    std::vector<float> steps(rows * num_steps * 2), scales(rows * groups), minima(rows * groups);
+    std::vector<uint8_t> codes(rows * columns), minimum_factors(rows * groups);
+    std::vector<int8_t> factors(rows * groups);
+    std::vector<float> steps(rows * num_steps), minimum_steps(steps.size()), scales(rows * groups), minima(rows * groups);
     std::vector<float> x(tokens * columns), out(tokens * rows), alone(rows), widened(columns);
-    for (auto& code : codes) code = generator() % (kind == CODES8 ? 256 : 16);
+    for (auto& code : codes) code = generator() % (1 << bits);
     for (auto& factor : factors) factor = (int8_t)(generator() % 256);
+    for (auto& factor : minimum_factors) factor = generator() % 64;
     for (auto& step : steps) step = 0.5f + generator() % 1000 / 1000.f;
+    for (auto& step : minimum_steps) step = 0.5f + generator() % 1000 / 1000.f;
+    std::vector<uint16_t> halves;
     for (int64_t i = 0; i < rows * groups; i++) {
-        const int64_t step = (i / groups * num_steps + i % groups * group / STEP_COLUMNS) * 2;
-        scales[i] = factors[2 * i] * steps[step], minima[i] = factors[2 * i + 1] * steps[step + 1];
+        const int64_t step = i / groups * num_steps + i % groups * group / STEP_COLUMNS;
+        scales[i] = factors[i] * (scale_type == STEPS ? steps[step] : 0.125f);
+        minima[i] = zero < 0 ? minimum_factors[i] * minimum_steps[step] : 0;
+        const auto half = kind == LEVELS4 ? BF16::from_float(scales[i]) : F16::from_float(scales[i]);
+        halves.push_back(0), memcpy(&halves.back(), &half, 2);
     }
     for (auto& each : x) each = (float)(generator() % 253) - 126;
     for (int64_t t = 0; t < tokens; t++) x[t * columns] = 127;
     Linear l = {};
-    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = scale_type;
+    l.kind = kind, l.rows = rows, l.columns = columns, l.chunk = group, l.scale_type = scale_type, l.zero = zero;
     std::vector<uint8_t> packed(linear_packed_bytes(&l));
-    linear_pack_grouped(&l, codes.data(), scales.data(), minima.data(), factors.data(), steps.data(), packed.data(), 1);
+    if (scale_type < MINIMA)
+        linear_pack_codes(&l, codes.data(), halves.data(), nullptr, group, packed.data(), 1);
+    else
+        linear_pack_grouped(&l, codes.data(), scales.data(), minima.data(), factors.data(), steps.data(), minimum_factors.data(),
+                            minimum_steps.data(), packed.data(), 1);
     l.weight = packed.data();
+    const auto number = [&](int64_t row, int64_t k) {
+        const int64_t at = row * groups + k / group, code = codes[row * columns + k];
+        const int level = kind == LEVELS4 ? E2M1[code] : kind == IQ4 ? IQ4_LEVELS[code] : (int)code;
+        return (level - std::max<int64_t>(zero, 0)) * (double)scales[at] - minima[at];
+    };
     linear_forward(l, FLOAT32, x.data(), tokens, out.data(), STORE, 2);
     std::vector<double> ours(out.begin(), out.end()), exact(tokens * rows);
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t k = 0; k < columns; k++) {
-                const int64_t at = r * groups + k / group;
-                exact[t * rows + r] += x[t * columns + k] * (codes[r * columns + k] * (double)scales[at] - minima[at]);
-            }
+            for (int64_t k = 0; k < columns; k++) exact[t * rows + r] += x[t * columns + k] * number(r, k);
     const double error = relative_error(ours, exact);
-    expect(error < 1e-6, scale_type == STEPS ? "groups of steps" : "groups with minima", error);
-    for (int64_t t = 0; t < tokens; t++) {
-        linear_forward(l, FLOAT32, x.data() + t * columns, 1, alone.data(), STORE, 1);
-        expect(alone == part(out, t * rows, rows), "a row of groups depends on the others", t);
-    }
+    expect(error < 1e-6, scale_type == STEPS ? "groups of steps" : zero < 0 ? "groups with minima" : "groups with scales", error);
+    for (const int64_t at_once : {1, 3, 7})
+        for (int64_t t = 0; t + at_once <= tokens; t += at_once) {
+            alone.resize(at_once * rows);
+            linear_forward(l, FLOAT32, x.data() + t * columns, at_once, alone.data(), STORE, 1);
+            expect(alone == part(out, t * rows, at_once * rows), "a row of groups depends on the others", t);
+        }
     const int64_t row = rows - 1;
     linear_widen_rows(&l, FLOAT32, &row, 1, widened.data(), 1);
-    for (int64_t k = 0; k < columns; k++) {
-        const int64_t at = row * groups + k / group;
-        const double number = codes[row * columns + k] * (double)scales[at] - minima[at];
-        expect(std::fabs(widened[k] - number) <= 1e-6 * std::fabs(scales[at] * 255.0), "a widened row", widened[k] - number);
-    }
+    for (int64_t k = 0; k < columns; k++)
+        expect(std::fabs(widened[k] - number(row, k)) <= 1e-6 * std::fabs(scales[row * groups + k / group] * 255.0), "a widened row", k);
 }
 
 // One sequence of `total` tokens, of which the last `num_new` attend, each to `window` tokens (0: all before it).
@@ -299,9 +311,10 @@ template <class T> void check(int64_t dtype, double tolerance, const char* name)
 
 int main() {
     for (const int64_t kind : {CODES4, CODES8, LEVELS4}) check_codes(kind, 32), check_codes(kind, 128);
-    for (const int64_t kind : {CODES4, CODES8})
-        for (const int64_t scale_type : {MINIMA, STEPS}) check_grouped(kind, 32, scale_type);
-    check_grouped(CODES8, 16, STEPS);
+    for (const int64_t scale_type : {MINIMA, STEPS}) check_grouped(CODES4, 4, 32, scale_type, -1), check_grouped(CODES5, 5, 32, scale_type, -1);
+    check_grouped(CODES4, 4, 16, STEPS, -1), check_grouped(CODES4, 3, 16, STEPS, 4), check_grouped(CODES6, 6, 16, STEPS, 32);
+    check_grouped(CODES8, 8, 32, FLOAT16, 128), check_grouped(CODES5, 5, 32, FLOAT16, 16), check_grouped(CODES4, 4, 32, FLOAT16, 8);
+    check_grouped(LEVELS4, 4, 32, BFLOAT16, 12), check_grouped(IQ4, 4, 32, FLOAT16, 128), check_grouped(IQ4, 4, 32, STEPS, 128);
     printf("bf16 path %lld, int8 path %lld\n", (long long)bf16_path(), (long long)int8_path());
     check<F32>(0, 1e-5, "float32");
     check<BF16>(1, 0.01, "bfloat16");

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from pagedcli.errors import BackendError
-from pagedcli.layers.quantized import GroupedWeight, QuantizedWeight, chunk_columns
+from pagedcli.layers.quantized import E2M1, GroupedWeight, QuantizedWeight, chunk_columns
 from pagedcli.native import NativeLibrary
 from pagedcli.native.structs import (
     CODES4,
+    CODES5,
+    CODES6,
     CODES8,
     DTYPE_CODES,
     GATE_SILU,
     INT8,
+    IQ4,
     LEVELS4,
     MINIMA,
     PACKINGS,
@@ -160,7 +163,7 @@ class NativeLinear:
         self.struct.scale_type = DTYPE_CODES[kept_dtype]
         if num_groups > 1 and weight.group_size % 32:
             raise BackendError(f"no native kernel for groups of {weight.group_size}")
-        self.struct.chunk = chunk_columns(columns, None if num_groups == 1 else weight.group_size)
+        self.struct.chunk, self.struct.zero = chunk_columns(columns, None if num_groups == 1 else weight.group_size), -1
         packed = self._empty()
         scales, zeros = weight.scales.to(kept_dtype).contiguous(), weight.zeros.contiguous()
         self._call("linear_pack_codes", weight.codes.contiguous(), scales, zeros, weight.group_size, packed)
@@ -171,27 +174,24 @@ class NativeLinear:
         return packed, order
 
     def _pack_grouped(self, weight: GroupedWeight) -> tuple[Tensor, ...]:
-        """A weight of a GGUF file: products of steps and bytes where its scales are those, float16 scales with a zero
-        point where they are those, otherwise a scale and a minimum in float32 for each group."""
-        codes = weight.codes.contiguous()
-        self.struct.kind, self.struct.chunk = CODES4 if weight.bits == 4 else CODES8, weight.group_size
-        if weight.steps is not None and weight.factors is not None:
-            self.struct.scale_type = STEPS
+        """A weight of a GGUF file: products of steps and bytes where its scales are those, scales of 16 bits with a
+        zero point where they are those, otherwise a scale and a minimum in float32 for each group."""
+        codes, struct = weight.codes.contiguous(), self.struct
+        struct.kind = {4: CODES4, 5: CODES5, 6: CODES6, 8: CODES8}[weight.bits]
+        if weight.levels:
+            struct.kind = LEVELS4 if weight.levels == E2M1 else IQ4
+        struct.chunk, struct.zero = weight.group_size, weight.zero if weight.minima is None else -1
+        if weight.steps is None and weight.minima is None:
+            struct.scale_type = DTYPE_CODES[weight.scales.dtype]
             packed = self._empty()
-            steps, factors = weight.steps.contiguous(), weight.factors.contiguous()
-            self._call("linear_pack_grouped", codes, 0, 0, factors, steps, packed)
+            self._call("linear_pack_codes", codes, weight.scales.contiguous(), 0, weight.group_size, packed)
             return (packed,)
-        if weight.scales.dtype == torch.float16 and weight.minima is None:
-            self.struct.scale_type = DTYPE_CODES[torch.float16]
-            zeros = torch.full(weight.scales.shape, weight.zero, dtype=torch.uint8)
-            packed = self._empty()
-            self._call("linear_pack_codes", codes, weight.scales.contiguous(), zeros, weight.group_size, packed)
-            return (packed,)
-        self.struct.scale_type = MINIMA
+        struct.scale_type = MINIMA if weight.steps is None else STEPS
         packed = self._empty()
-        scales = weight.scales.float().contiguous()
-        minima = scales * weight.zero if weight.minima is None else weight.minima.contiguous()
-        self._call("linear_pack_grouped", codes, scales, minima, 0, 0, packed)
+        scales = (weight.scales, weight.minima) if weight.steps is None else (None, None)
+        factors = weight.factors, weight.steps, weight.minimum_factors, weight.minimum_steps
+        tensors = [0 if each is None else each.contiguous() for each in (*scales, *factors)]
+        self._call("linear_pack_grouped", codes, *tensors, packed)
         return (packed,)
 
     def _empty_with_scales(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,22 +73,27 @@ class Float8Weight:
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """w[o, i] = scales[o, g] * (codes[o, i] - zero), or with minima scales[o, g] * codes[o, i] - minima[o, g],
-    g = i // group_size: the numbers of a GGUF file."""
+    """w[o, i] = scales[o, g] * (q[o, i] - zero), or with minima scales[o, g] * q[o, i] - minima[o, g],
+    g = i // group_size and q a code or that code's level: the numbers of a GGUF file."""
 
     codes: Tensor  # uint8 [out, in], 0 ... 2**bits - 1
-    bits: int  # 4 or 8
+    bits: int  # 4, 5, 6 or 8
     group_size: int  # 16 or 32, which divides the inputs
-    scales: Tensor  # float16 or float32 [out, groups]
+    scales: Tensor  # floating point [out, groups]
     zero: int = 0
     minima: Tensor | None = None  # float32 [out, groups]
-    # scales and minima as float32 [out, in / 256, 2] times int8 [out, groups, 2], exactly; None: they are none such
+    # scales as float32 [out, in / 256] times int8 [out, groups], exactly, and minima so, times uint8; None: none such
     steps: Tensor | None = None
     factors: Tensor | None = None
+    minimum_steps: Tensor | None = None
+    minimum_factors: Tensor | None = None
+    levels: tuple[int, ...] = ()  # by code: E2M1 or IQ4 of native/packed_groups.h; empty: codes are numbers
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as numbers [out, in], computed in float32 and rounded once."""
         codes = self.codes.reshape(len(self.codes), -1, self.group_size).float()
+        if self.levels:
+            codes = torch.tensor(self.levels, dtype=torch.float32)[codes.long()]
         if self.minima is None:
             whole = codes.sub_(self.zero).mul_(self.scales.float().unsqueeze(-1))
         else:
@@ -99,6 +104,9 @@ class GroupedWeight:
 # 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives by the four bits of e2m1, times 2 and plus E2M1_ZERO.
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 E2M1_ZERO = 12
+# The levels of IQ4_NL and IQ4_XS plus IQ4_ZERO.
+IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+IQ4_ZERO = 128
 
 Weight = Tensor | QuantizedWeight | Float8Weight  # of a linear layer, [out, in]
 

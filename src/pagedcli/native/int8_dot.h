@@ -84,6 +84,9 @@ struct NibbleSum {
     vi acc = {};
 #if !defined(HAS_UNSIGNED_DOT) && defined(HAS_PAIR_SUMS)
     vi whole = {};
+    inline void start(int32_t from) { whole = vi{} + from; }
+#else
+    inline void start(int32_t from) { acc = vi{} + from; }
 #endif
     inline void add(const int8_t* x, vi w) {
         const vi four = bytes_of(load_any<int32_t>(x));
@@ -107,9 +110,10 @@ struct NibbleSum {
 #endif
 };
 
-// The same of weights 0 to 24, whose pairs leave no room in 16 bits.
+// The same of weights 0 to 63: 16 bits hold one pair of products, not eight.
 struct LevelSum {
     vi acc = {};
+    inline void start(int32_t from) { acc = vi{} + from; }
     inline void add(const int8_t* x, vi w) {
         const vi four = bytes_of(load_any<int32_t>(x));
 #if defined(HAS_UNSIGNED_DOT)
@@ -120,7 +124,7 @@ struct LevelSum {
         acc = dot_signed_bytes(acc, w, four);
 #else
         (void)four;
-        for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((w >> (8 * j)) & 31);
+        for (int j = 0; j < GROUP; j++) acc += (int32_t)x[j] * ((w >> (8 * j)) & 63);
 #endif
     }
     inline void end_block() {}
@@ -147,11 +151,13 @@ static inline vi looked_up(const uint8_t* table, vi places) {
 struct ByteSum {
 #if defined(HAS_UNSIGNED_DOT)
     vi acc = {};
+    inline void start(int32_t from) { acc = vi{} + from; }
     inline void add(const int8_t* x, vi w) { acc = dot_unsigned(acc, w, bytes_of(load_any<int32_t>(x))); }
     inline void end_block() {}
     inline vi get() const { return acc; }
 #else
     NibbleSum low, high;
+    inline void start(int32_t from) { low.start(from); }
     inline void add(const int8_t* x, vi w) {
         low.add(x, w & (vi{} + 0x0f0f0f0f)), high.add(x, (vi)((vu)w >> 4) & (vi{} + 0x0f0f0f0f));
     }

@@ -22,8 +22,8 @@ enum Epilogue : int {
 };
 
 // The first three are also the types of activations. INT4 is rounded here; the others are those of checkpoints: whole
-// numbers, and with LEVELS4 the numbers of the levels in packed_groups.h.
-enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, CODES4, CODES8, LEVELS4 };
+// numbers, and with LEVELS4 and IQ4 the numbers of the levels in packed_groups.h.
+enum WeightKind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 };
 
 // Mirrored by pagedcli.native.structs.
 struct Linear {
@@ -34,6 +34,7 @@ struct Linear {
     const int32_t* sums;                 // int8, int4: [padded rows] sum of the weights of a feature, in packed order
     const int32_t* order;                // codes: [columns] which column of x comes first, second, ...; null: as they are
     int64_t chunk, scale_type;           // codes: columns that share a scale and a zero point, and the scales' type
+    int64_t zero;                        // codes: the zero point of all; -1: each chunk has its own, or a minimum
     int64_t panel_bytes;                 // of a panel of the packed weight
     int64_t out_stride;                  // elements from one row of out to the next; 0: a row follows the other
     const Linear* next;                  // whose output features follow, of another kind; null: none

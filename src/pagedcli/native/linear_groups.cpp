@@ -8,26 +8,58 @@
 
 namespace {
 
+// Rows whose sums registers hold, of chunks as bytes and of chunks as they are packed. Packed ones are read twice at most: for
+// more rows they are unpacked.
 #if defined(USE_AVX512)
-constexpr int ROWS_AT_ONCE = 5;
+constexpr int ROWS_AT_ONCE = 6, PACKED_ROWS = 4;
 #elif defined(USE_AVX2)
-constexpr int ROWS_AT_ONCE = 2;
+constexpr int ROWS_AT_ONCE = 2, PACKED_ROWS = 2;
 #else
-constexpr int ROWS_AT_ONCE = 4;
+constexpr int ROWS_AT_ONCE = 4, PACKED_ROWS = 4;
 #endif
 
-// Activations of all tokens: bytes, the sums of their chunks, and what a step of a token is worth.
+// Activations of all tokens: bytes, and what a step of a token is worth. Of each chunk of a token the sum, in the form that its
+// header needs.
 struct Activations {
     const int8_t* bytes;
-    const float *sums, *steps;
+    const float* steps;
+    const float* sums;          // HAS_MIN
+    const int32_t* starts;      // otherwise: times the zero point, and negative
+    const int16_t* step_sums;   // with Chunks::step_minima
     int64_t chunks, stride;
 };
 
-// The exact sum of a chunk, added to those before it.
-inline vf add_chunk(vf acc, vi whole, vf scale, float sum_of_x, vf min) {
-    acc += __builtin_convertvector(whole, vf) * scale;
-    acc -= sum_of_x * min;
-    return acc;
+// Sums of pairs of 16-bit numbers' products.
+inline vi multiply_pairs(vi a, vi b) {
+#if defined(USE_AVX512) && defined(__AVX512BW__)
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(USE_AVX2)
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (a >> 16) * (b >> 16) + ((a << 16) >> 16) * ((b << 16) >> 16);
+#endif
+}
+
+// sums[R][PANEL] of rows from `row` on begin with the minima of a panel's chunks, which are multiples of steps.
+template <int R> void start_with_minima(const Activations& x, int64_t row, const Chunks& chunks, const uint8_t* panel, float* sums) {
+    const uint8_t* factors = chunks.minimum_factors(panel);
+    const int16_t* of_row = x.step_sums + row * x.chunks;
+    vf acc[R][PANEL_VECTORS] = {};
+    for (int64_t step = 0, c = 0; step < chunks.num_steps; step++) {
+        vi whole[R][PANEL_VECTORS] = {};
+        for (const int64_t end = c + STEP_COLUMNS / chunks.columns; c < end; c += 2, factors += 2 * PANEL)
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                const vi pair = load_bytes(factors + v * VL) | load_bytes(factors + PANEL + v * VL) << 16;
+                for (int r = 0; r < R; r++)
+                    whole[r][v] += multiply_pairs(pair, vi{} + load_any<int32_t>(of_row + r * x.chunks + c));
+            }
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const vf of_step = loadf(chunks.minimum_steps(panel) + step * PANEL + v * VL);
+            for (int r = 0; r < R; r++) acc[r][v] -= __builtin_convertvector(whole[r][v], vf) * of_step;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
 // sums[R][PANEL] of rows from `row` on, continued with chunks [first, end), which begin at `chunk`.
@@ -41,21 +73,28 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
     const int8_t* from = x.bytes + row * x.stride + first * blocks * COLUMNS;
     for (int64_t c = first; c < end; c++) {
         typename Codes::Sum whole[R][PANEL_VECTORS];
+        if constexpr (!Header::HAS_MIN)
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].start(x.starts[(row + r) * x.chunks + c]);
         const uint8_t* block = chunk + Header::BYTES;
         for (int64_t b = 0; b < blocks; b++, block += Codes::BYTES, from += COLUMNS) {
 #pragma GCC unroll 8
-            for (int i = 0; i < COLUMNS / 4; i++)
-                for (int v = 0; v < PANEL_VECTORS; v++) {
-                    const vi w = Codes::four(block, i, v);
-                    for (int r = 0; r < R; r++) whole[r][v].add(from + r * x.stride + 4 * i, w);
-                }
+            for (int i = 0; i < COLUMNS / 4; i++) {
+                vi w[PANEL_VECTORS];
+                for (int v = 0; v < PANEL_VECTORS; v++) w[v] = Codes::four(block, i, v);
+                for (int r = 0; r < R; r++)
+                    for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].add(from + r * x.stride + 4 * i, w[v]);
+            }
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v].end_block();
         }
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vf scale = header.scale(chunk, v, c), min = header.min(chunk, v, c);
-            for (int r = 0; r < R; r++)
-                acc[r][v] = add_chunk(acc[r][v], whole[r][v].get(), scale, x.sums[(row + r) * x.chunks + c], min);
+            const vf scale = header.scale(chunk, v, c * blocks * COLUMNS);
+            for (int r = 0; r < R; r++) acc[r][v] += __builtin_convertvector(whole[r][v].get(), vf) * scale;
+            if constexpr (Header::HAS_MIN) {
+                const vf min = header.min(chunk, v);
+                for (int r = 0; r < R; r++) acc[r][v] -= x.sums[(row + r) * x.chunks + c] * min;
+            }
         }
         chunk = block;
     }
@@ -63,48 +102,39 @@ __attribute__((noinline)) void multiply(const Activations& x, int64_t row, const
         for (int v = 0; v < PANEL_VECTORS; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
-// `rows` rows from `row` on times chunks [first, end) of a panel, which begin at `chunk`, as they were unpacked.
-void multiply_unpacked(const Linear& l, int64_t blocks, const Activations& x, int64_t row, int64_t rows,
-                       const uint8_t* chunk, int64_t first, int64_t end, float* sums) {
-    with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-        if (l.kind == LEVELS4) multiply<R(), FloatHeader, Bytes<LevelSum>>(x, row, {}, blocks, chunk, first, end, sums);
-        else multiply<R(), FloatHeader, Bytes<NibbleSum>>(x, row, {}, blocks, chunk, first, end, sums);
+// Chunks with a byte per weight and floats for scales and minima, which more rows than registers hold read many times: calls
+// f(header, blocks) with their types.
+template <class F> void with_unpacked(const Linear& l, const F& f) {
+    with_packing(l, [&](auto header, auto codes) {
+        using Codes = decltype(codes);
+        using Unpacked = Bytes<typename Codes::Sum, Codes::COLUMNS>;
+        if constexpr (decltype(header)::HAS_MIN) f(FloatHeader{}, Unpacked{});
+        else f(ScaleHeader<F32>{}, Unpacked{});
     });
 }
 
-// `rows` rows from `row` on times chunks [first, end) of a panel, as they are packed.
-void multiply_packed(const Linear& l, const Chunks& chunks, const Activations& x, int64_t row, int64_t rows,
-                     const uint8_t* panel, int64_t first, int64_t end, float* sums) {
-    const uint8_t* chunk = panel + chunks.head_bytes + first * chunks.bytes;
-    with_packing(l, [&](auto header, auto codes) {
-        const auto own = header.at(panel, chunks.of_step());
-        with_rows<ROWS_AT_ONCE>(rows, [&](auto R) {
-            multiply<R(), decltype(own), decltype(codes)>(x, row, own, chunks.blocks, chunk, first, end, sums);
-        });
-    });
-}
+constexpr int64_t most_unpacked_bytes() { return MOST_BLOCKS * (FloatHeader::BYTES + PANEL * BLOCK_COLUMNS); }
 
-// Chunks with a byte per weight and floats for scales and minima, which more rows than registers hold read many times.
-constexpr int64_t UNPACKED_BLOCK = Bytes<NibbleSum>::BYTES;
-constexpr int64_t unpacked_bytes(int64_t blocks) { return FloatHeader::BYTES + blocks * UNPACKED_BLOCK; }
-
-// Chunk c of a panel.
-void unpack(const Linear& l, const Chunks& chunks, const uint8_t* panel, int64_t c, uint8_t* to) {
-    const int64_t blocks = chunks.blocks;
-    const uint8_t* from = panel + chunks.head_bytes + c * chunks.bytes;
-    with_packing(l, [&](auto header, auto codes) {
-        const auto own = header.at(panel, chunks.of_step());
+// Chunks [first, end) of a panel.
+template <class Header, class Codes>
+void unpack(const Header& header, const Chunks& of_layer, const uint8_t* panel, int64_t first, int64_t end, uint8_t* to) {
+    const Chunks chunks = of_layer;  // a copy, as bytes may alias everything: each store would be followed by loads
+    const Header own = header;
+    const uint8_t* from = panel + chunks.head_bytes + first * chunks.bytes;
+    for (int64_t c = first; c < end; c++, from += chunks.bytes) {
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            store_any(to + v * VL * 4, own.scale(from, v, c));
-            store_any(to + (PANEL + v * VL) * 4, own.min(from, v, c));
+            store_any(to + v * VL * 4, own.scale(from, v, c * chunks.columns));
+            if constexpr (Header::HAS_MIN) store_any(to + (PANEL + v * VL) * 4, own.min(from, v));
         }
-        const uint8_t* block = from + header.BYTES;
-        to += FloatHeader::BYTES;
-        for (int64_t b = 0; b < blocks; b++, block += codes.BYTES, to += UNPACKED_BLOCK)
-            for (int i = 0; i < 8; i++)
-                for (int v = 0; v < PANEL_VECTORS; v++)
-                    store_any(to + (i * PANEL_VECTORS + v) * VL * GROUP, codes.four(block, i, v));
-    });
+        to += Header::HAS_MIN ? FloatHeader::BYTES : ScaleHeader<F32>::BYTES;
+        const uint8_t* block = from + Header::BYTES;
+        for (int64_t b = 0; b < chunks.blocks; b++, block += Codes::BYTES) {
+#pragma GCC unroll 8
+            for (int i = 0; i < Codes::COLUMNS / 4; i++)
+                for (int v = 0; v < PANEL_VECTORS; v++, to += VL * GROUP) store_any(to, Codes::four(block, i, v));
+        }
+        for (int64_t j = 0; j < chunks.bytes; j += 64) __builtin_prefetch(from + chunks.panel_bytes() + j, 0, 2);
+    }
 }
 
 #if defined(HAS_TILES)
@@ -135,22 +165,37 @@ void multiply_by_tiles(TileRegisters& t, const Activations& x, int64_t row, int6
         t.store<0>(whole, PANEL * 4), t.store<1>(whole + TILE_ROWS, PANEL * 4);
         if (two) t.store<2>(whole + TILE_ROWS * PANEL, PANEL * 4), t.store<3>(whole + (PANEL + 1) * TILE_ROWS, PANEL * 4);
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vf scale = header.scale(own, v, c), min = header.min(own, v, c);
+            const vf scale = header.scale(own, v, c * chunk_columns);
             for (int64_t r = 0; r < rows; r++) {
                 float* sum = sums + r * PANEL + v * VL;
-                const vi exact = load_any<vi>(whole + r * PANEL + v * VL);
-                storef(sum, add_chunk(loadf(sum), exact, scale, x.sums[(row + r) * x.chunks + c], min));
+                vi exact = load_any<vi>(whole + r * PANEL + v * VL);
+                if constexpr (!Header::HAS_MIN) exact += x.starts[(row + r) * x.chunks + c];
+                storef(sum, loadf(sum) + __builtin_convertvector(exact, vf) * scale);
+            }
+            if constexpr (Header::HAS_MIN) {
+                const vf min = header.min(own, v);
+                for (int64_t r = 0; r < rows; r++) {
+                    float* sum = sums + r * PANEL + v * VL;
+                    storef(sum, loadf(sum) - x.sums[(row + r) * x.chunks + c] * min);
+                }
             }
         }
     }
 }
 #endif
 
+void start_with_all_minima(const Activations& x, int64_t row, int64_t rows, const Chunks& chunks, const uint8_t* panel, float* sums) {
+    for (int64_t done = 0; done < rows; done += ROWS_AT_ONCE)
+        with_rows<ROWS_AT_ONCE>(std::min<int64_t>(ROWS_AT_ONCE, rows - done), [&](auto R) {
+            start_with_minima<R()>(x, row + done, chunks, panel, sums + done * PANEL);
+        });
+}
+
 template <class T>
 void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int64_t begin, int64_t end, int64_t first,
                int64_t last, typename T::Elem* out, Epilogue epilogue) {
     const int64_t tokens = end - begin, blocks = chunks.blocks;
-    int64_t rows_at_once = ROWS_AT_ONCE;
+    int64_t rows_at_once = tokens <= 2 * PACKED_ROWS ? PACKED_ROWS : ROWS_AT_ONCE;
 #if defined(HAS_TILES)
     const bool tiles = tokens > ROWS_AT_ONCE && int8_path() == INT8_TILES;
     std::optional<TileRegisters> registers;  // without permission even releasing them would be an illegal instruction
@@ -159,43 +204,43 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
     constexpr bool tiles = false;
 #endif
     const int64_t passes = (tokens + rows_at_once - 1) / rows_at_once;
-    const bool unpacks = (passes > 1 || tiles) && l.kind != CODES8;
-    const int64_t part = unpacks ? MOST_BLOCKS / blocks : chunks.count;  // chunks, whose bytes stay in the L1 cache
+    const bool unpacks = tokens > 2 * PACKED_ROWS || (tiles && l.kind != CODES8);
+    // chunks, whose bytes stay in the L1 cache if they are read several times
+    const int64_t part = passes > 1 || unpacks ? MOST_BLOCKS * BLOCK_COLUMNS / chunks.columns : chunks.count;
     const Output<T> output(l, out, epilogue);
-    alignas(64) uint8_t unpacked[MOST_BLOCKS * unpacked_bytes(1)];
+    alignas(64) uint8_t unpacked[most_unpacked_bytes()];
     static thread_local std::vector<float> room;
     room.resize(tokens * PANEL);
     float* sums = room.data();
     for (int64_t p = first; p < last; p++) {
         const uint8_t* panel = (const uint8_t*)l.weight + p * chunks.panel_bytes();
-        memset(sums, 0, tokens * PANEL * sizeof(float));
+        if (!chunks.step_minima) memset(sums, 0, tokens * PANEL * sizeof(float));
         for (int64_t c = 0; c < chunks.count; c += part) {
             const int64_t stop = std::min(chunks.count, c + part);
-            for (int64_t i = c; unpacks && i < stop; i++) {
-                const uint8_t* from = panel + chunks.head_bytes + i * chunks.bytes;
-                unpack(l, chunks, panel, i, unpacked + (i - c) * unpacked_bytes(blocks));
-                for (int64_t j = 0; j < chunks.bytes; j += 64) __builtin_prefetch(from + chunks.panel_bytes() + j, 0, 2);
-            }
+            if (unpacks)
+                with_packing(l, [&](auto header, auto codes) {
+                    unpack<decltype(header), decltype(codes)>(header.at(panel), chunks, panel, c, stop, unpacked);
+                });
+            const uint8_t* chunk = unpacks ? unpacked : panel + chunks.head_bytes + c * chunks.bytes;
             for (int64_t pass = 0; pass < passes; pass++) {
                 const int64_t row = tokens * pass / passes, rows = tokens * (pass + 1) / passes - row;
                 float* to = sums + row * PANEL;
+                const auto run = [&](auto header, auto codes, auto most) {
+                    using Codes = decltype(codes);
+                    const auto own = header.at(panel);
 #if defined(HAS_TILES)
-                if (tiles) {
-                    if (unpacks)
-                        multiply_by_tiles(*registers, x, begin + row, rows, FloatHeader{}, chunks.columns, unpacked, c, stop, to);
-                    else
-                        with_packing(l, [&](auto header, auto) {
-                            const uint8_t* chunk = panel + chunks.head_bytes + c * chunks.bytes;
-                            const auto own = header.at(panel, chunks.of_step());
-                            multiply_by_tiles(*registers, x, begin + row, rows, own, chunks.columns, chunk, c, stop, to);
-                        });
-                    continue;
-                }
+                    if constexpr (Codes::BYTES == PANEL * Codes::COLUMNS)
+                        if (tiles) return multiply_by_tiles(*registers, x, begin + row, rows, own, chunks.columns, chunk, c, stop, to);
 #endif
-                if (!unpacks)
-                    multiply_packed(l, chunks, x, begin + row, rows, panel, c, stop, to);
-                else
-                    multiply_unpacked(l, blocks, x, begin + row, rows, unpacked, c, stop, to);
+                    with_rows<most()>(rows, [&](auto R) {
+                        multiply<R(), decltype(own), Codes>(x, begin + row, own, chunks.blocks, chunk, c, stop, to);
+                    });
+                };
+                if (c == 0 && chunks.step_minima) start_with_all_minima(x, begin + row, rows, chunks, panel, to);
+                const std::integral_constant<int, ROWS_AT_ONCE> of_bytes;
+                const std::integral_constant<int, PACKED_ROWS> of_packed;
+                if (unpacks) with_unpacked(l, [&](auto header, auto codes) { run(header, codes, of_bytes); });
+                else with_packing(l, [&](auto header, auto codes) { run(header, codes, of_packed); });
             }
         }
         for (int64_t r = 0; r < tokens; r++) {
@@ -206,10 +251,10 @@ void run_piece(const Linear& l, const Chunks& chunks, const Activations& x, int6
     }
 }
 
-// A token's activations as bytes, padded and in the order of the weight's columns; the sums of their chunks. Returns the
-// value of a step.
-template <class T>
-float round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* x, int8_t* to, float* sums) {
+// A token's activations as bytes, padded and in the order of the weight's columns; put(chunk, sum of it). Returns the value of
+// a step.
+template <class T, class F>
+float round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* x, int8_t* to, const F& put) {
     static thread_local std::vector<typename T::Elem> ordered;
     if (l.order) {
         ordered.resize(l.columns);
@@ -221,7 +266,7 @@ float round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* x
     for (int64_t c = 0; c < chunks.count; c++, to += chunks.columns) {
         int32_t sum = 0;
         for (int64_t k = 0; k < chunks.columns; k++) sum += to[k];
-        sums[c] = (float)sum;
+        put(c, sum);
     }
     return step;
 }
@@ -232,22 +277,30 @@ void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_
                            int threads) {
     const Chunks chunks(l);
     const int64_t stride = chunks.padded_columns(), panels = padded_rows(l) / PANEL;
+    const int64_t num_sums = num_tokens * chunks.count, zero = std::max<int64_t>(0, l.zero);
     static thread_local std::vector<int8_t> bytes;
     static thread_local std::vector<float> floats;
-    bytes.resize(num_tokens * stride);
-    floats.resize(num_tokens * (chunks.count + 1));
+    static thread_local std::vector<int32_t> of_zero;
+    static thread_local std::vector<int16_t> of_steps;
+    bytes.resize(num_tokens * stride), floats.resize(num_tokens + num_sums);
+    of_zero.resize(num_sums), of_steps.resize(num_sums);
     int8_t* quantized = bytes.data();
     float *steps = floats.data(), *sums = steps + num_tokens;
-    const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP * 1.5;
+    int32_t* starts = of_zero.data();
+    int16_t* step_sums = of_steps.data();
+    const double ns_per_row = 2.0 * PANEL * l.columns / (VL * 2 * 2 * 4.0) / GROUP * 1.2;
     Cut cut(num_tokens, panels, chunks.panel_bytes(), stride, ns_per_row, threads);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
         parallel_for(num_tokens > 16 ? threads : 1, num_tokens, [&](int64_t t) {
             const E* row = (const E*)x + t * l.columns;
-            steps[t] = round_row<T>(l, chunks, row, quantized + t * stride, sums + t * chunks.count);
+            steps[t] = round_row<T>(l, chunks, row, quantized + t * stride, [&](int64_t c, int32_t sum) {
+                const int64_t at = t * chunks.count + c;
+                sums[at] = (float)sum, starts[at] = (int32_t)-zero * sum, step_sums[at] = (int16_t)sum;
+            });
         });
-        const Activations activations{quantized, sums, steps, chunks.count, stride};
+        const Activations activations{quantized, steps, sums, starts, step_sums, chunks.count, stride};
         cut.run(threads, num_tokens, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
             run_piece<T>(l, chunks, activations, begin, end, first, last, (E*)out, epilogue);
         });
@@ -263,6 +316,7 @@ int linear_widen_rows(const Linear* linear, int64_t dtype, const int64_t* rows, 
     for (int64_t r = 0; r < num_rows; r++)
         if (rows[r] < 0 || rows[r] >= l.rows) return 1;
     const Chunks chunks(l);
+    const int zero = (int)std::max<int64_t>(0, l.zero);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
@@ -271,16 +325,23 @@ int linear_widen_rows(const Linear* linear, int64_t dtype, const int64_t* rows, 
             const int v = (int)(rows[r] % PANEL / VL), lane = (int)(rows[r] % VL);
             std::vector<float> numbers(l.columns + VL);
             with_packing(l, [&](auto header, auto codes) {
-                const auto own = header.at(panel, chunks.of_step());
+                const auto own = header.at(panel);
                 const uint8_t* chunk = panel + chunks.head_bytes;
                 for (int64_t c = 0; c < chunks.count; c++, chunk += chunks.bytes) {
-                    const float scale = own.scale(chunk, v, c)[lane], min = own.min(chunk, v, c)[lane];
-                    for (int64_t k = 0; k < chunks.columns && c * chunks.columns + k < l.columns; k += 4) {
+                    const int64_t first = c * chunks.columns;
+                    const float scale = own.scale(chunk, v, first)[lane];
+                    float min = 0;
+                    if constexpr (header.HAS_MIN) min = own.min(chunk, v)[lane];
+                    if (chunks.step_minima) {
+                        const float step = chunks.minimum_steps(panel)[first / STEP_COLUMNS * PANEL + rows[r] % PANEL];
+                        min = step * chunks.minimum_factors(panel)[c * PANEL + rows[r] % PANEL];
+                    }
+                    for (int64_t k = 0; k < chunks.columns && first + k < l.columns; k += 4) {
                         const uint8_t* block = chunk + header.BYTES + k / codes.COLUMNS * codes.BYTES;
                         const int32_t four = codes.four(block, (int)(k % codes.COLUMNS / 4), v)[lane];
                         for (int i = 0; i < 4; i++) {
-                            const float whole = scale * (float)(four >> (8 * i) & 255);
-                            numbers[c * chunks.columns + k + i] = whole - min;
+                            const float whole = scale * (float)((four >> (8 * i) & 255) - zero);
+                            numbers[first + k + i] = whole - min;
                         }
                     }
                 }

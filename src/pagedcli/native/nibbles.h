@@ -1,5 +1,5 @@
-// Blocks of 32 columns of a panel as 4-bit numbers: [4][PANEL][4] bytes, of which the low half of byte i in row j is
-// k = 8 j + i and the high half k = 8 j + 4 + i.
+// Blocks of columns of a panel as 4-bit numbers: of 32 columns [4][PANEL][4] bytes, of which the low half of byte i in row j
+// is k = 8 j + i and the high half k = 8 j + 4 + i; of 16 columns the first two rows.
 #pragma once
 
 #include "epilogue.h"
@@ -7,8 +7,8 @@
 
 constexpr int64_t BLOCK_COLUMNS = 32, BLOCK_STEPS = BLOCK_COLUMNS / GROUP;
 
-struct Nibbles {
-    static constexpr int64_t COLUMNS = BLOCK_COLUMNS, BYTES = PANEL * BLOCK_COLUMNS / 2;
+template <int64_t C> struct NibblesOf {
+    static constexpr int64_t COLUMNS = C, BYTES = PANEL * C / 2;
     using Sum = NibbleSum;
     // Columns 4 i to 4 i + 3 of each feature.
     static vi four(const uint8_t* block, int i, int v) {
@@ -17,6 +17,7 @@ struct Nibbles {
     }
     // Into a block of zeros.
     static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) {
-        block[(k / 8 * PANEL + lane) * GROUP + k % GROUP] |= q << (k % 8 < 4 ? 0 : 4);
+        block[(k / 8 * PANEL + lane) * GROUP + k % GROUP] |= (q & 15) << (k % 8 < 4 ? 0 : 4);
     }
 };
+using Nibbles = NibblesOf<BLOCK_COLUMNS>;

@@ -1,7 +1,7 @@
 // Weights of a quantized checkpoint as they are packed: chunks of columns that share a scale and a zero point.
 //
 // A panel of PANEL features is a row of chunks. A chunk is its header (for example PANEL scales, then PANEL zero points) and
-// blocks of 32 columns: nibbles, or [8][PANEL][4] bytes, k = 4 j + i; or a block of 16 columns, [4][PANEL][4] bytes.
+// blocks of 32 or 16 columns: nibbles; nibbles and a plane of the bits above them; or bytes, [8][PANEL][4], k = 4 j + i.
 #pragma once
 
 #include "nibbles.h"
@@ -12,69 +12,116 @@ constexpr int64_t MOST_BLOCKS = 8;  // of a chunk: sums of its products stay exa
 enum : int64_t { MINIMA = 3, STEPS = 4 };
 constexpr int64_t STEP_COLUMNS = 256;  // that share a step
 
-// Headers of kinds CODES4 and CODES8. Each gives the scale and the minimum of chunk c of a panel, w = scale * q - min, and is
-// the panel's after at(panel, chunks of a step).
+// Headers. w = scale * (q - zero of the layer) - minimum, where one of both is nothing: HAS_MIN says whether the header of each
+// chunk has a minimum. Chunk headers of a panel are read after at(panel); `column` is the chunk's first.
 //
 // Scales of a floating-point type, and a zero point of a byte: w = scale * (q - zero).
 template <class T> struct TypedHeader {
     using Elem = typename T::Elem;
     static constexpr int64_t BYTES = PANEL * (sizeof(Elem) + 1);
-    TypedHeader at(const uint8_t*, int64_t) const { return *this; }
+    static constexpr bool HAS_MIN = true;
+    TypedHeader at(const uint8_t*) const { return *this; }
     static vf scale(const uint8_t* header, int v, int64_t) { return Rows<T>::load((const Elem*)header + v * VL); }
-    static vf min(const uint8_t* header, int v, int64_t c) {
-        return scale(header, v, c) * __builtin_convertvector(load_bytes(header + PANEL * sizeof(Elem) + v * VL), vf);
+    static vf min(const uint8_t* header, int v) {
+        return scale(header, v, 0) * __builtin_convertvector(load_bytes(header + PANEL * sizeof(Elem) + v * VL), vf);
     }
 };
 
-// Also of chunks that were unpacked because they are read many times.
+// Scales of a floating-point type.
+template <class T> struct ScaleHeader {
+    using Elem = typename T::Elem;
+    static constexpr int64_t BYTES = PANEL * sizeof(Elem);
+    static constexpr bool HAS_MIN = false;
+    ScaleHeader at(const uint8_t*) const { return *this; }
+    static vf scale(const uint8_t* header, int v, int64_t) { return Rows<T>::load((const Elem*)header + v * VL); }
+};
+
+// A scale and a minimum in float32. Chunks that were unpacked, because they are read many times, have this header or
+// ScaleHeader<F32>.
 struct FloatHeader {
     static constexpr int64_t BYTES = 8 * PANEL;
-    FloatHeader at(const uint8_t*, int64_t) const { return *this; }
+    static constexpr bool HAS_MIN = true;
+    FloatHeader at(const uint8_t*) const { return *this; }
     static vf scale(const uint8_t* header, int v, int64_t) { return load_any<vf>(header + v * VL * 4); }
-    static vf min(const uint8_t* header, int v, int64_t) { return load_any<vf>(header + (PANEL + v * VL) * 4); }
+    static vf min(const uint8_t* header, int v) { return load_any<vf>(header + (PANEL + v * VL) * 4); }
 };
 
-// A signed byte each for scale and minimum, times the steps of 256 columns, which a panel begins with: [steps][2][PANEL].
+// A signed byte for the scale, times the step of 256 columns: a panel begins with its steps, [steps][PANEL] in float32. Without
+// a zero point of the layer there follow those of the minima, and a byte for the minimum of each chunk, [chunks][PANEL].
 struct StepsHeader {
-    static constexpr int64_t BYTES = 2 * PANEL;
+    static constexpr int64_t BYTES = PANEL;
+    static constexpr bool HAS_MIN = false;
     const float* steps = nullptr;
-    int64_t chunks = 1;  // of a step
-    StepsHeader at(const uint8_t* panel, int64_t chunks_of_step) const { return {(const float*)panel, chunks_of_step}; }
-    vf product(const uint8_t* header, int v, int64_t c, int64_t which) const {
-        const vi factor = (load_bytes(header + which * PANEL + v * VL) << 24) >> 24;
-        return __builtin_convertvector(factor, vf) * loadf(steps + (c / chunks * 2 + which) * PANEL + v * VL);
+    StepsHeader at(const uint8_t* panel) const { return {(const float*)panel}; }
+    vf scale(const uint8_t* header, int v, int64_t column) const {
+        const vi factor = (load_bytes(header + v * VL) << 24) >> 24;
+        return __builtin_convertvector(factor, vf) * loadf(steps + column / STEP_COLUMNS * PANEL + v * VL);
     }
-    vf scale(const uint8_t* header, int v, int64_t c) const { return product(header, v, c, 0); }
-    vf min(const uint8_t* header, int v, int64_t c) const { return product(header, v, c, 1); }
 };
 
-// Blocks of 32 or 16 columns: four columns of each feature, from 4 i on.
+// Bytes: four columns of each feature, from 4 i on.
 template <class S, int64_t C = BLOCK_COLUMNS> struct Bytes {
     static constexpr int64_t COLUMNS = C, BYTES = PANEL * COLUMNS;
     using Sum = S;
     static vi four(const uint8_t* block, int i, int v) { return load_any<vi>(block + (i * PANEL_VECTORS + v) * VL * GROUP); }
+    static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) { block[(k / GROUP * PANEL + lane) * GROUP + k % GROUP] = q; }
 };
 
-// The numbers of MXFP4 by their four bits, e2m1, times 2 and plus 12: a zero point of 12 takes it off again.
-constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-
-struct Levels : Nibbles {
+// Nibbles and the bits above them: byte i of row j of the plane has those of k = 4 n + i, j the whole part of n / PER, from the
+// bit EXTRA * (n % PER) on.
+template <int BITS, int64_t C> struct Planes {
+    static constexpr int EXTRA = BITS - 4, PER = 8 / EXTRA;
+    static constexpr int64_t COLUMNS = C, BYTES = PANEL * C * BITS / 8;
+    using Low = NibblesOf<C>;
     using Sum = LevelSum;
-    static vi four(const uint8_t* block, int i, int v) { return looked_up(E2M1, Nibbles::four(block, i, v)); }
+    static vi four(const uint8_t* block, int i, int v) {
+        const vi plane = load_any<vi>(block + Low::BYTES + (i / PER * PANEL_VECTORS + v) * VL * GROUP);
+        const int down = i % PER * EXTRA - 4;
+        const vi moved = down < 0 ? plane << -down : (vi)((vu)plane >> down);
+        return Low::four(block, i, v) | (moved & (vi{} + ((1 << EXTRA) - 1) * 0x10101010));
+    }
+    static void put(uint8_t* block, int64_t k, int64_t lane, uint8_t q) {
+        const int64_t n = k / GROUP;
+        Low::put(block, k, lane, q);
+        block[Low::BYTES + (n / PER * PANEL + lane) * GROUP + k % GROUP] |= (q >> 4) << (n % PER * EXTRA);
+    }
+};
+
+// The numbers of MXFP4 by their four bits, e2m1, times 2 and plus 12: a zero point of 12 takes it off again. Those of IQ4_NL
+// and IQ4_XS plus 128.
+constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr uint8_t IQ4_LEVELS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+template <const uint8_t* TABLE, class S> struct Levels : Nibbles {
+    using Sum = S;
+    static vi four(const uint8_t* block, int i, int v) { return looked_up(TABLE, Nibbles::four(block, i, v)); }
 };
 
 // Calls f(header, blocks) with the types of a layer.
 template <class F> inline void with_packing(const Linear& l, const F& f) {
-    if (l.kind == LEVELS4) return f(TypedHeader<BF16>{}, Levels{});
-    if (l.kind == CODES8) {
-        if (l.chunk < BLOCK_COLUMNS) return f(StepsHeader{}, Bytes<ByteSum, 16>{});
-        if (l.scale_type == STEPS) return f(StepsHeader{}, Bytes<ByteSum>{});
-        if (l.scale_type == MINIMA) return f(FloatHeader{}, Bytes<ByteSum>{});
-        if (l.scale_type == FLOAT16) return f(TypedHeader<F16>{}, Bytes<ByteSum>{});
-        return f(TypedHeader<F32>{}, Bytes<ByteSum>{});
+    const bool steps = l.scale_type == STEPS;
+    if (l.kind == LEVELS4) {
+        if (l.zero < 0) return f(TypedHeader<BF16>{}, Levels<E2M1, LevelSum>{});
+        return f(ScaleHeader<BF16>{}, Levels<E2M1, LevelSum>{});
     }
-    if (l.scale_type == STEPS) return f(StepsHeader{}, Nibbles{});
+    if (l.kind == IQ4) {
+        if (steps) return f(StepsHeader{}, Levels<IQ4_LEVELS, ByteSum>{});
+        return f(ScaleHeader<F16>{}, Levels<IQ4_LEVELS, ByteSum>{});
+    }
+    if (l.kind == CODES8) {
+        if (l.zero < 0) return f(TypedHeader<F32>{}, Bytes<ByteSum>{});
+        return f(ScaleHeader<F16>{}, Bytes<ByteSum>{});
+    }
+    if (l.kind == CODES6) return f(StepsHeader{}, Planes<6, 16>{});
+    if (l.kind == CODES5) {
+        if (steps) return f(StepsHeader{}, Planes<5, 32>{});
+        if (l.scale_type == MINIMA) return f(FloatHeader{}, Planes<5, 32>{});
+        return f(ScaleHeader<F16>{}, Planes<5, 32>{});
+    }
+    if (l.chunk < BLOCK_COLUMNS) return f(StepsHeader{}, NibblesOf<16>{});
+    if (steps) return f(StepsHeader{}, Nibbles{});
     if (l.scale_type == MINIMA) return f(FloatHeader{}, Nibbles{});
+    if (l.zero >= 0) return f(ScaleHeader<F16>{}, Nibbles{});
     if (l.scale_type == FLOAT16) return f(TypedHeader<F16>{}, Nibbles{});
     if (l.scale_type == BFLOAT16) return f(TypedHeader<BF16>{}, Nibbles{});
     f(TypedHeader<F32>{}, Nibbles{});
@@ -84,7 +131,9 @@ template <class F> inline void with_packing(const Linear& l, const F& f) {
 struct Chunks {
     int64_t blocks, columns, count;  // of a chunk; of a chunk; chunks of a row
     int64_t block_bytes, bytes;      // of a block; of a chunk
-    int64_t head_bytes = 0;          // of the steps that a panel begins with
+    int64_t num_steps = 0;           // of 256 columns
+    int64_t head_bytes = 0;          // of what a panel begins with: see StepsHeader
+    bool step_minima = false;        // whether a panel begins with minima, too
 
     explicit Chunks(const Linear& l) {
         columns = l.chunk;
@@ -94,9 +143,14 @@ struct Chunks {
             block_bytes = codes.BYTES;
             bytes = header.BYTES + blocks * codes.BYTES;
         });
-        if (l.scale_type == STEPS) head_bytes = l.columns / STEP_COLUMNS * 2 * PANEL * (int64_t)sizeof(float);
+        if (l.scale_type != STEPS) return;
+        step_minima = l.zero < 0;
+        num_steps = l.columns / STEP_COLUMNS;
+        head_bytes = num_steps * PANEL * (int64_t)sizeof(float);
+        if (step_minima) head_bytes += head_bytes + count * PANEL;
     }
-    int64_t of_step() const { return std::max<int64_t>(1, STEP_COLUMNS / columns); }
     int64_t padded_columns() const { return count * columns; }
     int64_t panel_bytes() const { return head_bytes + count * bytes; }
+    const float* minimum_steps(const uint8_t* panel) const { return (const float*)panel + num_steps * PANEL; }
+    const uint8_t* minimum_factors(const uint8_t* panel) const { return panel + 2 * num_steps * PANEL * sizeof(float); }
 };

@@ -11,7 +11,7 @@ _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 STORE, ADD, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(5)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
 GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
-INT8, CODES4, CODES8, LEVELS4 = 3, 5, 6, 7  # WeightKind
+INT8, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 = 3, *range(5, 11)  # WeightKind
 MINIMA, STEPS = 3, 4  # Linear::scale_type, beyond DTYPE_CODES
 PACKINGS = {"int8": INT8, "int4": 4}  # how weights are rounded while linear_pack_NAME packs them -> WeightKind
 
@@ -22,7 +22,7 @@ class LinearStruct(ctypes.Structure):
     _fields_ = [
         *((name, _int64) for name in ("kind", "rows", "columns", "gated")),
         *((name, _pointer) for name in ("weight", "bias", "scales", "sums", "order")),
-        *((name, _int64) for name in ("chunk", "scale_type", "panel_bytes", "out_stride")),
+        *((name, _int64) for name in ("chunk", "scale_type", "zero", "panel_bytes", "out_stride")),
         ("next", _pointer),
     ]
 
@@ -117,7 +117,7 @@ def bind(library: ctypes.CDLL) -> Any:
         "linear_pack": ([_pointer, _pointer, _pointer, _int], None),
         "linear_pack_int8_codes": ([_pointer] * 6 + [_int], None),
         "linear_packed_bytes": ([_pointer], _int64),
-        "linear_pack_grouped": ([*[_pointer] * 7, _int], None),
+        "linear_pack_grouped": ([*[_pointer] * 9, _int], None),
         "linear_widen_rows": ([_pointer, _int64, _pointer, _int64, _pointer, _int], _int),
         "linear_pack_codes": ([*[_pointer] * 4, _int64, _pointer, _int], None),
         **{f"linear_pack_{name}": ([_pointer, _int64, *[_pointer] * 4, _int], None) for name in PACKINGS},

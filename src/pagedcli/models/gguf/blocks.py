@@ -1,61 +1,47 @@
 """Blocks of bytes -> numbers: one function per type of models.gguf.types, and what is common to all."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedcli.layers.quantized import E2M1, E2M1_ZERO, GroupedWeight
+from pagedcli.layers.quantized import E2M1, E2M1_ZERO, IQ4, IQ4_ZERO, GroupedWeight
 from pagedcli.models.gguf.types import GgmlType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _ROWS_BYTES = 2**24  # of the numbers that are computed at a time: copies of a whole weight would be the peak of loading
 
 
 @dataclass(slots=True)
 class Blocks:
-    """The codes of blocks, and what they mean: scale * (code - zero), or scale * code - minimum.
+    """The codes of blocks, and what they mean: fields as in GroupedWeight.
 
-    Shapes: codes [..., groups, inputs of a group]; scales and minima [..., groups]; ... are those of the blocks.
+    Shapes: codes [..., groups, inputs of a group]; scales, minima and factors [..., groups]; steps [..., 1]; ... are
+    those of the blocks.
     """
 
-    codes: Tensor  # uint8
-    scales: Tensor  # float32, or float16 where all of the type are
+    codes: Tensor
+    scales: Tensor
     zero: int = 0
-    minima: Tensor | None = None  # float32; None: from `zero`
-    # scales = step * factors and minima = minimum_step * minimum_factors, with a step per block
-    step: Tensor | None = None  # float32 [..., 1]
-    factors: Tensor | None = None  # int8 [..., groups]
-    minimum_step: Tensor | None = None
+    minima: Tensor | None = None
+    steps: Tensor | None = None
+    factors: Tensor | None = None
+    minimum_steps: Tensor | None = None
     minimum_factors: Tensor | None = None
+    levels: tuple[int, ...] = ()
 
 
 def grouped(raw: Tensor, kind: GgmlType) -> GroupedWeight:
     """A quantized weight from its bytes. Shapes: raw [out, blocks, bytes of a block] uint8."""
     blocks = _READERS[kind.name](raw)
-    rows = len(raw)
-    flat = (each if each is None else each.reshape(rows, -1) for each in (blocks.scales, blocks.minima))
-    scales, minima = flat
-    assert scales is not None, "every type has scales"
-    steps = factors = None
-    if blocks.step is not None and blocks.factors is not None:
-        minimum_step, minimum_factors = blocks.minimum_step, blocks.minimum_factors
-        if minimum_step is None or minimum_factors is None:
-            minimum_step, minimum_factors = blocks.step * blocks.zero, blocks.factors
-        steps = torch.stack((blocks.step.reshape(rows, -1), minimum_step.reshape(rows, -1)), -1)
-        factors = torch.stack((blocks.factors.reshape(rows, -1), minimum_factors.reshape(rows, -1)), -1)
-    return GroupedWeight(
-        codes=blocks.codes.reshape(rows, -1),
-        bits=kind.bits,
-        group_size=kind.group,
-        scales=scales,
-        zero=blocks.zero,
-        minima=minima,
-        steps=steps,
-        factors=factors,
-    )
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(blocks):
+        value = getattr(blocks, field.name)
+        fields[field.name] = value.reshape(len(raw), -1) if isinstance(value, Tensor) else value
+    return GroupedWeight(bits=kind.bits, group_size=kind.group, **fields)
 
 
 def numbers(raw: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
@@ -121,28 +107,30 @@ def _q5_1(raw: Tensor) -> Blocks:
 
 
 def _iq4_nl(raw: Tensor) -> Blocks:
-    levels = torch.tensor(_IQ4_LEVELS) + 128
-    codes = levels.to(torch.uint8)[_bits(raw[..., 2:], 4, 16).long()]
-    return Blocks(codes.unsqueeze(-2), _half(raw, 0), zero=128)
+    codes = _bits(raw[..., 2:], 4, 16)
+    return Blocks(codes.unsqueeze(-2), _half(raw, 0), zero=IQ4_ZERO, levels=IQ4)
 
 
 def _mxfp4(raw: Tensor) -> Blocks:
     exponents = raw[..., :1].to(torch.int32)  # of a half of a power of two: the smallest two are subnormal
     scales = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    codes = torch.tensor(E2M1, dtype=torch.uint8)[_bits(raw[..., 1:], 4, 16).long()]
-    return Blocks(codes.unsqueeze(-2), scales.view(torch.float32), zero=E2M1_ZERO)
+    codes = _bits(raw[..., 1:], 4, 16)
+    # bfloat16 holds every power of 2 exactly
+    return Blocks(codes.unsqueeze(-2), scales.view(torch.float32).bfloat16(), zero=E2M1_ZERO, levels=E2M1)
 
 
-def _with_steps(codes: Tensor, step: Tensor, factors: Tensor, *, zero: int) -> Blocks:
+def _with_steps(codes: Tensor, steps: Tensor, factors: Tensor, *, zero: int) -> Blocks:
     """Scales that are multiples of a step per block."""
     codes = codes.reshape(*factors.shape, -1)
-    return Blocks(codes, step * factors, zero=zero, step=step, factors=factors.to(torch.int8))
+    return Blocks(codes, steps * factors, zero=zero, steps=steps, factors=factors.to(torch.int8))
 
 
-def _with_minima(codes: Tensor, step: Tensor, factors: Tensor, minimum_step: Tensor, minimum_factors: Tensor) -> Blocks:
-    blocks = _with_steps(codes, step, factors, zero=0)
-    blocks.minima = minimum_step * minimum_factors
-    blocks.minimum_step, blocks.minimum_factors = minimum_step, minimum_factors.to(torch.int8)
+def _with_minima(
+    codes: Tensor, steps: Tensor, factors: Tensor, minimum_steps: Tensor, minimum_factors: Tensor
+) -> Blocks:
+    blocks = _with_steps(codes, steps, factors, zero=0)
+    blocks.minima = minimum_steps * minimum_factors
+    blocks.minimum_steps, blocks.minimum_factors = minimum_steps, minimum_factors
     return blocks
 
 
@@ -181,10 +169,11 @@ def _q3_k(raw: Tensor) -> Blocks:
 
 
 def _iq4_xs(raw: Tensor) -> Blocks:
-    levels = torch.tensor(_IQ4_LEVELS) + 128
-    codes = levels.to(torch.uint8)[_bits(raw[..., 8:], 4, 16).long()]
+    codes = _bits(raw[..., 8:], 4, 16)
     factors = _bits(raw[..., 4:8], 4, 1) | (_bits(raw[..., 2:4], 2, 1) << 4)
-    return _with_steps(codes, _float(raw, 0), factors.to(torch.int8) - 32, zero=128)
+    blocks = _with_steps(codes, _float(raw, 0), factors.to(torch.int8) - 32, zero=IQ4_ZERO)
+    blocks.levels = IQ4
+    return blocks
 
 
 _READERS: dict[str, Callable[[Tensor], Blocks]] = {

@@ -63,7 +63,7 @@ class GgufLayer:
         if kernels != "cpu":
             return AS_STORED.kept_bytes(shape, itemsize, kernels, gated=gated)
         num_rows, num_columns = shape
-        return padded_rows(num_rows, kernels, gated=gated) * num_columns // 32 * self.kind.packed
+        return padded_rows(num_rows, kernels, gated=gated) * num_columns * self.kind.packed // 256
 
     def weight(self, modules: Modules, dtype: torch.dtype, kernels: Kernels) -> Weight:
         return torch.cat([numbers(module["weight"], self.kind, dtype) for module in modules])
