@@ -74,7 +74,8 @@ def native() -> str:
     """Families that the project's own decoders run."""
     rows = []
     for model_type, family in FAMILIES.items():
-        spec = native_spec(Path("."), {"text_config": _SMALL} if family.nested else _SMALL, model_type)
+        config = {**_SMALL, "hybrid_override_pattern": "M-*-"} if family.layer_letters else _SMALL
+        spec = native_spec(Path("."), {"text_config": config} if family.nested else config, model_type)
         decoder = choose_decoder(DecoderNeeds(spec, CpuAttention, FORMATS[None]))
         on_cpu = "C++, a step in one call" if decoder == IN_ONE_CALL else "C++ kernels, layer by layer"
         state = "none" if spec.recurrent is None else spec.recurrent.name
@@ -121,6 +122,13 @@ _RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
             **{"num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27]},
             "mamba_d_state": 128,
+        },
+    ),
+    "nvidia/Nemotron-H-8B-Base-8K": (
+        "nemotron_h",
+        {
+            **{"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32},
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         },
     ),
 }

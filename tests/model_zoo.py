@@ -187,6 +187,18 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_EXPERTS, "num_experts": 8, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
     ),
     "bamba": ("BambaConfig", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "M-M*-M",
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "chunk_size": 32,
+        },
+    ),
     "granite-hybrid": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_local_experts": 0}),
     "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3}),
 }
@@ -211,6 +223,7 @@ RECURRENT_FAMILIES = (
         "lfm2-bias",
         "lfm2-moe",
         "bamba",
+        "nemotron_h",
         "granite-hybrid",
         "granite-hybrid-moe",
     ),

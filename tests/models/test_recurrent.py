@@ -147,6 +147,48 @@ def test_no_bit_depends_on_chunks(case, dtype):
     assert largest_difference(whole, chunked) == 0
 
 
+@pytest.mark.slow
+def test_rounded_weights_are_as_close_as_their_steps_are_small_and_no_bit_depends_on_chunks(case):
+    path, exact = case
+
+    def error(logits):
+        differences = sum(float((a.float() - b).pow(2).sum()) for a, b in zip(logits, exact, strict=True))
+        return (differences / sum(float(b.pow(2).sum()) for b in exact)) ** 0.5
+
+    bfloat16, float16 = (
+        error(logits_of(path, dtype=dtype, backend="cpu")) for dtype in (torch.bfloat16, torch.float16)
+    )
+    assert float16 < 0.6 * bfloat16
+    errors = {}
+    for quantization in ("int8", "int4"):
+        whole, chunked = (logits_of(path, quantization=quantization, backend="cpu", chunk=chunk) for chunk in (None, 7))
+        assert largest_difference(whole, chunked) == 0
+        errors[quantization] = error(whole)
+    assert errors["int8"] < 4 * bfloat16
+    assert errors["int8"] < errors["int4"] < 0.9  # of noise it would be 1.4: random weights have no slack
+
+
+def test_layers_of_one_branch_are_read_by_their_letters_and_experts_are_refused_by_name(tmp_path_factory, tmp_path):
+    path = cached_model("nemotron_h", tmp_path_factory)
+    spec, config = read_spec(path), json.loads((path / "config.json").read_text())
+    assert spec.layer_kinds == ("recurrent", "recurrent", "attention", "recurrent")
+    assert [spec.has_mlp(layer) for layer in range(4)] == [True, False, True, False]
+
+    def read(**fields):
+        kept = {name: value for name, value in config.items() if name != "layers_block_type"}
+        (tmp_path / "config.json").write_text(json.dumps(kept | fields))
+        return read_spec(tmp_path)
+
+    assert read(hybrid_override_pattern="M-M*-M", num_hidden_layers=6) == spec
+    with pytest.raises(ModelError, match="layer_types lists 'moe', which is not supported"):
+        read(hybrid_override_pattern="MEM*EM")
+    for pattern in ("-M*", "M*--"):
+        with pytest.raises(ModelError, match="an MLP comes first or follows another one"):
+            read(hybrid_override_pattern=pattern)
+    with pytest.raises(ModelError, match="does not list its layers"):
+        read()
+
+
 def test_dummy_weights_have_the_types_of_those_of_a_checkpoint(case):
     path, _ = case
     parameters = decoder_parameters(read_spec(path), AS_STORED)

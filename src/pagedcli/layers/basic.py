@@ -172,12 +172,18 @@ def clamped_silu_and_mul(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
+def squared_relu(up: Tensor) -> Tensor:
+    """relu(up)^2. Shapes: [..., I] -> [..., I]. Source: So et al., Primer, 2021."""
+    return F.relu(up).square()
+
+
 # by ModelSpec.hidden_act
 ACTIVATIONS = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
     "clamped_silu": clamped_silu_and_mul,
+    "relu2": squared_relu,
 }
 
 

@@ -273,10 +273,10 @@ class Attention:
 
 @dataclass(slots=True)
 class GatedMlp:
-    """down(activation(gate) * up)."""
+    """down(activation(gate) * up), or down(activation(up)) of a model without gates."""
 
-    gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first
-    activation: Callable[[Tensor], Tensor] | None  # of layers.basic: [T, 2I] -> [T, I]; None: gate_up applies it
+    gate_up: Callable[[Tensor], Tensor]  # E -> 2I, gate first; without gates E -> I
+    activation: Callable[[Tensor], Tensor] | None  # of layers.basic: [T, 2I or I] -> [T, I]; None: gate_up applies it
     down: Callable[[Tensor], Tensor]  # I -> E
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
-from pagedcli.models.parameters import decoder_parameters, linear_formats
+from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import ExpertsSpec, layer_groups
@@ -28,6 +28,7 @@ from pagedcli.native.structs import (
     GATE_SILU,
     GATED_DELTA,
     MAMBA2,
+    RELU2,
     SHORT_CONV,
     ExpertsStruct,
     GroupStepStruct,
@@ -47,6 +48,7 @@ _GATES = {
     "swish": GATE_SILU,
     "gelu_pytorch_tanh": GATE_GELU,
     "clamped_silu": GATE_CLAMPED,
+    "relu2": RELU2,
 }
 
 
@@ -187,6 +189,8 @@ class _Builder(Parts):
             if (scales := self.query_scales(rope)) is not None:
                 self.kept.append(scales)
                 layer.query_scales = scales.data_ptr()
+        if not self._spec.has_mlp(index):
+            return layer
         if (experts := self.experts(index)) is None:
             layer.gate_up, layer.down = self._mlp(key)
         else:
@@ -260,7 +264,8 @@ class _Builder(Parts):
         return None if tensor is None else self._address(tensor)
 
     def _mlp(self, key: str) -> tuple[LinearStruct, LinearStruct]:
-        return self._linear(f"{key}.gate_up", gated=True).struct, self._linear(f"{key}.down").struct
+        first = self._linear(f"{key}.{mlp_input(self._spec)}", gated=self._spec.gated_mlp)
+        return first.struct, self._linear(f"{key}.down").struct
 
     def _linear(self, key: str, *, gated: bool = False) -> NativeLinear:
         layer_format, modules, bias = self.stored(key)

@@ -31,7 +31,7 @@ from pagedcli.models.blocks import (
     rope_table,
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
-from pagedcli.models.parameters import decoder_parameters, linear_formats, take_linear
+from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input, take_linear
 from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
 from pagedcli.models.recurrent_spec import Mamba2, ShortConv
 from pagedcli.models.rope import RopeSpec, rope_notes
@@ -231,7 +231,9 @@ class _Builder(Parts):
         spec, branches, norm_after = self._spec, [], None
         for index in range(spec.num_layers):
             key = f"layers.{index}"
-            bodies = {"input_norm": self._mixer(index, key), "mlp_norm": self._mlp(index, key)}
+            bodies = {"input_norm": self._mixer(index, key)}
+            if self._spec.has_mlp(index):
+                bodies["mlp_norm"] = self._mlp(index, key)
             for name, body in bodies.items():
                 norm = f"{key}.{name}"
                 branches.append(Branch(self._join(norm_after, norm), body))
@@ -290,7 +292,8 @@ class _Builder(Parts):
     def _mlp(self, index: int, key: str) -> Mlp | Experts:
         experts = self.experts(index)
         if experts is None:
-            return Mlp(GatedMlp(self._linear(f"{key}.gate_up"), self._activation, self._summed_linear(f"{key}.down")))
+            first = self._linear(f"{key}.{mlp_input(self._spec)}")
+            return Mlp(GatedMlp(first, self._activation, self._summed_linear(f"{key}.down")))
         shared = experts.shared_intermediate_size is not None
         return Experts(
             router=self._unquantized(f"{key}.router"),

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from pagedcli.models.family import ATTENDS, RECURS, Family, FamilyConfig
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.spec import ExpertNames, ExpertsSpec, LayerKind, TensorNames
@@ -141,6 +143,33 @@ def _mamba(fields: FamilyConfig) -> dict[str, Any]:
             recurrent="mamba",
             mlp="feed_forward",
         ),
+    }
+
+
+def _one_branch_layers(fields: FamilyConfig) -> dict[str, Any]:
+    """Nemotron-H, whose layers have one branch each: Mamba-2 or attention and an MLP after it are one layer here."""
+    kinds = fields.layer_types or []
+    mixers = [i for i, kind in enumerate(kinds) if kind != "mlp"]
+    traits = _mamba(msgspec.structs.replace(fields, layer_types=[kinds[i] for i in mixers]))
+    limits = fields.time_step_min, math.inf  # as in transformers, time_step_limit has no effect
+    names = TensorNames(
+        body="backbone",
+        embedding="embeddings",
+        final_norm="norm_f",
+        branch_norms=("norm", "norm"),
+        attention="mixer",
+        recurrent="mixer",
+        mlp="mixer",
+        projections=("up_proj", "down_proj"),
+        branches=tuple((i, i + 1 if kinds[i + 1 : i + 2] == ["mlp"] else None) for i in mixers),
+        skipped=("mtp.",),
+    )
+    return traits | {
+        "num_layers": len(mixers),
+        "recurrent": replace(traits["recurrent"], proj_bias=fields.use_bias, step_limits=limits),
+        "float_norms": True,
+        "gated_mlp": False,
+        "names": names,
     }
 
 
@@ -594,6 +623,38 @@ FAMILIES = {
         partial_rope=True,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
         traits=_mamba,
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        8,
+        128,
+        4096,
+        (1, 2),
+        "never",
+        mlp_bias=None,
+        activations=("relu2",),
+        ropes="if named",
+        layer_types=ATTENDS | RECURS | {"mlp"},
+        layer_letters={"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
+        renamed={
+            "layers_block_type": "layer_types",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "mlp_hidden_act": "hidden_act",
+            "ssm_state_size": "mamba_d_state",
+            "mamba_num_heads": "mamba_n_heads",
+            "mamba_head_dim": "mamba_d_head",
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+        },
+        defaults={
+            "hidden_act": "relu2",
+            "rms_norm_eps": 1e-5,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 8,
+        },
+        traits=_one_branch_layers,
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",

@@ -84,6 +84,7 @@ class FamilyConfig(msgspec.Struct):
     mamba_expand: int = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
+    time_step_min: float = 0.001
     time_step_limit: list[float | dict[str, str]] | None = None  # {"__float__": "Infinity"} is transformers' infinity
     shared_intermediate_size: int = 1024
     position_embedding_type: str | None = None
@@ -122,3 +123,4 @@ class Family:
     # If it is of another native family, that one's entry describes it
     nested: bool = False
     renamed: dict[str, str] = field(default_factory=dict)  # fields of config.json -> what others call them
+    layer_letters: dict[str, str] = field(default_factory=dict)  # of hybrid_override_pattern -> entries of layer_types

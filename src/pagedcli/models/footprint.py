@@ -102,7 +102,7 @@ def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
         return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
     dense = spec.experts.dense_layers if spec.experts is not None else frozenset(range(spec.num_layers))
     num_experts = spec.experts.num_experts if spec.experts is not None else 0
-    layers = [(i in dense, i in spec.recurrent_layers) for i in range(spec.num_layers)]
+    layers = [(i in dense, i in spec.recurrent_layers, spec.has_mlp(i)) for i in range(spec.num_layers)]
     kinds = {kind: i for i, kind in enumerate(layers)}  # of each kind the last layer
     num_layers = {f"layers.{i}": layers.count(kind) for kind, i in kinds.items()}
     counted = {}

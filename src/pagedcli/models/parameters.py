@@ -91,28 +91,36 @@ def decoder_parameters(
     `layers`: of these layers only, `num_experts`: of so many experts of each only, where one stands for all."""
     width, names, (head, *_) = spec.hidden_size, spec.names, weight_format.lm_head.stored
     parameters = {
-        "embedding": _table(f"{names.body}.embed_tokens.weight", spec, head if spec.tie_word_embeddings else WEIGHT),
+        "embedding": _table(
+            f"{names.body}.{names.embedding}.weight", spec, head if spec.tie_word_embeddings else WEIGHT
+        ),
         "final_norm": _norm(spec, {f"{names.body}.{names.final_norm}.weight": width}),
     }
     if not spec.tie_word_embeddings:
         parameters["lm_head"] = _table("lm_head.weight", spec, head)
     for i in range(spec.num_layers) if layers is None else layers:
-        key, name = f"layers.{i}", f"{names.body}.layers.{i}"
+        mixer, mlp = names.branches[i] if names.branches else (i, i)
+        key, name, mlp_name = f"layers.{i}", f"{names.body}.layers.{mixer}", f"{names.body}.layers.{mlp}"
         norms = _NORMS[spec.layer_norms]
         if names.branch_norms is not None:
             norms = dict(zip(norms, names.branch_norms, strict=True))
         for norm, stored in norms.items():
-            parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{stored}.weight": width})
+            of_mlp = norm.startswith("mlp")
+            if spec.has_mlp(i) or not of_mlp:
+                stored = f"{mlp_name if of_mlp else name}.{stored}.weight"
+                parameters[f"{key}.{norm}"] = _norm(spec, {stored: width})
         if spec.layer_kinds and spec.layer_kinds[i] == "recurrent":
             parameters |= _recurrent(spec, key, f"{name}.{names.recurrent}", weight_format)
         else:
-            parameters |= _attention(spec, key, f"{name}.self_attn", weight_format)
+            parameters |= _attention(spec, key, f"{name}.{names.attention}", weight_format)
+        if mlp is None:
+            continue
         if spec.experts is None or i in spec.experts.dense_layers:
             sizes = spec.intermediate_size, weight_format, names.projections, spec.mlp_bias
-            parameters |= _mlp(spec, key, f"{name}.{names.mlp}", *sizes)
+            parameters |= _mlp(spec, key, f"{mlp_name}.{names.mlp}", *sizes)
         else:
             count = spec.experts.num_experts if num_experts is None else num_experts
-            parameters |= _experts(spec, spec.experts, count, key, name, weight_format)
+            parameters |= _experts(spec, spec.experts, count, key, mlp_name, weight_format)
     return parameters
 
 
@@ -149,9 +157,16 @@ def _mlp(
     gate_up = {f"{name}.{each}": 2 * inner // len(gate_up_names) for each in gate_up_names}
     if spec.fused_projections:
         gate_up = {f"{name}.gate_up_proj": 2 * inner}
-    parameters = dict(_linear(f"{key}.gate_up", gate_up, spec.hidden_size, has_bias, weight_format))
+    if not spec.gated_mlp:
+        gate_up = dict.fromkeys(gate_up, inner)
+    parameters = dict(_linear(f"{key}.{mlp_input(spec)}", gate_up, spec.hidden_size, has_bias, weight_format))
     rows = {f"{name}.{down}": spec.hidden_size}
     return parameters | dict(_linear(f"{key}.down", rows, inner, has_bias, weight_format))
+
+
+def mlp_input(spec: ModelSpec) -> str:
+    """What the first linear layer of an MLP is called."""
+    return "gate_up" if spec.gated_mlp else "up"
 
 
 def _experts(

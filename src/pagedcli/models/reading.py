@@ -4,6 +4,7 @@ Free of torch for native families."""
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
             raise ModelError(f"{where}: text_config is of model_type {text_type!r:.60}, which is not supported there")
         family = replace(FAMILIES[text_type], architecture=family.architecture)
     config = {**family.defaults, **{family.renamed.get(name, name): value for name, value in config.items()}}
+    _name_layers(config, family, where)
     _refuse_unknown(config, where)
     fields = convert(config, FamilyConfig, where)
     _check_layer_types(fields, family, where)
@@ -99,6 +101,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
     layer_ropes = _layer_ropes(config, fields, family, max_positions, where)
     rope = next((rope for rope in reversed(layer_ropes) if rope is not None), None)
     traits = {
+        "num_layers": fields.num_hidden_layers,
         "qk_norm": False,
         "hidden_act": activation,
         "intermediate_size": fields.intermediate_size,
@@ -118,7 +121,6 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         architecture=family.architecture,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        num_layers=fields.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -175,6 +177,20 @@ def _check_layer_types(fields: FamilyConfig, family: Family, where: Path) -> Non
         raise ModelError(f"{where}: layer_types lists {unknown[0]!r}, which is not supported")
     if not ATTENDS & set(fields.layer_types):
         raise ModelError(f"{where}: no layer of layer_types attends, which is not supported")
+
+
+def _name_layers(config: dict[str, Any], family: Family, where: Path) -> None:
+    """Changes: config, in which the layers of a model with one branch each get their types and their number."""
+    if not family.layer_letters:
+        return
+    letters, kinds = config.pop("hybrid_override_pattern", None), config.get("layer_types")
+    if kinds is None and isinstance(letters, str):
+        kinds = config["layer_types"] = [family.layer_letters.get(letter, letter) for letter in letters]
+    if not isinstance(kinds, list):
+        raise ModelError(f"{where} does not list its layers", hint="download the file again")
+    config["num_hidden_layers"] = len(kinds)
+    if any(before == after == "mlp" for before, after in pairwise(["mlp", *kinds])):
+        raise ModelError(f"{where}: an MLP comes first or follows another one, which is not supported")
 
 
 def _refuse_unknown(config: dict[str, Any], where: Path) -> None:

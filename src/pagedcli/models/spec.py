@@ -47,13 +47,18 @@ class TensorNames:
     """How a checkpoint names the tensors of a decoder. The defaults are Llama's."""
 
     body: str = "model"  # what the names of all but the output layer begin with
+    embedding: str = "embed_tokens"
     final_norm: str = "norm"
     branch_norms: tuple[str, ...] | None = None  # of attention, then of the MLP; None: as layer_norms says
+    attention: str = "self_attn"
     attention_out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     recurrent: str = "linear_attn"
     mlp: str = "mlp"
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: gate and up are stacked
+    # of each layer the numbers of its attention or state and of its MLP, which the checkpoint calls layers; None: it
+    # has no MLP. Empty: both have the layer's number
+    branches: tuple[tuple[int, int | None], ...] = ()
     skipped: tuple[str, ...] = ()  # tensors whose names begin so are not of the language model
 
 
@@ -103,6 +108,7 @@ class ModelSpec:
     logits_divisor: float = 1.0
     layer_ropes: tuple[RopeSpec | None, ...] = ()  # of each layer, None: no rotary embedding; empty: `rope` in all
     fused_projections: bool = False  # the checkpoint stacks q, k, v and gate, up
+    gated_mlp: bool = True  # False: MLPs are down(activation(up(x)))
     experts: ExpertsSpec | None = None  # in place of the MLP
     recurrent: Recurrent | None = None  # in place of attention, in some layers
     layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all attend
@@ -134,6 +140,10 @@ class ModelSpec:
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that keep a state instead of K and V."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "recurrent")
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts in place of it."""
+        return not self.names.branches or self.names.branches[layer][1] is not None
 
     @property
     def state(self) -> tuple[StateTensor, ...]:

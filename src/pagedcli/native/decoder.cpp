@@ -77,6 +77,7 @@ template <class T> struct Forward {
     }
 
     void mlp(const Layer& layer) const {
+        if (!layer.experts && !layer.down.weight) return;
         if (layer.experts) {
             experts_forward(*layer.experts, m.dtype, normed(layer.mlp_norm).base, tokens, wide, (Epilogue)m.gate, threads);
             return add_rows<T>(m, wide, layer.mlp_norm_after, tokens, residual, threads);

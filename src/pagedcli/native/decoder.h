@@ -17,7 +17,7 @@ struct Layer {
     int64_t neighbours;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
     int64_t group, place;         // of layers that share blocks; among that group's layers, or those with a state
     Linear qkv, attention_out;
-    Linear gate_up, down;    // not read in a layer with experts
+    Linear gate_up, down;    // not read in a layer with experts; without weights: the layer has no MLP
     const Experts* experts;  // null: a gated MLP
     const Recurrent* recurrent;  // in place of attention; null: the layer attends
 };

@@ -111,6 +111,8 @@ static inline vf gelu_of(vf x) {
     return x * 0.5f * (1.f + tanh_of((x + x * x * x * 0.044715f) * SQRT_2_OVER_PI));
 }
 
+static inline vf squared_relu(vf x) { return select_of(x < vf{}, vf{}, x * x); }  // NaN stays
+
 // (up + 1) * gate * sigmoid(1.702 gate) with both clamped at 7, the gate only above, rounded after each operation.
 // Source: gpt-oss.
 template <class T> static inline vf clamped_gate(vf gate, vf up) {

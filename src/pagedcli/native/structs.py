@@ -8,7 +8,7 @@ import torch
 
 _int, _int64, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-STORE, ADD, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(5)  # Epilogue
+STORE, ADD, RELU2, GATE_SILU, GATE_GELU, GATE_CLAMPED = range(6)  # Epilogue
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of activations; also WeightKind
 GATED_DELTA, MAMBA2, SHORT_CONV = 0, 1, 2  # RecurrentKind
 INT8, CODES4, CODES8, LEVELS4, CODES5, CODES6, IQ4 = 3, *range(5, 11)  # WeightKind
