@@ -185,9 +185,10 @@ def check(job: Job, model: Model, folder: Path, seconds: float, clock_ns) -> tup
     wrong = [f"{name} {expected[name]:,} and {counts[name]:,}" for name in counts if counts[name] != expected[name]]
     off = found.seconds / took_s - 1
     others = f", busy: {busy.others:.0%}" if busy is not None and busy.disturbs else ""
+    equal = "; ".join(wrong) or "counts equal"
     print(
-        f"{job.model:8} {job.name:20} {found.num_requests:6,} rows"
-        f"  predicted {found.seconds:7.2f} s  took {took_s:7.2f} s  {off:+7.1%}  {counts['preemptions']:5,} preemptions  {'; '.join(wrong) or 'counts equal'}{others}",
+        f"{job.model:8} {job.name:20} {found.num_requests:6,} rows  predicted {found.seconds:7.2f} s"
+        f"  took {took_s:7.2f} s  {off:+7.1%}  {counts['preemptions']:5,} preemptions  {equal}{others}",
         flush=True,
     )
     return abs(off), not wrong

@@ -36,14 +36,16 @@ def some_stats():
 
 def test_rows_and_time_left_count_what_the_journal_had():
     assert progress.rows_text(some_stats()) == "400/1,000 rows, 3 failed"
-    assert progress.eta_text(some_stats()) == "1:00", "600 rows at 10 rows/s"
-    assert progress.eta_text(BatchStats(num_rows=10)) is None
-    assert progress.eta_text(BatchStats(num_rows=10**6, num_done=100, elapsed_s=1.0)) == "2:46:39"
+    assert progress.eta_text(progress.average_pace(some_stats())) == "1:00", "600 rows at 10 rows/s"
+    assert progress.eta_text(progress.average_pace(BatchStats(num_rows=10))) is None
+    assert (
+        progress.eta_text(progress.average_pace(BatchStats(num_rows=10**6, num_done=100, elapsed_s=1.0))) == "2:46:39"
+    )
     assert progress.rows_text(BatchStats(num_done=5)) == "5 rows", "the number of lines of stdin is not known"
 
 
 def test_the_live_display_fits_80_columns():
-    view = progress._LiveProgress()
+    view = progress._LiveProgress(progress.average_pace)
     out = io.StringIO()
     Console(file=out, width=80, force_terminal=False).print(view._render(some_stats()))
     lines = out.getvalue().splitlines()

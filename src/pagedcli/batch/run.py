@@ -364,6 +364,7 @@ class BatchRun:
         for answer in answers:
             metrics = answer.output.metrics
             self.stats.num_row_tokens += sum(len(sample.token_ids) for sample in answer.output.samples)
+            self.stats.num_stopped += sum(sample.finish_reason == "stop" for sample in answer.output.samples)
             self.stats.ttft.add(metrics.ttft_s)
             self.stats.queued.add(metrics.queued_s)
             if metrics.tpot_s is not None:

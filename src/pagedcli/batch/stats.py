@@ -48,6 +48,7 @@ class BatchStats:
     error_codes: Counter[str] = field(default_factory=Counter)  # rows by error code
     num_resumed: int = 0  # rows that were in the journal
     num_resumed_failed: int = 0  # rows
+    num_stopped: int = 0  # sequences of this run's rows that ended by themselves, before their limit
     num_row_tokens: int = 0  # generated tokens in the rows of this run; dropped beams and failed rows have others
     num_copied: int = 0  # rows of this run with the answers of an equal one (--deduplicate)
     num_copied_tokens: int = 0  # generated tokens in these, which num_row_tokens leaves out

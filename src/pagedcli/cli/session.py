@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from pagedcli.batch.end_time import EndTime
 from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
@@ -15,6 +16,7 @@ from pagedcli.batch.stats import BatchStats
 from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary, write_summary
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
+from pagedcli.planning.step_time import TimeKey, attended_layers, load_step_time, save_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
@@ -60,14 +62,20 @@ def run_job(
     except BaseException:
         sink.abandon()
         raise
+    from pagedcli.planning.expected import time_key  # imports torch, as the engine has
+
     with engine:
         quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
-        result = _run(work, engine, sink, metrics, stop_requested, quiet_terminal=quiet_terminal)
+        key = time_key(job.loaded.config.engine, engine.spec, engine.plan)
+        end_time = EndTime(engine, load_step_time(key), attended_layers(engine.plan.groups))
+        result = _run(work, engine, sink, metrics, end_time, stop_requested, quiet_terminal=quiet_terminal)
         is_reordered = job.loaded.config.run.reorder == "prefix"
         of_events = findings_of_events()
         losses = None if of_events is None else of_events.losses
         findings = Findings(engine.stats, losses, is_reordered)
-        say_summary(result, findings)
+        say_summary(result, findings, predicted=end_time.first)
+        if result.outcome == "complete":
+            _learn(key, end_time)
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
@@ -85,14 +93,17 @@ def _run(
     engine: "LLMEngine",
     sink: Sink,
     metrics: MetricsFile | None,
+    end_time: EndTime,
     stop_requested: Callable[[], bool],
     *,
     quiet_terminal: bool,
 ) -> BatchResult:
     stop = StopRequest(rows_are_kept=lambda: isinstance(sink, FileSink) and not sink.journal.is_lost)
-    with progress_view(quiet_terminal=quiet_terminal) as view, stop.listening():
+    engine.observe_work = end_time.observe_work
+    with progress_view(quiet_terminal=quiet_terminal, time_left=end_time.left_s) as view, stop.listening():
 
         def observe(stats: BatchStats) -> None:
+            end_time.update(stats)
             view.update(stats)
             if metrics is not None:
                 metrics.update(stats)
@@ -103,6 +114,15 @@ def _run(
         except KeyboardInterrupt:
             _say_resumable(sink)
             raise
+        finally:
+            engine.observe_work = None
+
+
+def _learn(key: TimeKey, end_time: EndTime) -> None:
+    """Let a finished run refine the calibration, if there is one: the next prediction is closer."""
+    known = load_step_time(key)
+    if known is not None and end_time.ratio is not None:
+        save_step_time(key, known.learned(end_time.ratio))
 
 
 def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:

@@ -14,7 +14,7 @@ from pagedcli.config import BUILTIN_MODEL, LoadedConfig
 from pagedcli.core.checkpoints import CheckpointPolicy
 from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
-from pagedcli.printable import byte_text, plural, printable, seconds_text
+from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
 from pagedcli.views.whole_run import Findings, advice, finding_lines
 
@@ -58,11 +58,20 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
         say("prefix caching is off")
 
 
-def say_summary(result: BatchResult, findings: Findings | None = None) -> None:
+def say_summary(
+    result: BatchResult, findings: Findings | None = None, *, predicted: tuple[float, float] | None = None
+) -> None:
     """Print the summary of a run; given its findings, also what they say about the cache, and the change that would
-    help most."""
+    help most. `predicted`: after how many seconds its duration was first predicted, and how long it was to be."""
     stats, facts = result.stats, result.stats.facts
     say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
+    if predicted is not None and result.outcome == "complete":
+        at_s, whole_s = predicted
+        off = percent_text(abs(stats.elapsed_s / whole_s - 1))
+        more = "more" if stats.elapsed_s >= whole_s else "less"
+        _say_line(
+            f"  predicted    {duration_text(whole_s)}, {duration_text(at_s)} after the start: it took {off} {more}"
+        )
     if stats.num_resumed:
         _say_line(f"  resumed      {plural(stats.num_resumed, 'row')} from the journal; the figures below exclude them")
     if facts.num_prompt_tokens:

@@ -212,8 +212,9 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
     )
     ones = [(work, seconds) for work, seconds in decodes if work.num_tokens == 1]
     found = replace(found, prompts=_knots(found, [*ones, *alone]), decodes=_knots(found, decodes))
-    several = [(work, seconds) for work, seconds in plain if work.num_chunks > 1]
-    found = replace(found, chunk_s=_mean_extra(found, [(work, work.num_chunks - 1, s) for work, s in several]))
+    several = [(work, seconds) for work, seconds in plain if work.num_chunks >= _MANY]
+    extra = [(seconds - found.seconds(work)) / (work.num_chunks - 1) for work, seconds in several]
+    found = replace(found, chunk_s=max(0.0, float(np.median(extra))) if extra else 0.0)
     randoms: dict[int, list[float]] = {}
     for work, seconds in samples:
         if work.num_random and work.is_decode:
@@ -222,6 +223,7 @@ def made_of(samples: Items[tuple[StepWork, float]], layers: tuple[AttendedLayers
 
 
 _LEAST_S = 1e-6  # of a knot
+_MANY = 4  # chunks, whose time differs by more than chance from that of one
 
 
 def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
@@ -236,12 +238,6 @@ def _knots(found: StepTime, samples: Items[tuple[StepWork, float]]) -> Knots:
 def _means(times: dict[int, list[float]]) -> Knots:
     knots = [(number, sum(seconds) / len(seconds)) for number, seconds in sorted(times.items())]
     return tuple(knots) if len(knots) > 1 else (knots[0], (knots[0][0] + 1, knots[0][1]))
-
-
-def _mean_extra(found: StepTime, samples: Items[tuple[StepWork, int, float]]) -> float:
-    """Seconds for each of the counted things that the record does not know about yet, in (work, count, seconds)."""
-    extra = sum(seconds - found.seconds(work) for work, _, seconds in samples)
-    return max(0.0, extra / max(1, sum(number for _, number, _ in samples)))
 
 
 def _slopes(samples: Items[tuple[StepWork, float]], names: tuple[str, ...]) -> list[float]:

@@ -5,6 +5,7 @@ collector), rewritten during the run.
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,11 +34,13 @@ class ProgressView:
     def update(self, stats: BatchStats) -> None: ...
 
 
-def progress_view(*, quiet_terminal: bool) -> ProgressView:
-    """The right view for stderr. `quiet_terminal`: other output goes to the same terminal."""
+def progress_view(*, quiet_terminal: bool, time_left: "TimeLeft | None" = None) -> ProgressView:
+    """The right view for stderr. `quiet_terminal`: other output goes to the same terminal. `time_left` None: rows are
+    assumed to take the same time each."""
+    time_left = time_left or average_pace
     if sys.stderr.isatty():
-        return ProgressView() if quiet_terminal else _LiveProgress()
-    return _PlainProgress()
+        return ProgressView() if quiet_terminal else _LiveProgress(time_left)
+    return _PlainProgress(time_left)
 
 
 class _Rates:
@@ -66,16 +69,25 @@ def rows_text(stats: BatchStats) -> str:
     return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
 
 
-def eta_text(stats: BatchStats) -> str | None:
-    """Time left at the average pace; None if unknown."""
+TimeLeft = Callable[[BatchStats], float | None]
+"""Seconds until a run ends; None: not known."""
+
+
+def average_pace(stats: BatchStats) -> float | None:
+    """As if the rows that are left took as long as those that are done."""
     if stats.num_rows is None or not stats.num_done:
         return None
-    seconds = round((stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done)
-    return (
-        f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        if seconds >= 3600
-        else (f"{seconds // 60}:{seconds % 60:02}")
-    )
+    return (stats.num_rows - stats.num_finished) * stats.elapsed_s / stats.num_done
+
+
+def eta_text(left_s: float | None) -> str | None:
+    """Time left as a clock shows it; None if unknown."""
+    if left_s is None:
+        return None
+    seconds = round(left_s)
+    if seconds < 3600:
+        return f"{seconds // 60}:{seconds % 60:02}"
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def details(stats: BatchStats, rates: _Rates) -> list[str]:
@@ -92,7 +104,8 @@ def details(stats: BatchStats, rates: _Rates) -> list[str]:
 class _PlainProgress(ProgressView):
     """Occasional whole lines, for logs."""
 
-    def __init__(self) -> None:
+    def __init__(self, time_left: "TimeLeft") -> None:
+        self._time_left = time_left
         self._rates = _Rates()
         self._next_s = time.monotonic() + _LINE_EVERY_S
 
@@ -101,7 +114,7 @@ class _PlainProgress(ProgressView):
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _LINE_EVERY_S
-        eta = eta_text(stats)
+        eta = eta_text(self._time_left(stats))
         parts = [rows_text(stats), *details(stats, self._rates), *([f"ETA {eta}"] if eta else [])]
         say(", ".join(parts))
 
@@ -109,10 +122,11 @@ class _PlainProgress(ProgressView):
 class _LiveProgress(ProgressView):
     """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, time_left: "TimeLeft") -> None:
         from rich.console import Console
         from rich.live import Live
 
+        self._time_left = time_left
         self._rates = _Rates()
         self._next_s = 0.0
         self._live: Any = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
@@ -138,7 +152,7 @@ class _LiveProgress(ProgressView):
         from rich.table import Table
         from rich.text import Text
 
-        eta = eta_text(stats)
+        eta = eta_text(self._time_left(stats))
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)

@@ -1,0 +1,88 @@
+"""The predicted end of a run, on a clock on which every step takes exactly what a record says."""
+
+import random
+from array import array
+
+import pytest
+from scripted import scripted_plan
+
+from pagedcli.batch.end_time import EndTime
+from pagedcli.batch.stats import BatchStats
+from pagedcli.planning.step_time import EVERYTHING, StepTime
+from pagedcli.simulation.requests import TraceRequest
+from pagedcli.simulation.run import Schedule, SimulatedCore, VirtualClock
+
+MACHINE = StepTime(
+    prompts=((1, 0.02), (256, 0.5)), decodes=((1, 0.02), (16, 0.08)), attended_by_prompts_s=1e-6,
+    attended_by_decodes_s=1e-6, chunk_s=0.001,
+)  # fmt: skip
+
+
+def requests(num_rows, *, stops=False):
+    draw = random.Random(1)
+    found = []
+    for index in range(num_rows):
+        prompt, most = draw.randint(20, 200), draw.randint(20, 120)
+        own = draw.randint(1, most) if stops else most
+        ids = [array("q", [7] * own)]
+        found.append(
+            TraceRequest(
+                str(index), None, prompt, own, token_ids=array("q", [draw.randrange(10**6) for _ in range(prompt)]),
+                max_new_tokens=most, output_ids=ids, stopped=[stops and own < most],
+            )
+        )  # fmt: skip
+    return found
+
+
+def run(rows, known, *, slower=1.0, at=0.3):
+    """Runs rows on the machine. Returns the prediction after this share of the rows, and the real duration."""
+    plan = scripted_plan(600, 16, max_num_seqs=16, max_num_batched_tokens=256)
+    core = SimulatedCore(plan, None, step_time=MACHINE.scaled(slower))
+    end, stats, found = EndTime(core, known, EVERYTHING), BatchStats(num_rows=len(rows), facts=core.stats), None
+    core.observe_work, waiting = end.observe_work, list(rows)
+    while waiting or core.has_unfinished_requests():
+        while waiting and core.num_unfinished_requests < plan.limits.max_in_work:
+            core.add(waiting.pop(0))
+        for output in core.step():
+            stats.num_done += 1
+            stats.num_stopped += sum(sample.finish_reason == "stop" for sample in output.samples)
+        stats.elapsed_s = core.clock.now_ns * 1e-9
+        end.update(stats)
+        if found is None and stats.num_done >= at * len(rows):
+            found = stats.elapsed_s + (end.left_s(stats) or 0.0)
+    return found, stats.elapsed_s, end
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("known", "slower"), [(MACHINE, 1.0), (MACHINE, 1.6), (None, 1.0)])
+def test_the_end_is_predicted_on_any_machine(known, slower, at):
+    found, took, _ = run(requests(120), known, slower=slower, at=at)
+    assert found == pytest.approx(took, rel=0.1)
+
+
+def test_rows_that_end_by_themselves_are_expected_to():
+    found, took, _ = run(requests(200, stops=True), MACHINE)
+    assert found == pytest.approx(took, rel=0.15)
+
+
+def test_the_first_prediction_and_what_a_run_teaches_are_kept():
+    _, took, end = run(requests(100), MACHINE, slower=1.5)
+    at, whole = end.first
+    assert at == pytest.approx(5.0, abs=1.0)
+    assert whole == pytest.approx(took, rel=0.15)
+    assert end.ratio == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_short_run_predicts_and_teaches_nothing():
+    _, took, end = run(requests(2), MACHINE)
+    assert took < 5.0
+    assert end.first is None
+
+
+def test_without_the_number_of_rows_the_end_is_unknown():
+    core = SimulatedCore(scripted_plan(600, 16), None, step_time=MACHINE)
+    end, stats = EndTime(core, MACHINE, EVERYTHING), BatchStats(facts=core.stats, elapsed_s=10.0)
+    end.update(stats)
+    assert end.left_s(stats) is None
+    assert isinstance(core.clock, VirtualClock)
+    assert Schedule().step_time is None
