@@ -96,6 +96,7 @@ def launches_of(config, folder, monkeypatch, *, capability, steps, **options):
                     patched.setattr(module, name, _Recorder(getattr(module, name), launches))
         patched.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         patched.setattr(triton_paged, "launch_problem", lambda: None)
+        patched.setattr(product_kernels, "_num_processors", lambda _: 132)
         backend = triton_paged.TritonAttention(attention_spec(engine, spec, gpu))
         model = load_model(
             folder, spec, backend=backend, dtype=named_dtype(decided.dtype), device=GPU, load_format="dummy",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter import interpreted, plain, run_interpreted
 from quantized_zoo import exact_activations, random_float8, random_weight
 
@@ -44,6 +45,53 @@ def test_the_product_is_that_of_the_dequantized_weight(case, tokens):
     half = TritonLinear(weight)(x.half())
     expected = x.half().double() @ weight.dequantized(torch.float16).double().T
     torch.testing.assert_close(half.double(), expected, rtol=2e-3, atol=2e-2)
+
+
+FORMS = {
+    "4 bits": random_weight(40, 400, group_size=80),
+    "4 bits by 32": random_weight(33, 400),
+    "8 bits": random_weight(64, 400, bits=8, group_size=400),
+    "e2m1": random_weight(40, 416, scales=torch.bfloat16, levels=E2M1),
+    "FP8": random_float8(40, 400, 400),
+    "FP8 by 64": random_float8(33, 416, 64),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_parts_of_the_inputs_are_added(form, tokens, monkeypatch):
+    from pagedcli.layers import triton_products
+    from pagedcli.layers.triton_products import TritonLinear, linear_constants
+
+    monkeypatch.setattr(triton_products, "_LEAST_LENGTH", 128)
+    monkeypatch.setattr(triton_products, "_num_processors", lambda _: 132)
+    weight = FORMS[form]
+    x, bias = exact_activations(tokens, weight.dequantized(torch.float32).shape[1]) / 127, torch.arange(-20.0, 80.0)
+    numbers = weight.dequantized(torch.float32)
+    linear = TritonLinear(weight, bias[: len(numbers)])
+    constants = [linear_constants(linear._weight, count, 132) for count in (1, 17, 40, 200)]
+    assert len({(each["LENGTH"], each["BLOCK_K"]) for each in constants}) == 1, "else a token depends on its company"
+    assert constants[0]["LENGTH"] < numbers.shape[1] / 2
+    exact = x.double() @ numbers.double().T + bias[: len(numbers)]
+    torch.testing.assert_close(linear(x).double(), exact, rtol=1e-5, atol=1e-3)
+    halved = linear(x.half())
+    torch.testing.assert_close(halved.double(), exact, rtol=2e-3, atol=2e-2 * float(exact.std()))
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS)
+def test_many_tokens_are_multiplied_by_the_unpacked_weight(form, monkeypatch):
+    from pagedcli.layers import triton_products
+    from pagedcli.layers.triton_products import TritonLinear, unpacked_weight
+
+    weight = FORMS[form]
+    linear = TritonLinear(weight)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(unpacked_weight(linear._weight, dtype), weight.dequantized(dtype))
+    monkeypatch.setattr(triton_products, "linear_kernel", None)
+    x = torch.ones(triton_products.UNPACKED_TOKENS, linear._weight.num_in)
+    assert torch.equal(linear(x), F.linear(x, weight.dequantized(torch.float32)))
 
 
 def by_hardware(linear):
@@ -98,34 +146,49 @@ def test_no_tokens_and_the_layer_of_a_checkpoint():
     torch.testing.assert_close(linear(torch.eye(64)).T, weight)
 
 
-@plain
-@pytest.mark.parametrize(
-    ("dtype", "capability"),
-    [(torch.bfloat16, 80), (torch.bfloat16, 89), (torch.float16, 90)]
-    + [
-        pytest.param(dtype, capability, marks=pytest.mark.slow)
-        for dtype, capability in ((torch.float16, 80), (torch.float16, 89), (torch.bfloat16, 90))
-    ],
-)
-@pytest.mark.parametrize(
-    ("form", "group_size"), [("codes4", 128), ("codes4", 32), ("codes8", 4096), ("float8", 128), ("float8", 4096)]
-)
-def test_it_compiles_without_spills(dtype, form, group_size, capability, tmp_path):
+def check_compiled(dtype, capability, form, group_size, tmp_path, token_counts):
     from triton_compile import NAMES, SHARED_LIMIT, Compiled, kernel_weight_types
 
-    from pagedcli.layers.triton_products import KernelWeight, linear_constants, linear_kernel
+    from pagedcli.layers import triton_products as products
 
-    weight = KernelWeight(form, 4096, 4096, group_size, torch.empty(0))
+    weight = products.KernelWeight(form, 4096, 4096, group_size, torch.empty(0))
     data = f"*{NAMES[dtype]}"
-    types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), data) | {"num_tokens": "i32"}
-    types |= kernel_weight_types(form, capability, data)
-    for num_tokens in (1, 32, 512):
-        constants = {**linear_constants(weight, num_tokens), "BIAS": False}
-        kernel = Compiled(linear_kernel, types, constants, capability, 4, tmp_path)
+    weight_types = kernel_weight_types(form, capability, data)
+    types = {"x_ptr": data, "bias_ptr": data, "out_ptr": "*fp32", "num_tokens": "i32", **weight_types}
+    for num_tokens in token_counts:
+        constants = {**products.linear_constants(weight, num_tokens, 132), "BIAS": False, "WHOLE": False}
+        kernel = Compiled(products.linear_kernel, types, constants, capability, 4, tmp_path, 4)
         assert kernel.spilled_bytes == 0
         assert kernel.shared_bytes <= SHARED_LIMIT[capability]
         assert "mma" in kernel.ptx
         assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (form == "float8" and capability >= 89)
+        if num_tokens == 1:  # four programs fit a multiprocessor side by side, on small cards three
+            assert (3 if capability in (86, 89) else 4) * kernel.shared_bytes <= SHARED_LIMIT[capability] + 8 * 1024
+            assert 4 * 128 * kernel.registers <= 65536
+    constants = {**weight.constants, "BLOCK_N": 64, "BLOCK_K": 64}
+    kernel = Compiled(products.unpack_kernel, {**weight_types, "out_ptr": data}, constants, capability, 4, tmp_path)
+    assert kernel.spilled_bytes == 0
+
+
+STORED = [("codes4", 128), ("codes4", 32), ("e2m1", 32), ("codes8", 4096), ("float8", 128), ("float8", 4096)]
+
+
+@plain
+@pytest.mark.parametrize(
+    ("dtype", "capability", "form", "group_size"),
+    [(torch.bfloat16, 80, "codes4", 32), (torch.bfloat16, 90, "float8", 128)],
+)
+def test_it_compiles_without_spills(dtype, capability, form, group_size, tmp_path):
+    check_compiled(dtype, capability, form, group_size, tmp_path, (1,))
+
+
+@plain
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize(("form", "group_size"), STORED)
+def test_all_of_it_compiles_without_spills(dtype, capability, form, group_size, tmp_path):
+    check_compiled(dtype, capability, form, group_size, tmp_path, (1, 32, 200))
 
 
 @interpreted

@@ -5,10 +5,12 @@ Weights of 4 and 8 bits become numbers of the activations' dtype in registers; s
 product with the `dequantized` weight in torch. Imported only where triton is installed.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -126,29 +128,70 @@ class TritonLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: x [T, in] -> [T, out], in the dtype of x."""
         x = x.contiguous() if self._order is None else x[:, self._order]
+        if x.shape[0] >= UNPACKED_TOKENS:
+            return F.linear(x, unpacked_weight(self._weight, x.dtype), self._bias)
         weight, num_tokens = self._weight, x.shape[0]
         out = x.new_empty((num_tokens, weight.num_out))
-        if num_tokens:
-            constants = linear_constants(weight, num_tokens)
-            grid = (-(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"]))
-            bias = x if self._bias is None else self._bias
-            arguments = (x, *weight.pointers, bias, out, num_tokens)
-            has_bias = self._bias is not None
-            linear_kernel[grid](*arguments, **constants, BIAS=has_bias, num_warps=4, num_stages=3)
+        if not num_tokens:
+            return out
+        constants = linear_constants(weight, num_tokens, _num_processors(x.device))
+        num_splits = -(-weight.num_in // constants["LENGTH"])
+        blocks = -(-weight.num_out // constants["BLOCK_N"]), -(-num_tokens // constants["BLOCK_T"])
+        bias, has_bias = x if self._bias is None else self._bias, self._bias is not None
+        sums = out if num_splits == 1 else out.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        arguments = (x, *weight.pointers, bias, sums, num_tokens)
+        flags = {"BIAS": has_bias and num_splits == 1, "WHOLE": num_splits == 1}
+        linear_kernel[(*blocks, num_splits)](*arguments, **constants, **flags, num_warps=4, num_stages=4)
+        if num_splits > 1:
+            _, scales, _ = weight.pointers
+            grid = num_tokens, -(-weight.num_out // _COLUMNS_PER_SUM)
+            sizes = weight.constants | {"SPLITS": num_splits, "BIAS": has_bias, "BLOCK": _COLUMNS_PER_SUM}
+            sum_splits_kernel[grid](sums, scales, bias, out, num_tokens, **sizes, num_warps=4)
         return out
 
 
-def linear_constants(weight: KernelWeight, num_tokens: int) -> dict[str, Any]:
-    """Compile-time values of linear_kernel: few tokens in narrow blocks, so that all processors have work."""
+# From so many tokens on a weight is unpacked once per call and multiplied by cuBLAS: otherwise each 64 tokens unpack it
+# again, in tiles that reach a fifth of cuBLAS's speed, while unpacking is one pass over the weight. Not timed yet.
+UNPACKED_TOKENS = 256
+_PROGRAMS_PER_PROCESSOR = 4  # each has 2 to 3 KB of a weight under way, and a multiprocessor needs 10 to 25 KB
+_LEAST_LENGTH = 512  # inputs of a program: fewer would not pay for writing and adding its sums
+_COLUMNS_PER_SUM = 512
+
+
+def linear_constants(weight: KernelWeight, num_tokens: int, num_processors: int) -> dict[str, Any]:
+    """Compile-time values of linear_kernel: few tokens in narrow blocks, and parts of the inputs, for the processors.
+
+    The parts do not depend on the tokens, so a token's result does not depend on its company.
+    """
     block_t = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    block_k = 64 if weight.group_size % 64 == 0 else 32  # all of one group, where groups allow it
-    return weight.constants | {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t == 16 else 64, "BLOCK_K": block_k}
+    in_groups = weight.form == "float8" and weight.group_size < weight.num_in
+    block_k = next(size for size in (128, 64, 32) if not in_groups or size == 32 or weight.group_size % size == 0)
+    wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // -(-weight.num_out // 32))
+    length = min(weight.num_in, max(_LEAST_LENGTH, -(-weight.num_in // wanted)))
+    blocks = {"BLOCK_T": block_t, "BLOCK_N": 32 if block_t <= 32 else 64, "BLOCK_K": block_k}
+    return weight.constants | blocks | {"LENGTH": -(-length // block_k) * block_k}
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def unpacked_weight(weight: KernelWeight, dtype: torch.dtype) -> Tensor:
+    """A linear layer's weight as numbers [N, K]."""
+    num_out, num_in = weight.num_out, weight.num_in
+    by_rows = weight.form == "float8"  # as it is stored
+    shape = (num_out, num_in) if by_rows else (num_in, num_out)
+    out = torch.empty(shape, dtype=dtype, device=weight.numbers.device)
+    grid = -(-num_out // 64), -(-num_in // 64)
+    unpack_kernel[grid](*weight.pointers, out, **weight.constants, BLOCK_N=64, BLOCK_K=64, num_warps=4)
+    return out if by_rows else out.T
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
     """int32 words of codes along the first dimension. Shapes: codes uint8 [K, N] -> [ceil(K * bits / 32), N]."""
     per_word = 32 // bits
-    padded = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % per_word)).view(-1, per_word, codes.shape[1])
+    padded = F.pad(codes, (0, 0, 0, -len(codes) % per_word)).view(-1, per_word, codes.shape[1])
     words = torch.zeros(padded[:, 0].shape, dtype=torch.int32, device=codes.device)
     for i in range(per_word):
         words |= padded[:, i].int() << i * bits
@@ -179,36 +222,62 @@ def add_product(
         weights = tl.load(numbers_ptr + n.to(tl.int64) * K + k, mask=inside, other=0.0)
         sums = tl.dot(x, weights, sums, input_precision="ieee")
     elif FORM == "float8":
-        numbers = tl.load(numbers_ptr + n.to(tl.int64) * K + k, mask=inside, other=0.0)
-        if numbers.dtype == tl.uint8:  # e4m3 in the bits of float16 is its value / 256
-            bits = numbers.to(tl.int16)
-            numbers = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+        numbers = _float8_numbers(tl.load(numbers_ptr + n.to(tl.int64) * K + k, mask=inside, other=0.0))
         if GROUP >= K:  # scaled after the last input
             sums = tl.dot(x, numbers.to(x.dtype), sums, input_precision="ieee")
         else:
             scales = tl.load(scales_ptr + start // GROUP * N + n, mask=in_rows, other=0.0)
             sums += tl.dot(x, numbers.to(x.dtype), input_precision="ieee") * scales
     else:
-        BITS: tl.constexpr = 8 if FORM == "codes8" else 4
-        PER_WORD: tl.constexpr = 32 // BITS
-        row = start // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)[:, None]
-        words = tl.load(numbers_ptr + row * N + n, mask=in_rows & (row * PER_WORD < K), other=0)
-        shifts = (tl.arange(0, PER_WORD) * BITS)[None, :, None]
-        codes = tl.reshape((words[:, None, :] >> shifts) & ((1 << BITS) - 1), (BLOCK_K, BLOCK_N))
-        if GROUP % BLOCK_K == 0:  # all inputs of the block are in one group
-            place, there = start // GROUP * N + n, in_rows
-        else:
-            place, there = k // GROUP * N + n, inside
-        scales = tl.load(scales_ptr + place, mask=there, other=0.0).to(tl.float32)
-        if FORM == "e2m1":  # twice the number: a sign, two bits of exponent, one of mantissa
-            exponent, mantissa = (codes >> 1) & 3, codes & 1
-            size = tl.where(exponent == 0, mantissa, (2 + mantissa) << (exponent + (exponent == 0) - 1))
-            whole = tl.where(codes > 7, -size, size)
-        else:
-            whole = codes - tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)
-        weights = (whole.to(tl.float32) * scales).to(x.dtype)
-        sums = tl.dot(x, weights, sums, input_precision="ieee")
+        weights = _numbers_of_codes(start, n, in_rows, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_K)
+        sums = tl.dot(x, tl.reshape(weights, (BLOCK_K, BLOCK_N)).to(x.dtype), sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def _float8_numbers(numbers):
+    """e4m3 as numbers, or bits of e4m3 as numbers / 256."""
+    if numbers.dtype == tl.uint8:  # in the bits of float16 it is its value / 256
+        bits = numbers.to(tl.int16)
+        numbers = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def _numbers_of_codes(
+    start,
+    n,
+    in_rows,
+    numbers_ptr,
+    scales_ptr,
+    zeros_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Weights in float32, [words, codes of a word, BLOCK_N]. A scale is loaded once per group, or once per word where a
+    group is smaller than a block."""
+    BITS: tl.constexpr = 8 if FORM == "codes8" else 4
+    PER_WORD: tl.constexpr = 32 // BITS
+    word = start // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)[:, None]
+    inside = in_rows & (word * PER_WORD < K)
+    words = tl.load(numbers_ptr + word * N + n, mask=inside, other=0)
+    shifts = (tl.arange(0, PER_WORD) * BITS)[None, :, None]
+    codes = (words[:, None, :] >> shifts) & ((1 << BITS) - 1)
+    if GROUP % BLOCK_K == 0:  # all inputs of the block are in one group
+        place, there = start // GROUP * N + n, in_rows
+    else:
+        place, there = word * PER_WORD // GROUP * N + n, inside
+    scales = tl.load(scales_ptr + place, mask=there, other=0.0).to(tl.float32)
+    if FORM == "e2m1":  # twice the number: a sign, two bits of exponent, one of mantissa
+        exponent, mantissa = (codes >> 1) & 3, codes & 1
+        size = tl.where(exponent == 0, mantissa, (2 + mantissa) << (exponent + (exponent == 0) - 1))
+        whole = tl.where(codes > 7, -size, size)
+    else:
+        whole = codes - tl.load(zeros_ptr + place, mask=there, other=0).to(tl.int32)[:, None, :]
+    return whole.to(tl.float32) * scales[:, None, :]
 
 
 @triton.jit
@@ -226,28 +295,92 @@ def linear_kernel(
     scales_ptr,
     zeros_ptr,
     bias_ptr,  # [N]
+    out_ptr,  # [T, N]; of parts float32 [parts, T, N]
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    LENGTH: tl.constexpr,  # inputs of a part
+    WHOLE: tl.constexpr,  # there is one part
+    BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per BLOCK_T tokens, BLOCK_N output features and part of the inputs."""
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    part = tl.program_id(2)
+    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for step in range(0, LENGTH, BLOCK_K):
+        start = part * LENGTH + step
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
+        sums = add_product(
+            sums, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
+        )
+    if WHOLE:
+        sums = scaled(sums, n, n < N, scales_ptr, K, FORM, GROUP)
+        if BIAS:
+            sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    row = part.to(tl.int64) * num_tokens + token
+    tl.store(out_ptr + row * N + n, sums, mask=(token < num_tokens) & (n < N))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_splits_kernel(
+    parts_ptr,  # float32 [SPLITS, T, N]
+    scales_ptr,
+    bias_ptr,  # [N]
     out_ptr,  # [T, N]
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per token and BLOCK output features: the sum of its parts, in their order."""
+    token = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SPLITS):
+        row = (token + part * num_tokens).to(tl.int64)
+        total += tl.load(parts_ptr + row * N + n, mask=inside, other=0.0)
+    total = scaled(total, n, inside, scales_ptr, K, FORM, GROUP)
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * N + n, total, mask=inside)
+
+
+@triton.jit
+def unpack_kernel(
+    numbers_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,  # of FP8 [N, K], of codes [K, N]
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per BLOCK_T tokens and BLOCK_N output features."""
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    """One program per BLOCK_N output features and BLOCK_K inputs."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=0.0)
-        sums = add_product(
-            sums, x, start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_N, BLOCK_K
-        )
-    sums = scaled(sums, n, n < N, scales_ptr, K, FORM, GROUP)
-    if BIAS:
-        sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token.to(tl.int64) * N + n, sums, mask=(token < num_tokens) & (n < N))
+    start = tl.program_id(1) * BLOCK_K
+    k = start + tl.arange(0, BLOCK_K)[:, None]
+    inside = (n < N) & (k < K)
+    if FORM == "float8":
+        place = n.to(tl.int64) * K + k
+        numbers = _float8_numbers(tl.load(numbers_ptr + place, mask=inside, other=0.0)).to(tl.float32)
+        numbers *= tl.load(scales_ptr + k // GROUP * N + n, mask=inside, other=0.0)
+    else:
+        place = k.to(tl.int64) * N + n
+        codes = _numbers_of_codes(start, n, n < N, numbers_ptr, scales_ptr, zeros_ptr, N, K, FORM, GROUP, BLOCK_K)
+        numbers = tl.reshape(codes, (BLOCK_K, BLOCK_N))
+    tl.store(out_ptr + place, numbers, mask=inside)

@@ -93,8 +93,9 @@ class Packed:
             return "torch has no kernel for them"
         if is_float8 and kernels == "cpu":
             return "no CPU kernel reads FP8; activations are not rounded"
-        if size is not None and size % 32 and (is_float8 or kernels == "cpu"):
-            return f"groups of {size} have no kernel, only multiples of 32"
+        multiple = 32 if is_float8 or kernels == "cpu" else 8
+        if size is not None and size % multiple:
+            return f"groups of {size} have no kernel, only multiples of {multiple}"
         return None
 
     def kept_bytes(self, shape: tuple[int, ...], itemsize: int, kernels: Kernels, *, gated: bool = False) -> int:
