@@ -25,6 +25,7 @@ from pagedcli.batch.parquet import ParquetRows, ParquetSource, require_pyarrow
 from pagedcli.batch.prompts import (
     BatchOptions,
     KeptColumns,
+    Prepared,
     batch_options,
     check_response_format,
     open_source,
@@ -32,7 +33,7 @@ from pagedcli.batch.prompts import (
 )
 from pagedcli.batch.repeats import Repeats
 from pagedcli.batch.row_format import CsvLines, JsonLines, RowFormat, kind_of
-from pagedcli.batch.rows import RowWriter
+from pagedcli.batch.rows import Answer, RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import FileSink, Sink, StreamSink
 from pagedcli.batch.stats import BatchStats
@@ -190,6 +191,7 @@ class OpenJob:
         sink: Sink,
         *,
         observe: Callable[[BatchStats], None],
+        observe_computed: Callable[[int, Prepared, list[Answer]], None],
         stop_requested: Callable[[], bool],
     ) -> BatchRun:
         """The run, after load_tokenizer and open_sink."""
@@ -207,6 +209,7 @@ class OpenJob:
             read=self._read,
             repeats=self._repeats,
             observe=observe,
+            observe_computed=observe_computed,
             observe_row=self.sample.add if self.job.num_verified else None,
             stop_requested=stop_requested,
         )

@@ -117,10 +117,18 @@ class _Prompt:
 class _Row:
     """The state of a line while the engine works on its prompts."""
 
-    head: RowHead
-    line: Line
+    request: Prepared
+    number: int  # rows that were started before
     request_ids: list[str]  # of its prompts
     answers: dict[str, Answer] = field(default_factory=dict)  # by request id
+
+    @property
+    def head(self) -> RowHead:
+        return self.request.head
+
+    @property
+    def line(self) -> Line:
+        return self.request.line
 
 
 def read_ahead(limits: Limits) -> int:
@@ -135,8 +143,9 @@ class BatchRun:
 
     `live`: lines may arrive slowly, and available ones are served meanwhile. `num_rows`: of the output, if known.
     `read`: the rows of the input up to the limit, if they have been read before. `repeats`: to compute equal rows once.
-    `observe` is called with the counters after each step, `observe_row` with each good row. `stop_requested` is called
-    before each step, and True ends the run once the rows so far are written.
+    `observe` is called with the counters after each step, `observe_row` with each good row, `observe_computed` with how
+    many rows were started before and each good row that is not a copy. `stop_requested` is called before each step, and
+    True ends the run once the rows so far are written.
     """
 
     def __init__(
@@ -154,6 +163,7 @@ class BatchRun:
         repeats: Repeats | None = None,
         observe: Callable[[BatchStats], None] | None = None,
         observe_row: Callable[[Line, list[Answer]], None] | None = None,
+        observe_computed: Callable[[int, Prepared, list[Answer]], None] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
@@ -163,6 +173,7 @@ class BatchRun:
         self._options = options
         self._observe = observe
         self._observe_row = observe_row
+        self._observe_computed = observe_computed
         self._stop_requested = stop_requested
         self._grammars = Grammars(tokenizer, end_token_ids=engine.spec.eos_token_ids, vocab_size=engine.spec.vocab_size)
         if live:
@@ -186,6 +197,7 @@ class BatchRun:
         self._num_tokens_in_work = 0
         self._window: PrefixWindow[Prepared] | None = PrefixWindow() if options.reorder == "prefix" else None
         self._repeats = repeats
+        self._num_started = 0  # rows
         self._exhausted = False  # whether the input has ended
         self.stats = BatchStats(num_rows=num_rows, facts=engine.stats)
 
@@ -292,7 +304,8 @@ class BatchRun:
         """Submit the prompts of a line to the engine, or write its error row if one of them cannot be served."""
         num_prompts = len(request.prompts)
         name = self._options.cache_namespace or str(request.line.index)
-        row = _Row(request.head, request.line, [name, *(f"{name}/{place}" for place in range(1, num_prompts))])
+        row = _Row(request, self._num_started, [name, *(f"{name}/{place}" for place in range(1, num_prompts))])
+        self._num_started += 1
         for request_id, prompt in zip(row.request_ids, request.prompts, strict=True):
             ids, params = prompt.token_ids, prompt.params
             stop_checkers = StopCheckers(self._tokenizer, ids, params) if params.stop_strings else None
@@ -360,6 +373,8 @@ class BatchRun:
         self._sink.write(row.head.index, row.line.digest, content, ok=True)
         if self._observe_row is not None:
             self._observe_row(row.line, answers)
+        if self._observe_computed is not None:
+            self._observe_computed(row.number, row.request, answers)
         self.stats.num_done += 1
         for answer in answers:
             metrics = answer.output.metrics

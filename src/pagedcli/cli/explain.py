@@ -15,6 +15,8 @@ from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.show.terminal import say
+from pagedcli.simulation.advice import ADVICE_S, recorded_advice
+from pagedcli.simulation.tables import advice_table
 from pagedcli.trace.files import TraceReader
 from pagedcli.trace.state import PoolState
 from pagedcli.views.explain import (
@@ -89,9 +91,14 @@ def explain(
     if request is None and explainer.checkpoints:
         tables.append(_checkpoints_table(explainer.checkpoints))
     tables.append(_lookups_table(chosen, title, decode))
+    facts = _facts(explainer, state)
+    if request is None and not lookups and format_ is not Format.CSV:
+        advice = recorded_advice(trace, budget_s=ADVICE_S)
+        tables.append(advice_table(advice))
+        facts |= advice.document()
     if format_ is Format.CSV:  # one table per file
         tables = tables[-1:] if lookups or request is not None else tables[:1]
-    print_tables(tables, format_, facts=_facts(explainer, state))
+    print_tables(tables, format_, facts=facts)
 
 
 def _facts(explainer: Explainer, state: PoolState) -> dict[str, Any]:

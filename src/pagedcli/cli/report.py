@@ -15,6 +15,7 @@ from pagedcli.kvevents.capture import is_capture
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size
 from pagedcli.show.terminal import say
+from pagedcli.simulation.advice import ADVICE_S, recorded_advice
 from pagedcli.trace.files import TraceReader
 from pagedcli.views.names import find_request
 
@@ -55,7 +56,10 @@ def report(
         reader = TraceReader(trace)
         named = None if request is None else find_request(TraceReader(trace), request, str(trace))
         page = render_report(
-            reader, lambda: recorded_decoder(trace, tokenizer), selected=() if named is None else named.seq_ids
+            reader,
+            lambda: recorded_decoder(trace, tokenizer),
+            selected=() if named is None else named.seq_ids,
+            make_advice=lambda: recorded_advice(trace, budget_s=ADVICE_S).sentences(),
         )
         for note in reader.notes:
             say(f"note: {note}")

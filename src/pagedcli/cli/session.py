@@ -13,18 +13,22 @@ from pagedcli.batch.job import Job, OpenJob
 from pagedcli.batch.run import BatchResult
 from pagedcli.batch.sinks import FileSink, Sink
 from pagedcli.batch.stats import BatchStats
-from pagedcli.cli.summary import resume_command, say_model, say_plan, say_summary, write_summary
+from pagedcli.cli.summary import resume_command, say_advice, say_model, say_plan, say_summary, write_summary
 from pagedcli.errors import UsageError
 from pagedcli.events import Emit
 from pagedcli.planning.step_time import TimeKey, attended_layers, load_step_time, save_step_time
 from pagedcli.printable import plural
 from pagedcli.show.progress import MetricsFile, progress_view
 from pagedcli.show.terminal import TerminalJson, say
+from pagedcli.simulation.advice import Advice
+from pagedcli.simulation.served import ServedRequests
 from pagedcli.views.whole_run import Findings
 
 if TYPE_CHECKING:
     from pagedcli.runner.llm_engine import LLMEngine
 
+# the time that advice may take at the end of a run
+ADVICE_SHARE, LEAST_ADVICE_S, MOST_ADVICE_S = 0.25, 0.5, 2.0
 EXIT_OK, EXIT_FATAL, EXIT_ERROR_ROWS, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
@@ -68,20 +72,20 @@ def run_job(
         quiet_terminal = terminal_is_taken or _is_rows_on_terminal(job)
         key = time_key(job.loaded.config.engine, engine.spec, engine.plan)
         end_time = EndTime(engine, load_step_time(key), attended_layers(engine.plan.groups))
-        result = _run(work, engine, sink, metrics, end_time, stop_requested, quiet_terminal=quiet_terminal)
-        is_reordered = job.loaded.config.run.reorder == "prefix"
+        served = ServedRequests(engine.plan)
+        result = _run(work, engine, sink, metrics, end_time, served, stop_requested, quiet_terminal=quiet_terminal)
         of_events = findings_of_events()
-        losses = None if of_events is None else of_events.losses
-        findings = Findings(engine.stats, losses, is_reordered)
+        findings = Findings(engine.stats, None if of_events is None else of_events.losses)
         say_summary(result, findings, predicted=end_time.first)
         if result.outcome == "complete":
             _learn(key, end_time)
+        advice = _advice(job, served, result)
         if work.lines.has_grown:
             say(f"note: {job.input_name} has grown since the run began; the new rows were not read")
         if metrics is not None:
             metrics.update(result.stats, now=True)
         if job.summary_json is not None:
-            write_summary(job.summary_json, result, findings)
+            write_summary(job.summary_json, result, findings, advice)
         code = _exit_code(job, sink, result)
         if job.num_verified and result.outcome == "complete" and _rows_differ(work, engine):
             return EXIT_FATAL
@@ -94,6 +98,7 @@ def _run(
     sink: Sink,
     metrics: MetricsFile | None,
     end_time: EndTime,
+    served: ServedRequests,
     stop_requested: Callable[[], bool],
     *,
     quiet_terminal: bool,
@@ -108,7 +113,13 @@ def _run(
             if metrics is not None:
                 metrics.update(stats)
 
-        run = work.start(engine, sink, observe=observe, stop_requested=lambda: stop.requested or stop_requested())
+        run = work.start(
+            engine,
+            sink,
+            observe=observe,
+            observe_computed=served.add,
+            stop_requested=lambda: stop.requested or stop_requested(),
+        )
         try:
             return run.run()
         except KeyboardInterrupt:
@@ -123,6 +134,16 @@ def _learn(key: TimeKey, end_time: EndTime) -> None:
     known = load_step_time(key)
     if known is not None and end_time.ratio is not None:
         save_step_time(key, known.learned(end_time.ratio))
+
+
+def _advice(job: Job, served: ServedRequests, result: BatchResult) -> Advice:
+    """Find and print what to change."""
+    run = job.loaded.config.run
+    budget_s = min(max(LEAST_ADVICE_S, ADVICE_SHARE * result.stats.elapsed_s), MOST_ADVICE_S)
+    advice = served.advice(is_reordered=run.reorder == "prefix", read_ahead=run.read_ahead, budget_s=budget_s)
+    if result.stats.facts.num_prompt_tokens:
+        say_advice(advice)
+    return advice
 
 
 def _rows_differ(work: OpenJob, engine: "LLMEngine") -> bool:

@@ -16,7 +16,8 @@ from pagedcli.errors import PagedcliError
 from pagedcli.files import whole_file
 from pagedcli.printable import byte_text, duration_text, percent_text, plural, printable, seconds_text
 from pagedcli.show.terminal import say, say_wrapped
-from pagedcli.views.whole_run import Findings, advice, finding_lines
+from pagedcli.simulation.advice import Advice
+from pagedcli.views.whole_run import Findings, finding_lines
 
 if TYPE_CHECKING:
     from pagedcli.core.plan import Plan
@@ -61,8 +62,8 @@ def say_plan(plan: "Plan", *, enable_prefix_caching: bool) -> None:
 def say_summary(
     result: BatchResult, findings: Findings | None = None, *, predicted: tuple[float, float] | None = None
 ) -> None:
-    """Print the summary of a run; given its findings, also what they say about the cache, and the change that would
-    help most. `predicted`: after how many seconds its duration was first predicted, and how long it was to be."""
+    """Print the summary of a run; given its findings, also what they say about the cache. `predicted`: after how
+    many seconds its duration was first predicted, and how long it was to be."""
     stats, facts = result.stats, result.stats.facts
     say_wrapped(f"{_outcome(result)} in {stats.elapsed_s:,.1f} s{_failures(stats)}")
     if predicted is not None and result.outcome == "complete":
@@ -116,14 +117,20 @@ def say_summary(
         say_wrapped(f"note: {plural(count, 'line')} with the field {name!r}, which has no effect (--strict refuses it)")
 
 
+def say_advice(advice: Advice) -> None:
+    """Print what to change about a run."""
+    for label, text in zip(("to change", "or"), advice.sentences(), strict=False):
+        _say_line(f"  {label:<12} {text}")
+
+
 def _say_line(text: str) -> None:
     """A label, in a column of its own, and its text."""
     say_wrapped(text, indent=15)
 
 
-def _findings_document(findings: Findings) -> dict[str, object]:
+def _findings_document(findings: Findings, advice: Advice | None) -> dict[str, object]:
     """Keys of the summary's `cache`. Rates are shares of the prompt tokens."""
-    facts, advised = findings.facts, advice(findings)
+    facts = findings.facts
     looked_up = facts.num_prompt_tokens
     return {
         "longest_shared_prefix_tokens": facts.longest_shared,
@@ -133,12 +140,13 @@ def _findings_document(findings: Findings) -> dict[str, object]:
         "mean_waste": facts.mean_waste,
         "peak_waste": facts.peak_waste,
         "waiting_s": facts.waiting_s,
-        "advice": advised.text,
-        "advised_flag": advised.setting,
+        **({} if advice is None else advice.document()),
     }
 
 
-def summary_document(result: BatchResult, findings: Findings | None = None) -> dict[str, object]:
+def summary_document(
+    result: BatchResult, findings: Findings | None = None, advice: Advice | None = None
+) -> dict[str, object]:
     """The summary as JSON. Tokens and blocks are counts, times are in seconds; null: not measured.
 
     ttft_s: from admission of a row to its first token; queued_s: the part of it before the row's first step.
@@ -159,15 +167,17 @@ def summary_document(result: BatchResult, findings: Findings | None = None) -> d
             key: {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
             for key, values in times.items()
         },
-        "cache": None if findings is None else _findings_document(findings),
+        "cache": None if findings is None else _findings_document(findings, advice),
     }
 
 
-def write_summary(path: Path, result: BatchResult, findings: Findings | None = None) -> None:
+def write_summary(
+    path: Path, result: BatchResult, findings: Findings | None = None, advice: Advice | None = None
+) -> None:
     """Raises: PagedcliError if the file cannot be written."""
     try:
         with whole_file(path, overwrite=True) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result, findings))) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(summary_document(result, findings, advice))) + b"\n")
     except OSError as error:
         raise PagedcliError(f"cannot write the summary {path}: {error.strerror}") from error
 

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from pagedcli.core.limits import Limits
-from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 
 _LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
 _POOL = ("num_blocks", "peak_used_blocks", "num_state_slots", "peak_used_state_slots")
@@ -30,7 +29,7 @@ class RunFacts:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of these, found then or while the prompt was computed in chunks
     longest_shared: int = 0  # longest beginning of a prompt that an earlier sequence has, too
-    num_ideal: dict[int, int] = field(default_factory=dict)  # by block size: hits if each block is computed only once
+    num_ideal: int = 0  # hits if each block is computed only once
     num_partial_tokens: int = 0  # shared, but less than a block
     ideal_of: int | None = None  # num_ideal counts at least this many of the newest tokens; None: all
     # work
@@ -67,20 +66,10 @@ class RunFacts:
         made.num_state_slots = limits.num_state_slots or 0
         return made
 
-    def __post_init__(self) -> None:
-        smaller = (size for size in BLOCK_SIZES if SMALLEST_RECOMMENDED <= size < self.block_size)
-        self.num_ideal = self.num_ideal or dict.fromkeys((*smaller, self.block_size), 0)
-
     @property
     def num_ideal_tokens(self) -> int:
-        """Hits at the block size of the run if each block is computed only once."""
-        return max(self.num_ideal[self.block_size], self.num_cached_tokens)
-
-    @property
-    def gains(self) -> dict[int, int]:
-        """Smaller block size -> tokens by which num_ideal_tokens would grow."""
-        ideal = self.num_ideal_tokens
-        return {size: max(0, count - ideal) for size, count in self.num_ideal.items() if size < self.block_size}
+        """Hits if each block is computed only once."""
+        return max(self.num_ideal, self.num_cached_tokens)
 
     @property
     def mean_waste(self) -> float | None:
@@ -107,8 +96,7 @@ class RunFacts:
         if num_shared is not None:
             self.longest_shared = max(self.longest_shared, num_shared)
             self.num_partial_tokens += num_shared % self.block_size
-            for size in self.num_ideal:
-                self.num_ideal[size] += min(num_shared // size * size, num_tokens - 1)
+            self.num_ideal += min(num_shared // self.block_size * self.block_size, num_tokens - 1)
 
     def count_scheduled(
         self, *, num_new_tokens: int, num_used_blocks: int, num_unfilled_slots: int, num_running: int, num_waiting: int

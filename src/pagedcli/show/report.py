@@ -8,7 +8,7 @@ import dataclasses
 import html
 import re
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -165,10 +165,15 @@ Decode = Callable[[tuple[int, ...]], str]
 
 
 def render_report(
-    reader: TraceReader, make_decoder: Callable[[], Decode | None] = lambda: None, *, selected: Collection[int] = ()
+    reader: TraceReader,
+    make_decoder: Callable[[], Decode | None] = lambda: None,
+    *,
+    selected: Collection[int] = (),
+    make_advice: Callable[[], Sequence[str]] = tuple,
 ) -> bytes:
-    """The page, in UTF-8. `make_decoder`, called once the trace is known to be valid, returns what turns recorded
-    token ids into text; without it they stay numbers. The page opens at the `selected` sequences, if there are any.
+    """The page, in UTF-8. Once the trace is known to be valid, `make_decoder` returns what turns recorded token ids
+    into text, without which they stay numbers, and `make_advice` what to change, in words. The page opens at the
+    `selected` sequences, if there are any.
 
     Raises: TraceError if the trace is damaged or inconsistent.
     """
@@ -182,7 +187,7 @@ def render_report(
         "file": reader.path.name,
         "notes": reader.notes,
         "engine": msgspec.to_builtins(state.engine),
-        "story": story(run.findings(state), run.elapsed_s),
+        "story": story(run.findings(state), run.elapsed_s, make_advice()),
         "summary": {**moment.summary(), "sequences": [], "lookups": [], "events": []},
         "numUnfinished": len(state.seqs),
         "refused": [msgspec.to_builtins(event) for event in state.refused[:1000]],

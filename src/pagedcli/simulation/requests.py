@@ -71,6 +71,7 @@ class Workload:
     num_bad: int = 0
     bad_lines: list[BadLine] = field(default_factory=list)  # the first MAX_LISTED
     notes: list[str] = field(default_factory=list)
+    num_left_out: int = 0  # beam searches, which are not simulated
     has_times: bool = False
 
     def add_bad(self, place: str, reason: str) -> None:

@@ -38,8 +38,14 @@ from pagedcli.trace.state import PoolState
 
 
 def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
-    """The requests of a recorded run, and the engine that served them. With recorded tokens they are exact; without,
-    the hashes of their blocks stand for them. Raises: UsageError or TraceError."""
+    """The requests of a recorded run, and the engine that served them; see read_run."""
+    workload, state = read_run(path)
+    return workload, state.started
+
+
+def read_run(path: Path) -> tuple[Workload, PoolState]:
+    """The requests of a recorded run, and the pool at its end. With recorded tokens they are exact; without, the hashes
+    of their blocks stand for them. Raises: UsageError or TraceError."""
     reader = TraceReader(path)
     view = _Requests()
     state = fold(reader, view)
@@ -53,7 +59,7 @@ def read_recorded_run(path: Path) -> tuple[Workload, EngineStarted]:
             request.token_ids = request.output_ids = request.stopped = None
         workload.notes.append("the run was recorded without tokens: outputs are never found in the cache")
     workload.finish()
-    return workload, state.started
+    return workload, state
 
 
 class _Requests(View[PoolState]):
@@ -128,6 +134,7 @@ class _Requests(View[PoolState]):
     def finish(self) -> None:
         """Keep the requests that finished, and give them their outputs."""
         workload = self.workload
+        workload.num_left_out = self._num_beam_searches
         if self._num_beam_searches:
             workload.notes.append(
                 f"{plural(self._num_beam_searches, 'beam search')}, which simulate does not model: left out"

@@ -12,7 +12,8 @@ from pagedcli.core.eviction import POLICIES
 from pagedcli.core.limits import Limits
 from pagedcli.printable import one_line, plural
 from pagedcli.show import pages
-from pagedcli.show.tables import Column, Format, Table, count, percent, size
+from pagedcli.show.tables import Column, Format, Table, count, decimal, percent, size
+from pagedcli.simulation.advice import Advice
 from pagedcli.simulation.caches import PARTS, LruCurve
 from pagedcli.simulation.requests import Workload
 from pagedcli.simulation.run import Schedule
@@ -42,6 +43,20 @@ def facts(sweep: Sweep, block_size: int, block_bytes: int | None) -> dict[str, A
         "unlimited_hit_rate_blocks": _rate(blocks, curve.num_blocks),
         "unlimited_hit_rate_tokens": _rate(tokens, curve.num_tokens),
     }
+
+
+def advice_table(advice: Advice) -> Table:
+    """Every setting that was tried, best first, and what to change."""
+    rows = advice.rows()
+    columns = [
+        Column("setting", "setting"), Column("saved", "time saved" if advice.by_time else "not computed", percent),
+        *([Column("seconds", "seconds", decimal)] if advice.by_time else []),
+        Column("num_computed_tokens", "computed tokens", count), Column("hit_rate", "hit rate", percent),
+        Column("num_preemptions", "preemptions", count), Column("peak_used_blocks", "peak blocks", count),
+        Column("cost", "costs"),
+    ]  # fmt: skip
+    notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
+    return Table("advice", "What other settings would do, each run in the simulator", columns, rows, notes)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:

@@ -167,9 +167,7 @@ class RunStats(View[PoolState]):
         """A snapshot that later events do not change."""
         other = RunStats.__new__(RunStats)
         other.__dict__.update(self.__dict__)
-        other.facts = replace(
-            self.facts, num_ideal=self.facts.num_ideal.copy(), waiting_ns=self.facts.waiting_ns.copy()
-        )
+        other.facts = replace(self.facts, waiting_ns=self.facts.waiting_ns.copy())
         other.run = Hits(_copy(self.run.from_others), _copy(self.run.own))
         other.rolling = Hits(_copy(self.rolling.from_others), _copy(self.rolling.own))
         other._window, other._lookups = self._window.copy(), self._lookups.copy()

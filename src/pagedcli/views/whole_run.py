@@ -1,24 +1,23 @@
 """A whole run: what each sequence did when, what it waited for, and what the run says about its KV cache in words: what
-was found, what was lost where, and the one change that would help most.
+was found and what was lost where.
 
 Used by the summaries of `generate` and `trace`, by the report and Perfetto.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import pagedcli.events as ev
-from pagedcli.core.budget import blocks_for
 from pagedcli.core.facts import RunFacts
-from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
 from pagedcli.events import Event
 from pagedcli.printable import percent_text, plural, seconds_text
 from pagedcli.trace.dispatch import Handler, View
 from pagedcli.trace.state import PoolState, SeqState, Status
-from pagedcli.views.explain import Explainer, Lookup
+from pagedcli.views.explain import Explainer
 from pagedcli.views.stats import WAITING_REASONS, RunStats, StepSeries
-from pagedcli.views.words import WAITING_FLAGS, WAITING_WORDS
+from pagedcli.views.words import WAITING_WORDS
 
 
 @dataclass(slots=True)
@@ -118,9 +117,6 @@ def _now(state: PoolState) -> int:
     return 0 if step is None else step.step + (step.end_ns is not None)
 
 
-WORTH_SAYING = 0.01  # share of all computed tokens from which a change is worth recommending
-
-
 @dataclass(frozen=True, slots=True)
 class Losses:
     """What only the events of a run show: why tokens were computed although they were shared. Tokens, unless another
@@ -128,8 +124,6 @@ class Losses:
 
     num_evicted: int  # cached before, evicted by the time of the lookup
     num_in_flight: int  # computed by two sequences at the same time
-    num_more_blocks: int | None = None  # by which the pool must at least grow to keep what was evicted
-    num_enough_blocks: int | None = None  # a pool in which nothing could have been preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +132,6 @@ class Findings:
 
     facts: RunFacts
     losses: Losses | None = None  # None: the engine's own counts, without events
-    is_reordered: bool = False  # --reorder prefix
 
     def lost(self) -> list[tuple[int, str]]:
         """Shared tokens that were computed again, and why, largest first."""
@@ -153,25 +146,9 @@ class Findings:
         return sorted(((count, words) for count, words in known if count), reverse=True)
 
     @property
-    def most_evicted(self) -> int:
-        """Tokens lost to eviction; an upper bound without events."""
-        if self.losses is not None:
-            return self.losses.num_evicted
-        facts = self.facts
-        return facts.num_ideal_tokens - facts.num_cached_tokens if facts.num_evictions else 0
-
-    @property
     def waiting_s(self) -> float:
         """Seconds, of all sequences and for all reasons."""
         return sum(self.facts.waiting_s.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The change that would help most."""
-
-    setting: str | None  # the flag to change; None: nothing to change
-    text: str
 
 
 def finding_lines(findings: Findings) -> list[tuple[str, str]]:
@@ -187,12 +164,11 @@ def finding_lines(findings: Findings) -> list[tuple[str, str]]:
         lines.append(("waste", f"{mean} of the slots in use held no token (mean of the steps; peak {peak})"))
     if findings.waiting_s:
         lines.append(("waiting", _waiting_text(findings)))
-    lines.append(("to change", advice(findings).text))
     return lines
 
 
-def story(findings: Findings, elapsed_s: float) -> list[str]:
-    """Three sentences: what ran, what the cache did, what to change."""
+def story(findings: Findings, elapsed_s: float, advice: Sequence[str] = ()) -> list[str]:
+    """Sentences: what ran, what the cache did and, if it is known, what to change."""
     facts = findings.facts
     ran = (
         f"{plural(facts.num_sequences, 'sequence')} generated {plural(facts.num_generated_tokens, 'token')} in "
@@ -213,7 +189,8 @@ def story(findings: Findings, elapsed_s: float) -> list[str]:
         again = (
             f"; {_were(facts.num_recomputed_tokens)} computed again after {plural(facts.num_preemptions, 'preemption')}"
         )
-    return [f"{ran}.", f"{cache}{again}.", f"To change: {advice(findings).text}."]
+    to_change = [f"To change: {'; or '.join(advice)}."] if advice else []
+    return [f"{ran}.", f"{cache}{again}.", *to_change]
 
 
 def _were(num_tokens: int) -> str:
@@ -243,95 +220,6 @@ def _waiting_text(findings: Findings) -> str:
     why = ", ".join(f"{percent_text(part / total)} {WAITING_WORDS[reason]}" for reason, part in reasons if part)
     mean = seconds_text(total / max(1, facts.num_sequences))
     return f"{seconds_text(total)} over all sequences, mean {mean}: {why}"
-
-
-# ---------------------------------------------------------------------- the one change
-
-
-def advice(findings: Findings) -> Advice:
-    """The change that would have saved most tokens; without one, what the sequences waited for."""
-    facts = findings.facts
-    if not facts.prefix_caching:
-        return Advice("--enable-prefix-caching", "prefix caching is off: pagedcli plan shows what it would find")
-    saved, found = max([_block_size(findings), _pool(findings), _order(findings)], key=lambda pair: pair[0])
-    if found is not None and saved >= WORTH_SAYING * max(1, facts.num_computed_tokens):
-        return found
-    return _limits(findings) or Advice(None, _nothing_text(findings))
-
-
-def _share(findings: Findings, saved: int) -> str:
-    facts = findings.facts
-    return f"{plural(saved, 'token')} ({percent_text(saved / max(1, facts.num_computed_tokens))} of all computed)"
-
-
-def _block_size(findings: Findings) -> tuple[int, Advice | None]:
-    """The largest block size that brings nine tenths of the best gain: larger blocks mean shorter tables."""
-    facts = findings.facts
-    most = max(facts.gains.values(), default=0)
-    enough = [size for size, gain in facts.gains.items() if gain >= 0.9 * most]
-    if most <= 0:
-        return 0, None
-    size = max(enough)
-    gain = _share(findings, facts.gains[size])
-    text = f"--block-size {size} instead of {facts.block_size} would find up to {gain} more in the cache"
-    return facts.gains[size], Advice("--block-size", text)
-
-
-def _pool(findings: Findings) -> tuple[int, Advice | None]:
-    facts = findings.facts
-    saved = findings.most_evicted + facts.num_recomputed_tokens
-    if not saved:
-        return 0, None
-    parts = []
-    if findings.most_evicted:
-        more = None if findings.losses is None else findings.losses.num_more_blocks
-        least = "" if more is None else f" (to keep them takes at least {facts.num_blocks + more:,} blocks)"
-        parts.append(f"{findings.most_evicted:,} evicted before their next use{least}")
-    if facts.num_recomputed_tokens:
-        enough = None if findings.losses is None else findings.losses.num_enough_blocks
-        most = "" if enough is None else f" (with {enough:,} blocks nothing is preempted)"
-        parts.append(f"{facts.num_recomputed_tokens:,} computed again after preemptions{most}")
-    pool = f"a pool of more than {facts.num_blocks:,} blocks"
-    text = f"{pool} would save up to {_share(findings, saved)}: {' and '.join(parts)}"
-    return saved, Advice("--num-gpu-blocks-override", text)
-
-
-def _order(findings: Findings) -> tuple[int, Advice | None]:
-    """Rows with a common prefix one after another use it before it is evicted, without more memory."""
-    facts = findings.facts
-    evicted = findings.most_evicted
-    if findings.is_reordered or not evicted or facts.num_recomputed_tokens > evicted // 10:
-        return 0, None
-    order = "--reorder prefix, which starts rows with a common prefix one after another,"
-    text = f"{order} would find up to {_share(findings, evicted)} before they are evicted"
-    return evicted + facts.num_recomputed_tokens + 1, Advice("--reorder", text)  # before a larger pool
-
-
-def _limits(findings: Findings) -> Advice | None:
-    """A limit that made sequences wait for most of the time while blocks were free."""
-    facts = findings.facts
-    total = findings.waiting_s
-    if total <= facts.running_ns * 1e-9 or facts.peak_used_blocks > 0.8 * facts.num_blocks:
-        return None
-    reason, longest = max(facts.waiting_s.items(), key=lambda item: item[1])
-    if reason not in WAITING_FLAGS or longest < 0.5 * total:
-        return None
-    text = (
-        f"a higher {WAITING_FLAGS[reason]}: sequences waited {seconds_text(longest)} for the {WAITING_WORDS[reason]}, "
-        f"and at most {percent_text(facts.peak_used_blocks / facts.num_blocks)} of the pool was in use"
-    )
-    return Advice(WAITING_FLAGS[reason], text)
-
-
-def _nothing_text(findings: Findings) -> str:
-    facts = findings.facts
-    if not facts.num_prompt_tokens:
-        return "nothing: no request was admitted"
-    missing = facts.num_ideal_tokens - facts.num_cached_tokens
-    if missing <= 0 and not facts.num_preemptions:
-        found = "every shared block" if facts.ideal_of is None else f"all that a {_ideal_cache(findings)} shares"
-        return f"nothing: {found} was found and nothing was preempted"
-    return f"nothing that saves {percent_text(WORTH_SAYING)} of the computed tokens"
 
 
 @dataclass(slots=True)
@@ -431,23 +319,17 @@ class WholeRun(View[PoolState]):
 
     def findings(self, state: PoolState) -> Findings:
         """What the run says about its cache."""
-        engine, first, size = state.started, self.explainer.totals(own=False), state.block_size
-        evicted = [lookup.num_more_blocks for lookup in self.explainer.lookups if lookup.num_more_blocks is not None]
-        losses = Losses(
-            num_evicted=first.evicted,
-            num_in_flight=first.in_flight,
-            num_more_blocks=max(evicted, default=None),
-            num_enough_blocks=_enough_blocks(self.requests, engine.max_num_seqs, size),
-        )
+        first = self.explainer.totals(own=False)
+        losses = Losses(num_evicted=first.evicted, num_in_flight=first.in_flight)
         facts = self.stats.facts
-        if not self.stats.num_compared and engine.enable_prefix_caching:  # an older trace: what its blocks show
+        if not self.stats.num_compared and state.started.enable_prefix_caching:  # an older trace: what its blocks show
             facts = replace(
                 facts,
-                num_ideal={size: first.ideal} | _ideal_of_smaller(self.explainer.lookups, size, first.ideal),
+                num_ideal=first.ideal,
                 num_partial_tokens=first.first_seen_shared + first.last_block_shared,
                 longest_shared=self.explainer.longest_shared_prefix(),
             )
-        return Findings(facts, losses, _is_reordered(state))
+        return Findings(facts, losses)
 
     # ------------------------------------------------------------------ requests
 
@@ -489,28 +371,3 @@ class WholeRun(View[PoolState]):
 
 def _by_arrival(state: PoolState) -> list[SeqState]:
     return sorted([*state.finished.values(), *state.seqs.values()], key=lambda seq: seq.seq_id)
-
-
-def _is_reordered(state: PoolState) -> bool:
-    """Whether rows were started in another order than that of their numbers (--reorder)."""
-    firsts = (seq.request_id for seq in _by_arrival(state) if not seq.sample_index)
-    numbers = [int(request_id) for request_id in firsts if request_id.isdecimal()]
-    return any(before > after for before, after in pairwise(numbers))
-
-
-def _ideal_of_smaller(lookups: list[Lookup], block_size: int, ideal: int) -> dict[int, int]:
-    """By smaller block size: what the first lookups would have hit in an unlimited cache."""
-    first = [lookup for lookup in lookups if not lookup.own and lookup.reason != "caching_off"]
-    found = {}
-    for size in (size for size in BLOCK_SIZES if SMALLEST_RECOMMENDED <= size < block_size):
-        found[size] = ideal
-        for lookup in first:
-            shared = lookup.num_shared_blocks * block_size + lookup.num_further_tokens
-            found[size] += min(shared // size * size, lookup.event.num_tokens - 1) - lookup.ideal_tokens_hit
-    return found
-
-
-def _enough_blocks(rows: list[RequestRow], max_num_seqs: int, block_size: int) -> int:
-    """The blocks of as many of the longest sequences as may run at once, without sharing."""
-    blocks = sorted((blocks_for(row.num_prompt + row.num_output, block_size) for row in rows), reverse=True)
-    return sum(blocks[:max_num_seqs])

@@ -6,14 +6,14 @@ import pagedcli.events as ev
 from pagedcli.printable import one_line, plural
 from pagedcli.trace.state import PoolState
 
-# reason -> what is waited for, the same with numbers, and the flag that changes it
-_WAITING: dict[ev.WaitingReason, tuple[str, str, str | None]] = {
-    "max_num_seqs": ("sequence limit", "sequence limit ({limit} run)", "--max-num-seqs"),
-    "token_budget": ("token budget", "token budget of the step is used up ({budget})", "--max-num-batched-tokens"),
-    "free_blocks": ("free blocks", "needs {needed}, {free} free", None),
-    "preemption": ("room for a preempting sequence", "room was made for a running sequence", None),
-    "state_slots": ("slots of recurrent state", "all slots of recurrent state are in use", "--num-state-slots"),
-    "checkpoint": ("checkpoint of a running sequence", "a running sequence will make a checkpoint for it", None),
+# reason -> what is waited for, and the same with numbers
+_WAITING: dict[ev.WaitingReason, tuple[str, str]] = {
+    "max_num_seqs": ("sequence limit", "sequence limit ({limit} run)"),
+    "token_budget": ("token budget", "token budget of the step is used up ({budget})"),
+    "free_blocks": ("free blocks", "needs {needed}, {free} free"),
+    "preemption": ("room for a preempting sequence", "room was made for a running sequence"),
+    "state_slots": ("slots of recurrent state", "all slots of recurrent state are in use"),
+    "checkpoint": ("checkpoint of a running sequence", "a running sequence will make a checkpoint for it"),
 }
 # why a checkpoint was made
 CHECKPOINT_WORDS: dict[ev.CheckpointReason, str] = {
@@ -21,8 +21,7 @@ CHECKPOINT_WORDS: dict[ev.CheckpointReason, str] = {
     "interval": "the interval of --checkpoints",
     "end": "the end of the prompt",
 }
-WAITING_WORDS: dict[str, str] = {reason: words for reason, (words, _, _) in _WAITING.items()}
-WAITING_FLAGS: dict[str, str] = {reason: flag for reason, (_, _, flag) in _WAITING.items() if flag is not None}
+WAITING_WORDS: dict[str, str] = {reason: words for reason, (words, _) in _WAITING.items()}
 
 
 def waiting_reason(event: ev.RequestWaiting, engine: ev.EngineStarted) -> str:

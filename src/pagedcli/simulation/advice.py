@@ -1,0 +1,432 @@
+"""What to change about a run: other settings, each tried on the same requests with the real scheduler, and the best.
+
+The one adviser of `generate`, `trace`, `plan`, `simulate`, `explain` and `report`: for the same requests and limits all
+of them give the same answer. What it promises is what a run with the advised flags does.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pagedcli.core.budget import blocks_for
+from pagedcli.core.eviction import POLICIES
+from pagedcli.core.limits import Limits
+from pagedcli.core.plan import Plan
+from pagedcli.core.prefixes import BLOCK_SIZES, SMALLEST_RECOMMENDED
+from pagedcli.errors import UsageError
+from pagedcli.planning.step_time import StepTime
+from pagedcli.printable import byte_text, percent_text, plural
+from pagedcli.simulation.forecast import Forecast, forecast
+from pagedcli.simulation.requests import TraceRequest, Workload, largest_output
+from pagedcli.simulation.sources import read_run
+
+ADVICE_S = 30.0  # seconds of trials in commands that only look at a run
+WORTH_SAYING = 0.01  # share of the computed tokens, or of the time, from which a change is recommended
+MOST_POOLS = 4  # times the pool that is tried
+_POOL_STEPS = 8  # the recommended pool is the smallest one to within this part of the present one
+_AS_GOOD = 0.001  # gains that differ by less are equal, and the cheaper change is preferred
+_CHUNKS = (128, 512)  # tokens
+# from cheap to expensive
+KINDS = ("caching", "policy", "order", "block size", "preemption", "step tokens", "chunk", "sequences", "pool")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A run: its requests in the order in which they come, and the engine that serves them."""
+
+    workload: Workload
+    plan: Plan  # with the pool
+    reorder: str = "none"  # of the run, if the requests are in the order of the file
+    may_reorder: bool = True  # whether --reorder can be tried
+    read_ahead: int | None = None
+    step_time: StepTime | None = None  # None: settings are compared by the tokens that are computed
+
+    @property
+    def limits(self) -> Limits:
+        return self.plan.limits
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.workload.hash_size is None
+
+    @property
+    def smallest_block(self) -> int:
+        """Tokens: the GPU kernels support no blocks below 16."""
+        return BLOCK_SIZES[0] if self.plan.on_cpu else SMALLEST_RECOMMENDED
+
+    def is_tight(self, limits: Limits) -> bool:
+        """Whether blocks may run out, so that the size of the pool matters."""
+        num_blocks = sum(_blocks_of(request, limits) for request in self.workload.requests)
+        return num_blocks > (limits.num_blocks or 0)
+
+
+def _blocks_of(request: TraceRequest, limits: Limits) -> int:
+    """Blocks of a request if it shares none and releases none."""
+    num_tokens = request.num_prompt_tokens + largest_output(request)
+    return request.num_samples * blocks_for(num_tokens, limits.block_size) * len(limits.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One change of a run's settings."""
+
+    kind: str  # of KINDS
+    flags: tuple[tuple[str, str], ...]  # flag and value; they belong together
+    limits: Limits
+    reorder: str
+    cost: str = ""  # in words; empty: nothing
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{flag} {value}".rstrip() for flag, value in self.flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A setting and the run with it."""
+
+    setting: Setting
+    forecast: Forecast
+    gain: float  # share of the time, or of the computed tokens, that it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What was tried, best first, and what to change."""
+
+    base: Forecast | None = None  # the run as it is; None: not simulated
+    trials: tuple[Trial, ...] = ()
+    by_time: bool = False
+    not_tried: str | None = None  # what was left out, and why
+
+    @property
+    def best(self) -> tuple[Trial, ...]:
+        """The best change, and the best one of another kind; none that gains less than WORTH_SAYING."""
+        worthy = [trial for trial in self.trials if trial.gain >= WORTH_SAYING]
+        others = [trial for trial in worthy if trial.setting.kind != worthy[0].setting.kind]
+        return tuple(worthy[:1] + others[:1])
+
+    @property
+    def flag(self) -> str | None:
+        """The first flag of the best change."""
+        return self.best[0].setting.flags[0][0] if self.best else None
+
+    def sentences(self) -> list[str]:
+        """One for each of the best changes, or why there is none."""
+        left_out = "" if self.not_tried is None else f" (not tried: {self.not_tried})"
+        if self.best:
+            found = [self._sentence(trial) for trial in self.best]
+            return [*found[:-1], found[-1] + left_out]
+        if self.base is None or not self.trials:
+            return [f"not known: {self.not_tried}" if self.not_tried else "nothing: no other setting would matter"]
+        saves = f"saves {percent_text(WORTH_SAYING)} of the {'time' if self.by_time else 'computed tokens'}"
+        tried = f"none of {len(self.trials)} other settings" if len(self.trials) > 1 else "the other setting tried"
+        return [f"nothing: {tried} {saves if len(self.trials) > 1 else 'does not save'}{left_out}"]
+
+    def _sentence(self, trial: Trial) -> str:
+        assert self.base is not None, "gains are compared with it"
+        now, then = self.base, trial.forecast
+        parts = []
+        if self.by_time and now.seconds is not None and then.seconds is not None:
+            parts.append(f"{percent_text(trial.gain)} less time")
+        else:
+            saved = now.num_computed_tokens - then.num_computed_tokens
+            parts.append(f"{plural(saved, 'token')} less to compute ({percent_text(trial.gain)})")
+        if percent_text(now.hit_rate) != percent_text(then.hit_rate):
+            parts.append(f"hit rate {percent_text(now.hit_rate)} -> {percent_text(then.hit_rate)}")
+        if now.num_preemptions != then.num_preemptions:
+            parts.append(f"preemptions {now.num_preemptions:,} -> {then.num_preemptions:,}")
+        cost = f"; costs {trial.setting.cost}" if trial.setting.cost else ""
+        return f"{trial.setting.text}: {', '.join(parts)}{cost}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All that was tried, after the run as it is."""
+        if self.base is None:
+            return []
+        rows = [_row("as it is", "", self.base, 0.0)]
+        return rows + [_row(each.setting.text, each.setting.cost, each.forecast, each.gain) for each in self.trials]
+
+    def document(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "advice": "; or ".join(self.sentences()),
+            "advised_flag": self.flag,
+            "advised": [
+                {"flags": [text for pair in each.setting.flags for text in pair if text],
+                 **_row(each.setting.text, each.setting.cost, each.forecast, each.gain)}
+                for each in self.best
+            ],
+        }  # fmt: skip
+
+
+def _row(setting: str, cost: str, run: Forecast, gain: float) -> dict[str, Any]:
+    return {
+        "setting": setting,
+        "saved": gain,
+        "seconds": run.seconds,
+        "num_computed_tokens": run.num_computed_tokens,
+        "hit_rate": run.hit_rate,
+        "num_preemptions": run.num_preemptions,
+        "peak_used_blocks": run.peak_used_blocks,
+        "cost": cost,
+    }
+
+
+def recorded_advice(path: Path, *, budget_s: float | None = None) -> Advice:
+    """What to change about a recorded run. Raises: TraceError if the trace is damaged."""
+    try:
+        workload, state = read_run(path)
+    except UsageError as error:
+        return Advice(not_tried=error.message.removeprefix(f"{path}: "))
+    if workload.num_left_out:
+        return Advice(not_tried="the run has beam searches, which are not simulated")
+    started, slots = state.started, state.slots
+    limits = Limits.of(started)
+    if slots is not None:
+        limits = replace(
+            limits, num_state_slots=slots.num_slots, state_bytes=slots.slot_bytes, checkpoints=slots.policy
+        )
+    plan = Plan(limits=limits, model=started.model, device=started.device, block_bytes=started.block_bytes)
+    numbers = [int(each.request_id.partition("/")[0]) for each in workload.requests if each.request_id[:1].isdecimal()]
+    in_order = all(before <= after for before, after in pairwise(numbers))
+    return advise(Subject(workload, plan, may_reorder=in_order), budget_s=budget_s)
+
+
+# ---------------------------------------------------------------------- the search
+
+
+class OutOfTimeError(Exception):
+    """The time for trials is over."""
+
+
+def advise(subject: Subject, *, budget_s: float | None = None, kinds: tuple[str, ...] = KINDS) -> Advice:
+    """Try other settings of these kinds, for at most `budget_s` seconds of processor time."""
+    if not subject.workload.requests:
+        return Advice(not_tried="no request was served")
+    search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s)
+    reasons = []
+    try:
+        search.base = search.run(subject.limits, subject.reorder)
+        for setting in _settings(subject, search, kinds):
+            search.add(setting)
+    except OutOfTimeError:
+        if not search.trials:
+            return Advice(not_tried=f"trying other settings takes over {budget_s:.1f} s; pagedcli explain takes longer")
+        reasons.append(f"the rest, as trials end after {budget_s:.1f} s")
+    if not subject.has_tokens and subject.limits.enable_prefix_caching:
+        reasons.append("smaller blocks and another order, which need the tokens (--record-tokens)")
+    return Advice(search.base, tuple(search.sorted()), subject.step_time is not None, "; ".join(reasons) or None)
+
+
+@dataclass(slots=True)
+class _Search:
+    subject: Subject
+    deadline_s: float | None
+    base: Forecast | None = None
+    trials: list[Trial] = field(default_factory=list)
+    _runs: dict[tuple[Limits, str], Forecast] = field(default_factory=dict)
+
+    def run(self, limits: Limits, reorder: str) -> Forecast:
+        """Raises: OutOfTimeError."""
+        subject, key = self.subject, (limits, reorder)
+        if key not in self._runs:
+            plan = replace(subject.plan, limits=limits)
+            self._runs[key] = forecast(
+                subject.workload,
+                plan,
+                subject.step_time,
+                reorder=reorder,
+                read_ahead=subject.read_ahead,
+                observe=self._check_time,
+            )
+        return self._runs[key]
+
+    def _check_time(self, num_done: int) -> None:
+        if self.deadline_s is not None and time.thread_time() > self.deadline_s:
+            raise OutOfTimeError
+
+    def try_out(self, setting: Setting) -> Trial:
+        found = self.run(setting.limits, setting.reorder)
+        assert self.base is not None, "the run as it is comes first"
+        gain = 1 - _score(found) / max(_score(self.base), 1e-12)
+        if found.num_refused > self.base.num_refused:
+            gain = -1.0  # some rows would be refused
+        return Trial(setting, found, gain)
+
+    def add(self, setting: Setting) -> None:
+        self.trials.append(self.try_out(setting))
+
+    def sorted(self) -> list[Trial]:
+        """Best first; of equally good ones the cheapest."""
+        served = [trial for trial in self.trials if trial.gain > -1.0]
+        return sorted(
+            served, key=lambda each: (-round(each.gain / _AS_GOOD), KINDS.index(each.setting.kind), -each.gain)
+        )
+
+
+def _score(run: Forecast) -> float:
+    """What is compared: seconds, or tokens that the model computes."""
+    return run.num_computed_tokens if run.seconds is None else run.seconds
+
+
+def _settings(subject: Subject, search: _Search, kinds: tuple[str, ...]) -> Iterator[Setting]:
+    """What to try, what promises most first."""
+    limits = subject.limits
+    makers: dict[str, Callable[[Subject], Iterator[Setting]]] = {
+        "caching": _caching, "block size": _block_sizes, "pool": partial(_pool, search), "order": _order,
+        "policy": _policies, "preemption": partial(_preemption, search), "step tokens": _step_tokens,
+        "sequences": _sequences, "chunk": _chunks,
+    }  # fmt: skip
+    for kind, maker in makers.items():
+        if kind in kinds and (limits.enable_prefix_caching or kind not in ("block size", "order", "policy")):
+            yield from maker(subject)
+
+
+def _caching(subject: Subject) -> Iterator[Setting]:
+    if not subject.limits.enable_prefix_caching:
+        limits = replace(subject.limits, enable_prefix_caching=True)
+        yield Setting("caching", (("--enable-prefix-caching", ""),), limits, subject.reorder)
+
+
+def _block_sizes(subject: Subject) -> Iterator[Setting]:
+    """Smaller blocks in the same memory."""
+    limits, hash_size = subject.limits, subject.workload.hash_size
+    for size in BLOCK_SIZES:
+        if not subject.smallest_block <= size < limits.block_size or (hash_size is not None and size % hash_size):
+            continue
+        smaller = replace(limits, block_size=size, num_blocks=(limits.num_blocks or 0) * limits.block_size // size)
+        yield _with_pool(subject, "block size", (("--block-size", str(size)),), smaller, "longer block tables")
+
+
+def _order(subject: Subject) -> Iterator[Setting]:
+    if subject.may_reorder and subject.reorder == "none" and subject.has_tokens:
+        yield Setting("order", (("--reorder", "prefix"),), subject.limits, "prefix", "rows that start in another order")
+
+
+def _policies(subject: Subject) -> Iterator[Setting]:
+    limits = subject.limits
+    for name in POLICIES if subject.is_tight(limits) else ():
+        if name != limits.eviction:
+            yield Setting("policy", (("--eviction", name),), replace(limits, eviction=name), subject.reorder)
+
+
+def _pool(search: _Search, subject: Subject) -> Iterator[Setting]:
+    """The smallest larger pool that is as good as the largest one tried."""
+    limits = subject.limits
+    num_blocks = limits.num_blocks or 0
+    if not subject.is_tight(limits):
+        return
+
+    def pool_of(number: int) -> Setting:
+        more = (number - num_blocks) * subject.plan.block_bytes
+        cost = f"{byte_text(more)} of memory" if more else f"{plural(number - num_blocks, 'block')} more"
+        larger = replace(limits, num_blocks=number)
+        return Setting("pool", (("--num-gpu-blocks-override", str(number)),), larger, subject.reorder, cost)
+
+    low, high = num_blocks, MOST_POOLS * num_blocks
+    most = search.try_out(pool_of(high)).gain
+    if most >= WORTH_SAYING:
+        while high - low > max(1, num_blocks // _POOL_STEPS):
+            middle = (low + high) // 2
+            if search.try_out(pool_of(middle)).gain > most - _AS_GOOD / 2:
+                high = middle
+            else:
+                low = middle
+    yield pool_of(high)
+
+
+def _preemption(search: _Search, subject: Subject) -> Iterator[Setting]:
+    limits = subject.limits
+    if search.base is not None and search.base.num_preemptions:
+        for name in ("last", "largest"):
+            if name != limits.preemption_policy:
+                other = replace(limits, preemption_policy=name)
+                yield Setting("preemption", (("--preemption-policy", name),), other, subject.reorder)
+
+
+def _step_tokens(subject: Subject) -> Iterator[Setting]:
+    """Only time tells these apart, as the next ones."""
+    limits = subject.limits
+    now = limits.max_num_batched_tokens
+    for number in (now // 2, 2 * now, 4 * now) if subject.step_time is not None else ():
+        if number >= limits.max_num_seqs:
+            cost = "later tokens while prompts are computed" if number > now else "more steps"
+            changed = replace(limits, max_num_batched_tokens=number)
+            yield _with_pool(subject, "step tokens", (("--max-num-batched-tokens", str(number)),), changed, cost)
+
+
+def _sequences(subject: Subject) -> Iterator[Setting]:
+    limits = subject.limits
+    now = limits.max_num_seqs
+    if subject.step_time is None or limits.has_states:  # slots depend on the number of sequences
+        return
+    for number in (now // 4, now // 2, 2 * now):
+        if 1 <= number <= limits.max_num_batched_tokens:
+            changed = replace(limits, max_num_seqs=number)
+            cost = "later first tokens" if number < now else "slower tokens of each row"
+            yield _with_pool(subject, "sequences", (("--max-num-seqs", str(number)),), changed, cost)
+
+
+def _chunks(subject: Subject) -> Iterator[Setting]:
+    limits = subject.limits
+    for number in _CHUNKS if subject.step_time is not None else ():
+        if number < limits.max_num_batched_tokens and number != limits.chunked_prefill_size:
+            changed = replace(limits, chunked_prefill_size=number)
+            yield Setting("chunk", (("--chunked-prefill-size", str(number)),), changed, subject.reorder, "more steps")
+
+
+def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], limits: Limits, cost: str) -> Setting:
+    """A setting that keeps the memory of the pool: where blocks may run out, their number is part of it."""
+    if subject.is_tight(limits):
+        flags = (*flags, ("--num-gpu-blocks-override", str(limits.num_blocks)))
+    return Setting(kind, flags, limits, subject.reorder, cost)
+
+
+# ---------------------------------------------------------------------- several changes at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The best settings found by changing one after the other."""
+
+    base: Forecast
+    found: Forecast
+    changes: dict[str, str]  # flag -> value
+    advice: Advice  # of the first round
+
+    @property
+    def gain(self) -> float:
+        return 1 - _score(self.found) / max(_score(self.base), 1e-12)
+
+
+_MOST_ROUNDS = 6
+_TUNED_KINDS = tuple(kind for kind in KINDS if kind != "pool")
+
+
+def tune(subject: Subject, *, fixed: frozenset[str] = frozenset(), budget_s: float | None = None) -> Tuned | None:
+    """Change what gains most, then look again, until nothing gains half of WORTH_SAYING. `fixed`: flags that stay as
+    they are. None: the time was not enough for the first round."""
+    deadline_s = None if budget_s is None else time.thread_time() + budget_s
+    first: Advice | None = None
+    found: Forecast | None = None
+    changes: dict[str, str] = {}
+    for _ in range(_MOST_ROUNDS):
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.thread_time())
+        advice = advise(subject, budget_s=left_s, kinds=_TUNED_KINDS)
+        if advice.base is None:
+            break
+        first, found = first or advice, advice.base
+        allowed = [each for each in advice.trials if each.setting.flags[0][0] not in fixed]
+        if not allowed or allowed[0].gain < WORTH_SAYING / 2:
+            break
+        best = allowed[0]
+        changes |= dict(best.setting.flags)
+        found = best.forecast
+        subject = replace(subject, plan=replace(subject.plan, limits=best.setting.limits), reorder=best.setting.reorder)
+    if first is None or first.base is None or found is None:
+        return None
+    return Tuned(first.base, found, changes, first)

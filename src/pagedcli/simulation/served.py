@@ -1,0 +1,62 @@
+"""The requests that a run has served, kept while it runs, so that the adviser can simulate it at its end."""
+
+from array import array
+
+from pagedcli.batch.prompts import Prepared
+from pagedcli.batch.rows import Answer
+from pagedcli.core.admission import admit
+from pagedcli.core.plan import Plan
+from pagedcli.simulation.advice import Advice, Subject, advise
+from pagedcli.simulation.requests import TraceRequest, Workload
+
+_MOST_TOKENS = 2**22  # kept, at 8 bytes each
+
+
+class ServedRequests:
+    """Takes in rows as they are done; `advice` tells what to change about the run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._requests: dict[int, list[TraceRequest]] = {}  # by the number of the row
+        self._plan = plan
+        self._num_tokens = 0
+        self._why_not: str | None = None
+
+    def add(self, number: int, request: Prepared, answers: list[Answer]) -> None:
+        """A row is done; `number` rows were started before it."""
+        if self._why_not is not None:
+            return
+        if any(prompt.params.beam_width is not None for prompt in request.prompts):
+            self._why_not = "the run has beam searches, which are not simulated"
+        for answer in answers:
+            self._num_tokens += len(answer.output.prompt_token_ids)
+            self._num_tokens += sum(len(sample.token_ids) for sample in answer.output.samples)
+        if self._num_tokens > _MOST_TOKENS:
+            self._why_not = f"the run has over {_MOST_TOKENS:,} tokens; pagedcli explain looks at a recording of it"
+        if self._why_not is not None:
+            self._requests.clear()
+            return
+        self._requests[number] = [
+            TraceRequest(
+                answer.output.request_id,
+                None,
+                len(prompt.token_ids),
+                max(len(sample.token_ids) for sample in answer.output.samples),
+                token_ids=array("q", prompt.token_ids),
+                output_ids=[array("q", sample.token_ids) for sample in answer.output.samples],
+                stopped=[sample.finish_reason == "stop" for sample in answer.output.samples],
+                max_new_tokens=admit(self._plan.limits, prompt.token_ids, prompt.params),
+                num_samples=prompt.params.n,
+                cache_salt=request.cache_salt,
+                is_random=not prompt.params.greedy,
+            )
+            for prompt, answer in zip(request.prompts, answers, strict=True)
+        ]
+
+    def advice(self, *, is_reordered: bool, read_ahead: int | None, budget_s: float) -> Advice:
+        """What to change. Rows of a run with --reorder prefix have come in that order."""
+        if self._why_not is not None:
+            return Advice(not_tried=self._why_not)
+        requests = [request for number in sorted(self._requests) for request in self._requests[number]]
+        workload = Workload(requests, format="prompts")
+        subject = Subject(workload, self._plan, may_reorder=not is_reordered, read_ahead=read_ahead)
+        return advise(subject, budget_s=budget_s)
