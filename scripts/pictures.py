@@ -16,6 +16,7 @@ from pathlib import Path
 from pagedcli.app.pool_app import PoolApp
 from pagedcli.app.pool_decks import ReplayDeck
 from pagedcli.show.report import render_report
+from pagedcli.simulation.advice import recorded_advice
 from pagedcli.trace.files import TraceReader
 from pagedcli.views.moment import Replay
 
@@ -65,7 +66,7 @@ async def picture(trace: Path, size: tuple[int, int], keys: tuple[str, ...]) -> 
 def report_picture(trace: Path, target: Path) -> None:
     """The top of the report at the step with the most blocks in use, as PNG."""
     page = trace.with_suffix(".html")
-    page.write_bytes(render_report(TraceReader(trace)))
+    page.write_bytes(render_report(TraceReader(trace), make_advice=lambda: recorded_advice(trace).sentences()))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     window = [f"--user-data-dir={trace.parent / 'profile'}", "--window-size=1220,840", f"--screenshot={target}"]
     subprocess.run(["chromium", *options, *window, page.as_uri()], check=True, capture_output=True)

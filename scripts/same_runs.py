@@ -68,9 +68,6 @@ _TEXT_MASKS = (
     (re.compile(r"\d[\d,.]* (?:s|ms|min)\b"), "# TIME"),
     (re.compile(r"\d[\d,.]*(?= (?:tok/s|GFLOP/s|GB/s|with prompts)\b)"), "#"),
     (re.compile(r"^(  waiting +# TIME over all sequences).*$", re.MULTILINE), r"\1"),
-    # the last resort of the advice depends on how long sequences waited
-    (re.compile(r'(to change    |"advice": ")(?:nothing|[^"\n]*?sequences waited )[^"\n]*'), r"\1#"),
-    (re.compile(r'("advised_flag": )(?:null|"--max-[^"]*")'), r"\1#"),
     # progress of a run of several seconds, a line now and then
     (re.compile(r"^[\d,]+/[\d,]+ rows.*, KV .*\n", re.MULTILINE), ""),
     # metrics for Prometheus

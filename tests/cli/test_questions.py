@@ -46,7 +46,7 @@ def test_1_why_no_hits_on_prompts_that_share_240_tokens(files):
     text = answer("generate", files / "shared.jsonl", "-o", "/dev/null", "--block-size", "256")
     assert "minimum cacheable prefix: 256 tokens (one block)" in text
     assert "prefixes     longest shared 240 tokens = 0 blocks of 256; found 0.0 %" in text
-    assert "to change    --block-size 32 instead of 256 would find up to 672 tokens" in text
+    assert "to change    --block-size 16: 720 tokens less to compute" in text
     text = answer("explain", files / "shared.run.jsonl")
     assert "longest shared prefix seen: 240 tokens = 15 blocks at block 16, 0 blocks at block 256" in text
 
@@ -138,7 +138,7 @@ def test_13_what_was_preempted_for_whom_and_what_did_it_cost(files):
     assert re.search(preempted + r"for seq \d \(row-\d\) which needed 1", text)
     text = answer("trace", files / "tight.jsonl", *SMALL_POOL, "--max-num-seqs", "3")
     assert re.search(r"preemptions +2, [1-9]\d* tokens recomputed", text)
-    assert re.search(r"to change +a pool of more than 8 blocks would save up to [1-9].*nothing is preempted", text)
+    assert re.search(r"to change +--num-gpu-blocks-override \d+: .*preemptions 2 -> 0; costs .*of memory", text)
 
 
 def test_14_is_it_a_leak_that_blocks_stay_occupied(files):

@@ -1,4 +1,4 @@
-"""What a run says in words: facts from the events and from the engine's counters agree, and the advice follows them."""
+"""What a run says in words: facts from the events and from the engine's counters agree, and say why."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from pagedcli.trace.files import TraceReader, TraceWriter
 from pagedcli.trace.fold import Fold, fold
 from pagedcli.trace.state import PoolState
 from pagedcli.views.stats import memory_use
-from pagedcli.views.whole_run import Findings, WholeRun, advice, finding_lines, story
+from pagedcli.views.whole_run import Findings, WholeRun, finding_lines, story
 from pagedcli.views.words import WAITING_WORDS
 
 DEMO = Path(package.__file__).parent / "assets" / "demo"
@@ -148,13 +148,8 @@ def test_facts_of_a_resumed_run_are_those_of_its_parts(tmp_path):
 def test_shared_prefixes_are_counted_to_the_token(block_size, num_shared):
     sim, found = simulation(shared_prompts(num_shared), block_size=block_size, max_num_seqs=2)
     assert sim.stats.longest_shared == num_shared
-    assert sim.stats.num_ideal[block_size] == 5 * (num_shared // block_size * block_size)
+    assert sim.stats.num_ideal == 5 * (num_shared // block_size * block_size)
     assert sim.stats.num_partial_tokens == 5 * (num_shared % block_size)
-    assert sim.stats.gains == {
-        size: 5 * (num_shared // size * size - num_shared // block_size * block_size)
-        for size in (16, 32, 64, 128)
-        if size < block_size
-    }
     assert found.lost() == (
         [(5 * (num_shared % block_size), "shared, but less than a block")]
         * (num_shared % 16 > 0 or num_shared % block_size > 0)
@@ -230,7 +225,7 @@ def test_ceiling_of_the_counters_on_random_prompts(seed):
     prompts = [[rng.randrange(2)] * rng.randrange(1, 90) + [rng.randrange(3)] * 9 for _ in range(30)]
     sim, found = simulation(prompts, num_blocks=300, max_num_seqs=1)
     facts = sim.stats
-    assert facts.num_ideal[16] == facts.num_cached_tokens  # nothing is evicted, none overlap
+    assert facts.num_ideal == facts.num_cached_tokens  # nothing is evicted, none overlap
     assert found.lost() == [(facts.num_partial_tokens, "shared, but less than a block")]
 
 
@@ -251,58 +246,23 @@ def test_waste_is_the_mean_of_what_the_tables_of_the_steps_show():
     assert shares[0] == pytest.approx((3 * 16 - 40) / 48)
 
 
-def test_block_size_is_advised_where_smaller_blocks_would_be_shared():
-    _, found = simulation(shared_prompts(240), block_size=256, max_num_seqs=1)
-    assert found.facts.num_ideal_tokens == 0
-    assert found.facts.gains == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128}
-    assert advice(found).setting == "--block-size"
-    assert "--block-size 32 instead of 256 would find up to 1,120 tokens" in advice(found).text  # 0.9 of the best gain
-    assert dict(finding_lines(found))["prefixes"].startswith("longest shared 240 tokens = 0 blocks of 256; found 0.0 %")
-
-
 def test_what_prompts_below_a_block_share_is_seen():
     sim, found = simulation(shared_prompts(240, num_own=10), block_size=256, max_num_seqs=1)
     assert found.facts.longest_shared == 240  # although no block was ever full
-    assert sim.stats.num_ideal == {16: 5 * 240, 32: 5 * 224, 64: 5 * 192, 128: 5 * 128, 256: 0}
+    assert sim.stats.num_ideal == 0
 
 
-def test_a_larger_pool_is_advised_after_preemptions_and_the_pool_it_names_is_enough():
-    preempted = findings_of(simulated(num_blocks=12, num_requests=40))[1]
-    assert preempted.facts.num_recomputed_tokens
-    assert advice(preempted).setting in ("--num-gpu-blocks-override", "--reorder")
-    enough = preempted.losses.num_enough_blocks
-    assert findings_of(simulated(num_blocks=enough, num_requests=40))[1].facts.num_preemptions == 0
-
-
-def test_order_is_advised_where_content_was_evicted_before_its_next_use():
-    prompts = [[1 + n % 3] * 64 + [50 + n] * 8 for n in range(12)]
-    _, found = simulation(prompts, num_blocks=8, max_num_seqs=1)
-    assert found.losses.num_evicted
-    assert advice(found).setting == "--reorder"
-    _, in_order = simulation(sorted(prompts), num_blocks=8, max_num_seqs=1)
-    assert in_order.losses.num_evicted == 0
-    assert in_order.facts.num_cached_tokens == found.facts.num_cached_tokens + found.losses.num_evicted  # as promised
-    assert advice(in_order).setting != "--reorder"
-
-
-def test_a_sequence_limit_is_advised_only_where_the_pool_has_room():
-    prompts = [[n] * 20 for n in range(12)]
-    _, found = simulation(prompts, num_blocks=64, max_num_seqs=1)
-    assert advice(found).setting == "--max-num-seqs"
-    _, full = simulation(prompts, num_blocks=2, max_num_seqs=1)
-    assert advice(full).setting is None
-
-
-def test_without_prefix_caching_the_advice_is_to_turn_it_on():
+def test_without_prefix_caching_nothing_is_said_about_prefixes():
     _, found = simulation(shared_prompts(64), enable_prefix_caching=False)
-    assert advice(found).setting == "--enable-prefix-caching"
     assert "prefixes" not in dict(finding_lines(found))
     assert story(found, 1.0)[1] == "Prefix caching was off."
 
 
-def test_the_story_is_three_sentences_also_of_an_empty_run():
-    assert len(story(Findings(RunFacts(block_size=16, num_blocks=4, max_num_seqs=2)), 0.0)) == 3
-    for sentence in story(findings_of(simulated())[1], 1.0):
+def test_the_story_is_sentences_also_of_an_empty_run():
+    empty = Findings(RunFacts(block_size=16, num_blocks=4, max_num_seqs=2))
+    assert len(story(empty, 0.0)) == 2
+    assert story(empty, 0.0, ["--a 1: x", "--b 2: y"])[2] == "To change: --a 1: x; or --b 2: y."
+    for sentence in story(findings_of(simulated())[1], 1.0, ["nothing"]):
         assert sentence[0].isupper() or sentence[0].isdigit()
         assert sentence.endswith(".")
 

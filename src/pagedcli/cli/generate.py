@@ -44,7 +44,7 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
       lost         tokens that could have been found in the cache, and why not
       waste        slots of blocks in use that hold no token
       waiting      time that rows waited for a step, and for what
-      to change    the one setting that would have saved most
+      to change    the settings that would save most, tried in the simulator
 
     \b
     Examples:

@@ -263,9 +263,7 @@ class _Search:
     def sorted(self) -> list[Trial]:
         """Best first; of equally good ones the cheapest."""
         served = [trial for trial in self.trials if trial.gain > -1.0]
-        return sorted(
-            served, key=lambda each: (-round(each.gain / _AS_GOOD), KINDS.index(each.setting.kind), -each.gain)
-        )
+        return sorted(served, key=lambda each: (-round(each.gain / _AS_GOOD), KINDS.index(each.setting.kind)))
 
 
 def _score(run: Forecast) -> float:
@@ -295,7 +293,7 @@ def _caching(subject: Subject) -> Iterator[Setting]:
 def _block_sizes(subject: Subject) -> Iterator[Setting]:
     """Smaller blocks in the same memory."""
     limits, hash_size = subject.limits, subject.workload.hash_size
-    for size in BLOCK_SIZES:
+    for size in reversed(BLOCK_SIZES):  # larger blocks mean shorter tables
         if not subject.smallest_block <= size < limits.block_size or (hash_size is not None and size % hash_size):
             continue
         smaller = replace(limits, block_size=size, num_blocks=(limits.num_blocks or 0) * limits.block_size // size)
