@@ -245,7 +245,7 @@ def test_the_page_is_driven_by_search_sort_zoom_hover_and_selection(tmp_path, ch
     path = tmp_path / "report.html"
     path.write_bytes(with_script(page, script))
     found = probe_of(chromium(path))
-    assert len(found["story"]) == 3
+    assert len(found["story"]) == 2
     assert found["story"][2].startswith("To change: ")
     assert found["slowest"] == 10
     assert found["searched"]
