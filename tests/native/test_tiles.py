@@ -111,6 +111,34 @@ def test_block_sizes_chunks_and_company_never_change_a_bit_of_attention(emulated
         assert torch.equal(results(block_size), expected), block_size
 
 
+def tile_counts(emulated):
+    """Configurations, loads, stores and products since the last call."""
+    counts = (ctypes.c_int64 * 4)()
+    emulated.functions.native_tile_counts(counts)
+    return list(counts)
+
+
+def test_products_that_the_mask_hides_are_not_computed(emulated):
+    case = Case([(512, 512)], 16, 2, 1, 64, BF16)
+    tile_counts(emulated)
+    attention(case, emulated)
+    products = tile_counts(emulated)[3]
+    # of 16 rows and 16 keys: 64 / 32 steps of scores; of 16 rows and 32 keys: 64 / 16 columns of values
+    whole = 64 * 32 * 2 + 64 * 16 * 4
+    assert products < 0.56 * whole, "half of all, and the ends of what some rows of a pass see"
+
+
+# parts of 64 and of 256 query rows: the second is the end of a long context
+@pytest.mark.parametrize("window", [None, 300])
+def test_rows_that_share_a_reading_never_change_a_bit(emulated, window):
+    def last(num_new):
+        case = Case([(2100, num_new)], 32, 2, 1, 32, BF16)
+        case.layer = replace(case.layer, window=window)
+        return run(cpu.CpuAttention(AttentionSpec(CPU, BF16, 32, 2, 1, 32), emulated), case)[-5:]
+
+    assert torch.equal(last(700), last(5))
+
+
 def linear_inputs(tokens=100, rows=70, columns=352):
     generator = torch.Generator().manual_seed(tokens)
     return [torch.randn(n, columns, generator=generator).to(BF16) for n in (tokens, rows)]

@@ -35,8 +35,6 @@ template <class A, class T> struct Attention {
     std::atomic<int32_t>* unfinished = nullptr;
     std::atomic<bool> bad_block{false};
 
-    int64_t max_rows() const { return std::max<int64_t>(ROWS, g.group()); }
-
     int64_t partial_floats() const { return g.width() + 2; }  // of one row
     State partial(const Part& part, int64_t head, int64_t split) const {
         const int64_t rows = part.num_rows(g);
@@ -180,7 +178,7 @@ template <class A, class T> struct Attention {
 
     bool run(const Item& it) const {
         static thread_local Arena arena;
-        Buffers<T> w(arena, g, max_rows());
+        Buffers<T> w(arena, g, work.max_rows);
         const Part *parts = &work.parts[it.first], &first = parts[0];
         const int64_t width = g.width(), steps = (g.head_dim + T::PAIR - 1) / T::PAIR;
         const bool joined = g.packed() || g.block_size % (2 * VL) == 0;
@@ -206,14 +204,16 @@ template <class A, class T> struct Attention {
                 if (!found) return false;
                 if (g.packed()) ahead = tiles;
                 tiles.odd = t % (2 * VL) != 0;
+                tiles.group = g.group(), tiles.first_sees = it.count > 1 ? tokens : work.begin(first) + 1 - t;
                 end_values(w, std::min<int64_t>(VL, work.num_tokens[first.b] - t - (tiles.count - 1) * VL), tiles);
                 const State& state = split == it.split_begin && !keep ? w.total : w.split;
                 all_scores(w, rows, tiles, ahead, steps);
                 for (int64_t n = 0, row = 0; n < it.count; row += parts[n++].num_rows(g))
-                    for (int64_t r = 0; r < parts[n].num_rows(g); r++) {
+                    for (int64_t r = 0; r < parts[n].num_rows(g); r += g.group()) {
                         const int64_t visible = work.begin(parts[n]) + r / g.group() + 1 - t;
                         const int64_t hidden = work.window ? visible - work.window : 0;
-                        softmax_row<T>(w, state, row + r, hidden, visible, tiles, factor, cap);
+                        for (int64_t j = row + r; j < row + r + g.group(); j++)
+                            softmax_row<T>(w, state, j, hidden, visible, tiles, factor, cap);
                     }
                 add_values(w, rows, tiles, ahead, width, state.out);
                 for (int64_t n = 0, row = 0; keep && n < it.count; row += parts[n++].num_rows(g))

@@ -53,6 +53,13 @@ template <class T> struct Tiles {
     bool joined = false;  // tiles 2 n and 2 n + 1 follow each other in memory, both or as far as they go
     bool odd = false;     // the first one is the second of such two, counted from position 0
     const typename T::Elem* half_pair = nullptr;  // V of one more token in the last one, next to zeros: [width][PAIR]
+    int64_t first_sees = 0, group = 1;  // tokens up to the last one that row 0 sees; every `group` rows see one more
+
+    // Tiles that a row and those before it see at most: the others are not computed for them.
+    int64_t seen(int64_t row) const {
+        if (first_sees >= count * VL) return count;
+        return std::clamp<int64_t>((first_sees + row / group + VL - 1) / VL, 0, count);
+    }
 };
 
 // gcc alone keeps one pointer per row, more than there are registers, unrolls whole tiles, and keeps sums in memory where
@@ -67,7 +74,8 @@ template <class T> struct Tiles {
 #define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
-static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into the L2 cache: what is fetched this far ahead would push what is being read out of the L1 cache.
+static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // scores[R][N * VL] = q[R][steps] . tiles, for N tiles of VL tokens.
 template <class T, int R, int N>
@@ -98,13 +106,13 @@ inline void score_kernel(const typename T::Op* q, int64_t q_stride, const float*
     }
 }
 
-// out[R][N * VL] = weights[R] . N columns of the tiles' tokens.
+// out[R][N * VL] = weights[R] . N columns of the tokens of the first `count` tiles.
 template <class T, int R, int N>
 inline void value_kernel(const typename T::Op* weights, const float* weight_steps, const Tiles<T>& tiles,
-                         const Tiles<T>& ahead, int64_t column, int64_t width, float* out) {
+                         const Tiles<T>& ahead, int64_t count, int64_t column, int64_t width, float* out) {
     constexpr int64_t STRIDE = KEYS / T::PAIR * T::OPS, PAIRS = VL / T::PAIR;
     typename T::Acc acc[R][N] = {};
-    for (int64_t t = 0; t < tiles.count; t++) {
+    for (int64_t t = 0; t < count; t++) {
         const typename T::Elem *tile = tiles.values[t] + HEADER<T> + column * T::PAIR;
         const typename T::Elem *next = ahead.values[t] + HEADER<T> + column * T::PAIR;
         const int64_t pairs = t + 1 < tiles.count ? PAIRS : tiles.last_pairs;
@@ -120,7 +128,7 @@ inline void value_kernel(const typename T::Op* weights, const float* weight_step
                     T::madd(acc[r][n], weights + r * STRIDE + (t * PAIRS + i) * T::OPS, b[n]);
         }
     }
-    if (tiles.half_pair) {
+    if (tiles.half_pair && count == tiles.count) {
         const int64_t pair = (tiles.count - 1) * PAIRS + tiles.last_pairs;
         typename T::Block b[N];
         UNROLLED for (int n = 0; n < N; n++) b[n] = T::load(tiles.half_pair + (column + n * VL) * T::PAIR);
@@ -151,7 +159,7 @@ inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles
     for (; t + N <= tiles.count; t += N)
         for (int64_t r = 0; r < rows; r += MAX_R)
             with_constant<MAX_R>(rows - r, [&](auto R) {
-                score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t,
+                if (t < tiles.seen(r + R() - 1)) score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t,
                                         steps, w.scores + r * KEYS + t * VL);
             });
 }
@@ -171,7 +179,7 @@ template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tile
     if (VL == 16 && rows <= 3 && width % (8 * VL) == 0) {
         for (int64_t c = 0; c < width; c += 8 * VL)
             with_constant<3>(rows, [&](auto R) {
-                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, c, width, out);
+                value_kernel<T, R(), 8>(w.weights, w.weight_steps, tiles, ahead, tiles.seen(rows - 1), c, width, out);
             });
         return;
     }
@@ -179,8 +187,8 @@ template <class T> void add_values(const Buffers<T>& w, int64_t rows, const Tile
         with_constant<VALUE_COLS>((width - c) / VL, [&](auto N) {
             for (int64_t r = 0; r < rows; r += VALUE_ROWS)
                 with_constant<VALUE_ROWS>(rows - r, [&](auto R) {
-                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles, ahead, c, width,
-                                              out + r * width);
+                    value_kernel<T, R(), N()>(w.weights + r * STRIDE, w.weight_steps + r, tiles, ahead,
+                                              tiles.seen(r + R() - 1), c, width, out + r * width);
                 });
         });
 }

@@ -54,7 +54,8 @@ inline void softmax_row(const Buffers<T>& w, const State& state, int64_t r, int6
     const vf base = splat(largest == -INFINITY ? 0.f : largest);
     vf sum = {};
     for (int64_t t = 0; t < used; t++) {
-        vf p = exp2_of(loadf(scores + t * VL) * factor - base);
+        const vf power = loadf(scores + t * VL) * factor - base;
+        const vf p = std::is_base_of_v<BF16Pairs, T> ? short_exp2_of(power) : exp2_of(power);
         sum += p;
         if constexpr (T::SCALED)
             storef(scores + t * VL, p);

@@ -67,19 +67,29 @@ inline void all_scores(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF
         const TilePass pass(r, rows);
         registers.shape(pass.rows0, pass.rows1, TILE_BYTES, TILE_ROWS);
         const char* q = (const char*)(w.q + r * w.q_stride);
-        for (int64_t n = 0; n < tiles.count; n += 2) {
+        const int64_t seen = tiles.seen(r + pass.rows0 + pass.rows1 - 1);
+        const bool fetches = r + 2 * TILE_ROWS >= rows;  // the last rows see all tiles
+        for (int64_t n = 0; n < seen; n += 2) {
             const int64_t other = std::min(n + 1, tiles.count - 1);
             const char *k0 = (const char*)tiles.keys[n], *k1 = (const char*)tiles.keys[other];
             const char *next0 = (const char*)ahead.keys[n], *next1 = (const char*)ahead.keys[other];
             with_flags(pass.rows1, other > n, [&](auto two_rows, auto two_tiles) {
                 zero_sums<two_rows(), two_tiles()>(registers);
                 for (int64_t i = 0; i < steps / TILE_ROWS * KEY_BYTES; i += KEY_BYTES) {
-                    for (int64_t j = i; r == 0 && j < i + KEY_BYTES; j += 64) fetch(next0 + j), fetch(next1 + j);
+                    for (int64_t j = i; fetches && j < i + KEY_BYTES; j += 64) fetch(next0 + j), fetch(next1 + j);
                     multiply_block<two_rows(), two_tiles()>(registers, q + i / TILE_ROWS, q_bytes, k0 + i, k1 + i, TILE_BYTES);
                 }
                 store_sums<two_rows(), two_tiles()>(registers, w.scores + r * KEYS + n * VL, KEYS * 4);
             });
         }
+    }
+}
+
+// `bytes`, a multiple of 64, copied while as many of what is read next are fetched: whole lines, in the order of memory.
+inline void copy_fetching(char* to, const void* from, int64_t bytes, const void* next) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+        fetch((const char*)next + i);
+        memcpy(to + i, (const char*)from + i, 64);
     }
 }
 
@@ -92,7 +102,8 @@ struct ValueTiles {
 // Tokens of a product that are not one piece of memory, as blocks of 16 are not, are copied together. Zeros take the place
 // of tokens outside of the split (what lies there may be anything, and 0 x NaN is NaN); those before it after all others, so
 // that weights begin with the first tile.
-inline ValueTiles value_tiles(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles, int64_t width) {
+inline ValueTiles value_tiles(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles,
+                              const Tiles<BF16Tiles>& ahead, int64_t width) {
     constexpr int64_t PAIRS = VL / 2;
     const int64_t pair_bytes = width * 4;
     ValueTiles values;
@@ -106,8 +117,9 @@ inline ValueTiles value_tiles(const Buffers<BF16Tiles>& w, int64_t rows, const T
         if (tiles.joined && pairs == 2 * PAIRS) continue;
         char* copy = (char*)w.value_copy + values.count * 2 * PAIRS * pair_bytes;
         values.at[values.count] = copy;
-        memcpy(copy, tiles.values[t], std::min(pairs, PAIRS) * pair_bytes);
-        if (pairs > PAIRS) memcpy(copy + PAIRS * pair_bytes, tiles.values[t + 1], (pairs - PAIRS) * pair_bytes);
+        copy_fetching(copy, tiles.values[t], std::min(pairs, PAIRS) * pair_bytes, ahead.values[t]);
+        if (pairs > PAIRS)
+            copy_fetching(copy + PAIRS * pair_bytes, tiles.values[t + 1], (pairs - PAIRS) * pair_bytes, ahead.values[t + 1]);
         memset(copy + pairs * pair_bytes, 0, (2 * PAIRS - pairs) * pair_bytes);
         if (is_last && tiles.half_pair) memcpy(copy + pairs * pair_bytes, tiles.half_pair, pair_bytes);
     }
@@ -119,24 +131,23 @@ inline ValueTiles value_tiles(const Buffers<BF16Tiles>& w, int64_t rows, const T
 inline void add_values(const Buffers<BF16Tiles>& w, int64_t rows, const Tiles<BF16Tiles>& tiles, const Tiles<BF16Tiles>& ahead,
                        int64_t width, float* out) {
     constexpr int64_t WEIGHT_BYTES = KEYS * 2;  // of a row
-    const ValueTiles values = value_tiles(w, rows, tiles, width);
+    const ValueTiles values = value_tiles(w, rows, tiles, ahead, width);
     TileRegisters registers;
     for (int64_t r = 0; r < rows; r += 2 * TILE_ROWS) {
         const TilePass pass(r, rows);
+        const int64_t seen = tiles.seen(r + pass.rows0 + pass.rows1 - 1), count = (seen + tiles.odd + 1) / 2;
+        const bool fetches = tiles.joined && r + 2 * TILE_ROWS >= rows;
         registers.shape(pass.rows0, pass.rows1, TILE_BYTES, TILE_ROWS);
         for (int64_t c = 0; c < width; c += 2 * VL)
             with_flags(pass.rows1, true, [&](auto two_rows, auto two_columns) {
                 zero_sums<two_rows(), two_columns()>(registers);
-                for (int64_t n = 0; n < values.count; n++) {
+                for (int64_t n = 0; n < count; n++) {
                     const char* v = values.at[n] + c * 4;
+                    for (int64_t t = 2 * n; fetches && t < std::min(2 * n + 2, tiles.count); t++)  // a kilobyte of each tile
+                        for (int64_t j = 0; j < 1024; j += 64) fetch((const char*)ahead.values[t] + c * 32 + j);
                     multiply_block<two_rows(), two_columns()>(registers, values.weights[n] + r * WEIGHT_BYTES, WEIGHT_BYTES, v,
                                                               v + TILE_BYTES, width * 4);
                 }
-                for (int64_t n = 0; r == 0 && n < tiles.count; n++)
-                    for (int64_t j = 0; j < VL / 2; j++) {
-                        const char* next = (const char*)ahead.values[n] + (j * width + c) * 4;
-                        fetch(next), fetch(next + TILE_BYTES);
-                    }
                 store_sums<two_rows(), two_columns()>(registers, out + r * width + c, width * 4);
             });
     }

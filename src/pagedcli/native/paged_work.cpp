@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "paths.h"
+
 namespace {
 
 // Cuts a step into items.
@@ -13,21 +15,33 @@ struct WorkSplitter {
     double share = 0;                  // an item of more work than this, of one head, could keep one thread busy alone
     std::vector<int32_t> common = {};  // by part: splits that it shares with the part before it
 
+    // Query rows (new tokens x heads of a group) of a part of a sequence, which share one reading of K and V: whole passes of
+    // the kernels, the more the longer what they read, as long as each thread has a few parts.
+    int64_t part_rows(int64_t num_keys) const {
+        constexpr int64_t MOST = 256, PARTS_PER_THREAD = 4;
+        const bool tiles = bf16_path() == BF16_TILES && g.head_dim % 32 == 0 && !g.int8_cache;
+        const int64_t pass = tiles ? 32 : 48, least = tiles ? 64 : 48, keys_per_row = tiles ? 8 : 32;
+        const int64_t fair = work.cu_q[num_sequences] * g.num_heads / (PARTS_PER_THREAD * work.threads);
+        return std::clamp<int64_t>(std::min(num_keys / keys_per_row, fair) / pass * pass, least, MOST / pass * pass);
+    }
+
     void run() {
-        const int64_t group = g.group(), tokens = std::max<int64_t>(1, ROWS / group);
+        const int64_t group = g.group();
         double total_cost = 0;  // query rows x keys of all heads, at most
         std::vector<Part> others;
         for (int32_t b = 0; b < num_sequences; b++) {
             const int32_t num_new = work.cu_q[b + 1] - work.cu_q[b];
             const int64_t num_keys = work.window ? std::min<int64_t>(work.num_tokens[b], work.window + num_new) : work.num_tokens[b];
             total_cost += double(num_new) * num_keys * group * g.num_kv_heads;
+            const int64_t tokens = std::max<int64_t>(1, part_rows(num_keys) / group);
+            work.max_rows = std::max(work.max_rows, tokens * group);
             for (int32_t end = num_new; end > 0;) {  // the longest first
                 const int32_t begin = std::max<int32_t>(0, (end - 1) / tokens * tokens);
                 Part part{b, begin, end};
                 part.split_begin = (int32_t)(work.first_seen(part) / KEYS);
                 part.split_end = (int32_t)((work.end(part) + KEYS - 1) / KEYS);
                 // the beginnings of tables, where a window leaves them undefined, are not compared
-                const bool may_share = !work.window && num_new * group * 2 <= ROWS && old_splits(part) > 0;
+                const bool may_share = !work.window && num_new * group * 2 <= SHARING_ROWS && old_splits(part) > 0;
                 (may_share ? work.parts : others).push_back(part);
                 end = begin;
             }
@@ -65,7 +79,7 @@ struct WorkSplitter {
         if (least > split) {
             for (int32_t i = first, next = first; i < end; i = next) {
                 int64_t rows = 0;
-                while (next < end && (rows += work.parts[next].num_rows(g)) <= ROWS) next++;
+                while (next < end && (rows += work.parts[next].num_rows(g)) <= SHARING_ROWS) next++;
                 add(i, next - i, split, least);
             }
         }

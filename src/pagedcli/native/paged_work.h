@@ -7,7 +7,7 @@
 #include "paged_cache.h"
 
 constexpr int KEYS = 256;  // tokens of one split: its K, V and scores stay in the L2 cache
-constexpr int ROWS = 48;   // query rows (new tokens x heads of a group) that share one reading of K and V
+constexpr int SHARING_ROWS = 48;  // query rows of sequences that share a reading of the blocks that they have in common
 
 // New tokens q_begin ... q_end-1 of sequence b, the rows of which are computed together.
 struct Part {
@@ -32,6 +32,7 @@ struct StepWork {
     int64_t window;  // tokens that a query sees, itself included; 0: all before it
     int threads;
     int64_t partial_rows = 0, num_merges = 0;  // of one head
+    int64_t max_rows = SHARING_ROWS;           // of an item
     std::vector<Part> parts;
     std::vector<Item> items;
 
