@@ -9,6 +9,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from pagedcli.bench.kernels import nearer_limit
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, compared_rows
 from pagedcli.bench.throughput import shape_folder
@@ -154,9 +155,19 @@ def test_kernels_state_their_share_of_the_limit():
     for row, spread in zip(document["kernels"], document["spread"], strict=True):
         assert row["size"] == spread["size"]
         assert row["ms"] == spread["min"] <= spread["median"] <= spread["max"]
+        assert row["nearer"] in ("memory", "instructions", "library")
+        assert (row["library_ms"] or 0) > 0 if row["kernel"].startswith("linear") else row["library_ms"] != 0
     whole, windowed = (row for row in document["kernels"] if row["size"].startswith("8 x 1 after 16383"))
     assert windowed["size"].endswith("window 512")
     assert windowed["ms"] < whole["ms"] / 4
+
+
+def test_nearer_of_two_limits_is_named():
+    limits = Roofline(read_bytes_per_s=10e9, flop_per_s=1000e9)
+    reading, computing = (10**9, 10**9), (10**6, 10**12)  # 0.1 s of memory, 1 s of arithmetic
+    assert nearer_limit(0.12, limits, *reading, None) == nearer_limit(0.12, limits, *reading, 0.2) == "memory"
+    assert nearer_limit(1.9, limits, *computing, None) == nearer_limit(1.2, limits, *computing, 2.0) == "instructions"
+    assert nearer_limit(1.9, limits, *computing, 2.0) == nearer_limit(4.0, limits, *computing, 2.0) == "library"
 
 
 def test_the_better_of_two_measurements_of_a_machine_counts():

@@ -1,6 +1,10 @@
-"""Times of the parts of a step, each compared with its limit: memory bandwidth or arithmetic."""
+"""Times of the parts of a step, each compared with two limits: that of the machine, which is memory bandwidth or the
+peak of its instructions, and the same product by torch, the fastest library here."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +25,7 @@ from pagedcli.native.structs import DTYPE_CODES
 from pagedcli.native.system import ask_for_huge_pages
 from pagedcli.planning.cards import Roofline
 
+_SLOW_S = 0.05  # a library's call beyond this is not repeated if our kernel is many times as fast
 STREAM_BYTES = 1 << 27  # weights, or K and V, of several layers: more than any CPU cache
 
 
@@ -173,6 +178,8 @@ class KernelRow:
     gb_per_s: float
     gflop_per_s: float
     share: float | None  # of the kernel's limit: its shortest possible time over its time; None above 1
+    library_ms: float | None  # of the same product by torch; None if it has none, or one many times as slow
+    nearer: str  # which limit is nearer to the time: "memory", "instructions" or "library"
     spread_ms: Spread
 
 
@@ -226,7 +233,8 @@ def _attention_row(row: AttentionRow, dtype: torch.dtype, limits: Roofline) -> K
     size += f", {shape.shared} of them shared" if shape.shared else ""
     size += f", window {shape.window}" if shape.window else ""
     cache = "" if shape.kv_dtype == dtype else f", {dtype_name(shape.kv_dtype or dtype)} KV"
-    return _row("attention", size, row.backend + cache, row.seconds, shape.kv_bytes, shape.flops, limits)
+    library_s = _library_attention_seconds(shape, row.seconds.min)
+    return _row("attention", size, row.backend + cache, row.seconds, shape.kv_bytes, shape.flops, limits, library_s)
 
 
 def _linear_row(
@@ -254,7 +262,9 @@ def _linear_row(
     size = f"{tokens} x {in_features} -> {out_features}"
     quantized = "" if layer_format is AS_STORED else f" {layer_format.name}"
     implementation = type(layers[0]).__name__ + quantized
-    return _row(f"linear {name}", size, implementation, seconds, num_bytes, flops, limits)
+    weights = [weight.clone() for _ in range(max(1, STREAM_BYTES // weight.nbytes))]
+    library_s = _library_seconds(torch.nn.functional.linear, [(x, each) for each in weights], seconds.min)
+    return _row(f"linear {name}", size, implementation, seconds, num_bytes, flops, limits, library_s)
 
 
 def _norm_row(width: int, tokens: int, limits: Roofline, dtype: torch.dtype) -> KernelRow:
@@ -276,8 +286,47 @@ def _norm_row(width: int, tokens: int, limits: Roofline, dtype: torch.dtype) -> 
     return _row("rms_norm", f"{tokens} x {width}", name, seconds, 2 * x.nbytes, 4 * x.numel(), limits)
 
 
+def _library_attention_seconds(shape: AttentionShape, own_seconds: float) -> float | None:
+    """Of whole prompts, which torch has a causal kernel for."""
+    if shape.new < shape.context or shape.shared or (shape.kv_dtype or shape.dtype) != shape.dtype:
+        return None
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = (torch.randn(shape.num_sequences, h, shape.new, shape.head_dim).to(shape.dtype) for h in heads)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return _library_seconds(lambda: attention(q, k, v, is_causal=True, enable_gqa=True), [()], own_seconds)
+
+
+def _library_seconds(
+    call: Callable[..., object], inputs: Sequence[tuple[object, ...]], own_seconds: float
+) -> float | None:
+    """The shortest of some calls, which take the inputs in turn; None if one takes 20 times as long as our kernel."""
+    call(*inputs[0])  # the first call prepares
+    started = time.perf_counter()
+    call(*inputs[0])
+    if time.perf_counter() - started > max(20 * own_seconds, _SLOW_S):
+        return None
+    turns = itertools.cycle(inputs)
+    return timed_seconds(lambda: call(*next(turns))).min
+
+
+def nearer_limit(seconds: float, limits: Roofline, num_bytes: int, flops: int, library_s: float | None) -> str:
+    """Which limit's time has the smaller ratio to `seconds`, either way."""
+    reads = num_bytes / limits.read_bytes_per_s > flops / limits.flop_per_s
+    times = {"memory" if reads else "instructions": limits.seconds(num_bytes, flops)}
+    if library_s is not None:
+        times["library"] = library_s
+    return min(times, key=lambda name: abs(math.log(times[name] / seconds)))
+
+
 def _row(
-    kernel: str, size: str, implementation: str, spread: Spread, num_bytes: int, flops: int, limits: Roofline
+    kernel: str,
+    size: str,
+    implementation: str,
+    spread: Spread,
+    num_bytes: int,
+    flops: int,
+    limits: Roofline,
+    library_s: float | None = None,
 ) -> KernelRow:
     seconds = spread.min
     shortest = limits.seconds(num_bytes, flops)
@@ -289,5 +338,7 @@ def _row(
         num_bytes / seconds / 1e9,
         flops / seconds / 1e9,
         shortest / seconds if shortest <= seconds else None,
+        None if library_s is None else library_s * 1e3,
+        nearer_limit(seconds, limits, num_bytes, flops, library_s),
         spread * 1e3,
     )

@@ -280,7 +280,10 @@ def kernels(
     format_: FormatOption = Format.TABLE,
     flags: Flags,
 ) -> None:
-    """Measure linear layers, norms and attention on the CPU and compare each with its limit.
+    """Measure linear layers, norms and attention on the CPU and compare each with two limits.
+
+    The machine's limit is its memory or the peak of its instructions; the library's is torch's time for the same
+    product. The last column names the nearer one.
 
     \b
     Examples:
@@ -409,6 +412,8 @@ _KERNEL_COLUMNS = [
     Column("gb_per_s", "GB/s", decimal),
     Column("gflop_per_s", "GFLOP/s", count),
     Column("share", "of the limit", percent),
+    Column("library_ms", "torch ms", lambda x: f"{x:,.3f}"),
+    Column("nearer", "nearer limit"),
 ]
 _PROMPT_TOKENS_PER_STEP = 8  # computed in the time of one generated token, roughly
 _LATENCY_KEYS = {"wall_s", "ttft_ms", "tpot_ms", "output_tokens_per_s", "floor_s", "share_of_floor", "overhead_ms"}

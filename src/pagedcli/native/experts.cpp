@@ -141,12 +141,15 @@ template <class T> struct Mixture {
 
     void compute() const {
         for_panels_of(e.gate_up, [&](const Piece& piece, const Linear& part, int64_t offset) {
-            static thread_local std::vector<E> gathered;
+            static thread_local std::vector<char> room;
             const int64_t rows = piece.end - piece.begin;
-            gathered.resize(rows * E_);
+            const Order order = reads_tiles(part, dtype, rows) ? BY_TILES : BY_ROWS;
+            const Matrix<E> gathered{(E*)lines_of(room, Matrix<E>::size(rows, E_) * sizeof(E)), E_, order};
+            const int64_t together = order == BY_TILES ? Matrix<E>::COLUMNS : E_;
             for (int64_t r = 0; r < rows; r++)
-                memcpy(&gathered[r * E_], x + sources[piece.begin + r] * E_, E_ * sizeof(E));
-            linear_forward(part, dtype, gathered.data(), rows, hidden + piece.begin * inner + offset, gate, 1);
+                for (int64_t k = 0; k < E_; k += together)
+                    memcpy(gathered.at(r, k), x + sources[piece.begin + r] * E_ + k, together * sizeof(E));
+            linear_forward(part, dtype, gathered.base, rows, hidden + piece.begin * inner + offset, gate, 1, order);
         });
         for_panels_of(e.down, [&](const Piece& piece, const Linear& part, int64_t offset) {
             linear_forward(part, dtype, hidden + piece.begin * inner, piece.end - piece.begin,
