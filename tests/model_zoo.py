@@ -56,6 +56,17 @@ _GRANITE = {
     "logits_scaling": 2.0,
     "shared_intermediate_size": 80,
 }
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 256,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 320,
+}
+_K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _WIDE = {"linear_value_head_dim": 64}  # a multiple of the vectors that a kernel takes together
 _WINDOWED = {"sliding_window": 256}
 _GRANITE_EXPERTS = {
@@ -129,6 +140,29 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.5,
         },
     ),
+    "gemma4-31b": ("Gemma4TextConfig", {**_GEMMA4, **_K_IS_V}),
+    "gemma4-e2b": (
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-26b": (
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            **_K_IS_V,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "gemma4-12b": ("Gemma4UnifiedTextConfig", {**_GEMMA4, **_K_IS_V, "use_bidirectional_attention": "vision"}),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -214,6 +248,7 @@ DATA_FAMILIES = (
     *("helium", "cwm", "hyperclovax", "mellum"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)
+GEMMA4_FAMILIES = ("gemma4-e2b", "gemma4-12b", "gemma4-26b", "gemma4-31b")
 RECURRENT_FAMILIES = (
     *(
         "qwen3_5",
@@ -255,6 +290,8 @@ def random_model(config: Any, path: Path, *, seed: int = 0, max_shard_size: str 
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + torch.rand(buffer.shape, generator=generator) * 0.4)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
 

@@ -308,10 +308,10 @@ def _group_notes(profile: "Profile") -> Iterator[str]:
     """How full the blocks of each kind of layers are, and which layers have none."""
     plan, kinds = profile.plan, {(group.window, group.heads): group for group in profile.plan.groups}
     for (window, heads), group in kinds.items():
-        used = group_bytes(group, **_block_of(profile))
-        kind = f"of {plural(len(group.layers), 'layer')} with {heads} (KV heads, head size)" if heads else ""
-        seen = "all tokens" if window is None else f"a window of {window:,}"
-        yield f"a block {kind} that see {seen} uses {size(used)} of {size(plan.block_bytes)}"
+        assert heads is not None, "the layers differ in them"
+        seen = "no window" if window is None else f"a window of {window:,}"
+        used, layers = size(group_bytes(group, **_block_of(profile))), plural(len(group.layers), "layer")
+        yield f"{seen}, {heads[0]} x {heads[1]}: {layers} use {used} of a block's {size(plan.block_bytes)}"
     if num_shared := sum(layer.source is not None for layer in profile.spec.attention_layers):
         yield f"{plural(num_shared, 'layer')} read the K and V of an earlier layer and have no blocks"
 

@@ -197,13 +197,15 @@ class Routing:
     scale: float = 1.0  # of the picked scores
 
 
-def route(logits: Tensor, routing: Routing, preference: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, preference: Tensor | None = None, gains: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token with the largest scores, of equals the first, and their weights.
 
     A softmax is in float32.
 
-    Shapes:  logits [T, X] of the router; preference [X] float32, added to scores for picking alone; returns weights
-             [T, K] in the dtype of the logits, experts [T, K] int64.
+    Shapes:  logits [T, X] of the router; preference [X] float32, added to scores for picking alone; gains [X] float32
+             multiply the weights; returns weights [T, K] in the dtype of the logits, experts [T, K] int64.
     """
     scores = logits.sigmoid().float() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
     wanted = scores if preference is None else scores + preference
@@ -211,6 +213,8 @@ def route(logits: Tensor, routing: Routing, preference: Tensor | None = None) ->
     weights = scores.gather(1, experts)
     if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True) + (1e-6 if routing.sigmoid else 0.0)
+    if gains is not None:
+        weights *= gains[experts]
     return (weights * routing.scale).to(logits.dtype), experts
 
 
@@ -221,6 +225,7 @@ class Mixture:
     experts: Sequence[Callable[[Tensor], Tensor]]  # E -> E each
     routing: Routing
     preference: Tensor | None  # [X] float32 of route
+    gains: Tensor | None = None  # the same
 
     def __call__(self, x: Tensor, logits: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
         """For each token the weighted sum of its experts' results, plus sigmoid(gate) * shared.
@@ -228,7 +233,7 @@ class Mixture:
         Shapes:  x [T, E]; logits [T, X] of the router; shared [T, E], or None: nothing is added; gate [T, 1], or None:
                  `shared` counts in full; returns [T, E].
         """
-        out = weighted_sum(self.experts, x, *route(logits, self.routing, self.preference))
+        out = weighted_sum(self.experts, x, *route(logits, self.routing, self.preference, self.gains))
         if shared is not None:
             out += shared if gate is None else gate.sigmoid() * shared
         return out

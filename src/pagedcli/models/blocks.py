@@ -20,6 +20,7 @@ from pagedcli.layers.basic import (
     norm_all,
     rms_norm,
     rotary_rows,
+    rotate,
     split_gate,
     split_heads,
 )
@@ -76,7 +77,7 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, *, dtype: torc
              computed in float32 and then rounded.
     Units:   num_positions P in tokens.
     """
-    size = int(head_dim * rope.partial)
+    size = rope.rotated(head_dim)
     frequencies = inverse_frequencies(rope, size, num_positions)
     table = torch.empty((num_positions, size), dtype=dtype)
     for start in range(0, num_positions, _ROWS):  # in float32 a million positions would take gigabytes
@@ -108,6 +109,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int) -> Te
     if rope.type == "yarn":
         return _yarn(rope, head_dim, rope.theta**wavelength_steps)
     frequencies = 1.0 / (rope.theta**wavelength_steps)
+    if rope.type == "proportional":
+        is_rotated = torch.arange(head_dim // 2) < int(rope.partial * head_dim // 2)
+        return frequencies.where(is_rotated, 0.0) / rope.factor
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "longrope":
@@ -165,6 +169,7 @@ class Step:
     layers: list[LayerStep]  # those that attend
     state_step: StateStep | None = None  # of those that keep a state
     states: Sequence[Sequence[Tensor]] = ()  # of each of them: its pools
+    layer_inputs: Tensor | None = None  # [T, L, P] of LayerInputs
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the id of a rotary table
 
     def state(self, place: int) -> tuple[StateStep, Sequence[Tensor]]:
@@ -272,6 +277,83 @@ class Attention:
 
 
 @dataclass(slots=True)
+class VariedAttention:
+    """Attention of a layer whose V is normed, and may be K before that is normed; or which attends over the K and V of
+    an earlier layer."""
+
+    index: int  # among the layers that attend
+    backend: AttentionBackend  # of this layer
+    num_heads: int  # H
+    num_kv_heads: int  # G; 0: it has no K and V of its own
+    head_dim: int  # D
+    projected: Callable[[Tensor], Tensor]  # E -> (H + 2G) * D; (H + G) * D without V
+    norm: Tensor  # of each head of q and k [H + G, D]
+    value_norm: Tensor  # [D] float32
+    eps: float
+    table: Tensor  # [P, R] of rope_table
+    out: Callable[[Tensor], Tensor]  # H * D -> E
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]. Changes: the layer's cache, if it has one."""
+        layer, num_heads, num_kept = step.layers[self.index], self.num_heads, self.num_kv_heads
+        heads = self.projected(x).view(x.shape[0], -1, self.head_dim)
+        normed = rms_norm(heads[:, : num_heads + num_kept], self.norm, self.eps)
+        turned = rotate(normed, *step.angles_of(self.table))
+        if num_kept:
+            values = rms_norm(heads[:, -num_kept:], self.value_norm, self.eps)  # without V these are K
+            layer.write(self.backend, turned[:, num_heads:], values)
+        out = layer.attend(self.backend, turned[:, :num_heads].contiguous())
+        return self.out(out.flatten(1))
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """What each layer gets for a token: a row of a table, and a projection of the token's embedding."""
+
+    table: Tensor  # [V, L * P]
+    projection: Callable[[Tensor], Tensor]  # E -> L * P
+    norm: Tensor  # [P]
+    eps: float
+
+    def __call__(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
+        """Shapes: input_ids [T]; embedded [T, E] -> [T, L, P]."""
+        size = self.norm.shape[0]
+        rows = self.table.index_select(0, input_ids) * torch.tensor(size**0.5, dtype=self.table.dtype)
+        projected = self.projection(embedded) * embedded.shape[1] ** -0.5
+        projected = rms_norm(projected.view(projected.shape[0], -1, size), self.norm, self.eps)
+        return (projected + rows.view(projected.shape)) * 2**-0.5
+
+
+@dataclass(slots=True)
+class LayerInput:
+    """What a layer adds to the residual for its input, gated by the residual; the body of a branch without a norm."""
+
+    index: int
+    gate: Callable[[Tensor], Tensor]  # E -> P
+    activation: Callable[[Tensor], Tensor]  # of layers.basic
+    out: Callable[[Tensor], Tensor]  # P -> E
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]."""
+        assert step.layer_inputs is not None, "the decoder computes them first"
+        gated = torch.cat((self.gate(x), step.layer_inputs[:, self.index]), dim=-1)
+        return self.out(self.activation(gated))
+
+
+@dataclass(slots=True)
+class LayerScalar:
+    """The end of a layer: multiplies the residual by a number."""
+
+    join: Join  # before it
+    factor: float
+
+    def __call__(self, hidden: Tensor | None, residual: Tensor, _step: Step) -> None:
+        """Adds nothing. Changes: see Join."""
+        self.join(hidden, residual)
+        residual.mul_(self.factor)
+
+
+@dataclass(slots=True)
 class GatedMlp:
     """down(activation(gate) * up), or down(activation(up)) of a model without gates."""
 
@@ -306,8 +388,29 @@ class Experts:
     shared_gate: Callable[[Tensor], Tensor] | None  # E -> 1; None: the shared one counts in full
     parallel: ParallelContext  # each rank holds a part of every expert
 
-    def __call__(self, x: Tensor, _step: Step) -> Tensor:
-        """Shapes: x [T, E] -> [T, E]."""
+    def __call__(self, x: Tensor, _step: Step, *, routed: Tensor | None = None) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]. `routed`: what the router sees; by default x."""
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        return self.parallel.all_reduce(self.mixture(x, self.router(x), shared, gate))
+        logits = self.router(x if routed is None else routed)
+        return self.parallel.all_reduce(self.mixture(x, logits, shared, gate))
+
+
+@dataclass(slots=True)
+class ExpertsBesideMlp:
+    """An MLP and a mixture of experts, each with norms of its own around it; the body of a branch without a norm."""
+
+    mlp: GatedMlp
+    mlp_norms: tuple[Tensor, Tensor]  # [E] each, before and after
+    experts: Experts
+    experts_norms: tuple[Tensor, Tensor]
+    router_norm: Tensor  # [E]
+    eps: float
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Shapes: x [T, E] -> [T, E]."""
+        (before, after), (experts_before, experts_after) = self.mlp_norms, self.experts_norms
+        out = rms_norm(self.mlp(rms_norm(x, before, self.eps)), after, self.eps)
+        routed = rms_norm(x, self.router_norm, self.eps)
+        mixed = self.experts(rms_norm(x, experts_before, self.eps), step, routed=routed)
+        return out + rms_norm(mixed, experts_after, self.eps)

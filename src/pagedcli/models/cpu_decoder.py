@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from pagedcli.attention.base import PagedBatch
+from pagedcli.core.groups import CacheGroup
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
 from pagedcli.models.base import DecoderNeeds, DecoderRequest
 from pagedcli.models.decoder import Parts, has_cpu_kernels, scaled_embedding, scaled_logits
 from pagedcli.models.formats import AS_STORED, LayerFormat
-from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input
+from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input, unread_tensors
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.rope import rope_notes
 from pagedcli.models.spec import ExpertsSpec, layer_groups
@@ -52,6 +53,12 @@ _GATES = {
 }
 
 
+_NORMS = (
+    *("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"),
+    *("experts_norm", "experts_norm_after", "dense_norm_after", "layer_input_after"),
+)
+
+
 class CpuDecoder:
     """A native CausalLM (see models.base)."""
 
@@ -76,12 +83,12 @@ class CpuDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: PagedBatch, kv_cache: Tensor) -> Tensor:
         """See CausalLM.forward. The last layer computes only the rows in batch.logits_rows."""
-        backend, rows, embedding = self._backend, batch.logits_rows, self._embedding
-        k_cache, v_cache = kv_cache[0, 0], kv_cache[1, 0]
-        backend.check_cache(k_cache, v_cache)
+        rows, embedding = batch.logits_rows, self._embedding
         prepared = (batch, *batch.others)
         slots = [of_group.slots.contiguous() for of_group in prepared]
-        for group, of_group in zip(self._groups, prepared, strict=True):
+        layer_bytes = [self._layer_bytes(kv_cache, group) for group in self._groups]
+        backends = [self._backend.of(self.attention_layers[group.layers[0]]) for group in self._groups]
+        for group, of_group, backend in zip(self._groups, prepared, backends, strict=True):
             of_group.window = group.window
             backend.prepare(of_group)
         residual = self._lm_head.weight_rows(input_ids) if embedding is None else embedding.index_select(0, input_ids)
@@ -91,20 +98,20 @@ class CpuDecoder:
         states = None if self.spec.recurrent is None else _StateArguments(batch)
         groups = (GroupStepStruct * len(prepared))(
             *(
-                GroupStepStruct(each.data_ptr(), of_group.work.address)
-                for each, of_group in zip(slots, prepared, strict=True)
+                GroupStepStruct(each.data_ptr(), of_group.work.address, backend.geometry_address, num_bytes)
+                for each, of_group, backend, num_bytes in zip(slots, prepared, backends, layer_bytes, strict=True)
             )
         )
+        input_ids = input_ids.contiguous()
         step = StepStruct(
             num_tokens=input_ids.shape[0],
             threads=torch.get_num_threads(),
             residual=residual.data_ptr(),
             positions=positions.data_ptr(),
-            geometry=backend.geometry_address,
+            ids=input_ids.data_ptr(),
             groups=ctypes.addressof(groups),
-            k_cache=k_cache.data_ptr(),
-            v_cache=v_cache.data_ptr(),
-            layer_bytes=kv_cache.stride(1) * kv_cache.element_size(),
+            k_cache=kv_cache[0].data_ptr(),
+            v_cache=kv_cache[1].data_ptr(),
             rows=None if rows is None else rows.data_ptr(),
             num_rows=out.shape[0],
             out=out.data_ptr(),
@@ -112,8 +119,14 @@ class CpuDecoder:
             states=None if states is None else ctypes.addressof(states.pools),
         )
         if self._functions.decoder_forward(ctypes.byref(self._model), ctypes.byref(step)):
-            raise BackendError(f"a block table names a block outside the cache of {k_cache.shape[0]} blocks")
+            raise BackendError(f"a block table names a block outside the cache of {kv_cache.shape[2]} blocks")
         return out
+
+    def _layer_bytes(self, kv_cache: Tensor, group: CacheGroup) -> int:
+        """Bytes from one layer's cache to the next one's of its group. Raises: BackendError for another cache."""
+        caches = self._backend.layer_caches(kv_cache, len(group.layers), group.heads)
+        self._backend.of(self.attention_layers[group.layers[0]]).check_cache(*caches[0])
+        return caches[1][0].data_ptr() - caches[0][0].data_ptr() if len(caches) > 1 else 0
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.compute_logits."""
@@ -147,6 +160,9 @@ class _Builder(Parts):
         for number, group in enumerate(groups):
             for place, index in enumerate(group.layers):
                 layers[attending[index]].group, layers[attending[index]].place = number, place
+        for index, source in enumerate(spec.kv_sources):
+            if source is not None:
+                layers[index].group, layers[index].place = layers[source].group, layers[source].place
         for place, index in enumerate(spec.recurrent_layers):
             layers[index].place = place
         self.kept.append(layers)
@@ -155,11 +171,12 @@ class _Builder(Parts):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            inner_size=max(spec.intermediate_size, shared or 0, spec.recurrent.inner if spec.recurrent else 0),
+            qkv_size=spec.widest_qkv,
+            head_size=spec.num_heads * max(head_dim for _, head_dim in map(spec.heads_of, attending)),
+            inner_size=max(spec.widest_mlp, shared or 0, spec.recurrent.inner if spec.recurrent else 0),
             output_gate=spec.output_gate,
             norms_heads=spec.qk_norm_all,
+            value_norm=spec.value_norm,
             float_norms=spec.float_norms,
             gate=_GATES[spec.hidden_act],
             eps=spec.rms_norm_eps,
@@ -168,22 +185,42 @@ class _Builder(Parts):
             residual_multiplier=spec.residual_multiplier,
             layers=ctypes.addressof(layers),
             final_norm=self._norm("final_norm"),
+            **self._inputs(),
         )
 
+    def _inputs(self) -> dict[str, object]:
+        """What gives each layer its inputs, if they have any."""
+        if self._spec.layer_inputs is None:
+            return {}
+        return {
+            "input_size": self._spec.layer_inputs,
+            "input_table": self._taken("layer_table"),
+            "input_projection": self._unquantized("layer_projection"),
+            "input_norm": self._norm("layer_projection_norm"),
+        }
+
     def _layer(self, index: int, key: str) -> LayerStruct:
-        layer = LayerStruct()
+        spec = self._spec
+        layer = LayerStruct(scalar=1.0, reads=not spec.keeps(index), keys_as_values=index in spec.keys_as_values)
+        layer.num_kv_heads, layer.head_dim = spec.heads_of(index)
         if index in self._spec.recurrent_layers:
             layer.recurrent = self._recurrent(key)
         else:
             layer.qkv, layer.attention_out = self._linear(f"{key}.qkv").struct, self._linear(f"{key}.out").struct
-        for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after", "q_norm", "k_norm"):
+        for name in _NORMS:
             setattr(layer, name, self._norm(f"{key}.{name}"))
+        if spec.layer_inputs is not None:
+            layer.input_gate = self._unquantized(f"{key}.input_gate")
+            layer.input_out = self._unquantized(f"{key}.input_out")
+        if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:
+            layer.scalar = scalar.item()
         if (sinks := self._tensors.pop(f"{key}.sinks", None)) is not None:
             layer.sinks = self._address(sinks)
         if (both := self.norm(f"{key}.qk_norm")) is not None:
-            layer.q_norm, layer.k_norm = (self._address(weight) for weight in both.chunk(2))
+            layer.q_norm, *of_keys = (self._address(weight) for weight in both.view(-1, layer.head_dim).unbind(0))
+            layer.k_norm = of_keys[0] if of_keys else None
         if layer.recurrent is None and (rope := self.rope(index)) is not None:
-            table = self.table(rope)
+            table = self.table(rope, self._spec.heads_of(index)[1])
             self.kept.append(table)
             layer.rope_table, layer.rotated, layer.neighbours = table.data_ptr(), table.shape[1], rope.neighbours
             if (scales := self.query_scales(rope)) is not None:
@@ -191,9 +228,12 @@ class _Builder(Parts):
                 layer.query_scales = scales.data_ptr()
         if not self._spec.has_mlp(index):
             return layer
-        if (experts := self.experts(index)) is None:
+        experts = self.experts(index)
+        if experts is None or experts.beside_mlp:
             layer.gate_up, layer.down = self._mlp(key)
-        else:
+        if experts is not None and experts.beside_mlp:
+            layer.router_norm = self._address(self.router_norm(key))
+        if experts is not None:
             layer.experts = ctypes.addressof(self._experts(experts, key))
         return layer
 
@@ -212,6 +252,7 @@ class _Builder(Parts):
             sigmoid=experts.sigmoid,
             scale=experts.scale,
             preference=self._taken(f"{key}.preference"),
+            gains=self._taken(f"{key}.gains"),
             router=self._unquantized(f"{key}.router"),
             gate_up=ctypes.addressof(gate_up),
             down=ctypes.addressof(down),
@@ -340,7 +381,7 @@ def refusal(needs: DecoderNeeds) -> str | None:
 def load(request: DecoderRequest) -> CpuDecoder:
     """Raises: ModelError, see weights."""
     spec = request.spec
-    ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
+    ignored = unread_tensors(spec, request.weight_format)
     source = open_weights(request.path, request.load_format, request.seed, spec)
     parameters = decoder_parameters(spec, request.weight_format)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=torch.device("cpu"))

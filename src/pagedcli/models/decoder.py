@@ -22,16 +22,21 @@ from pagedcli.models.blocks import (
     Attention,
     Branch,
     Experts,
+    ExpertsBesideMlp,
     GatedMlp,
     Join,
+    LayerInput,
+    LayerInputs,
+    LayerScalar,
     Mlp,
     Step,
+    VariedAttention,
     layer_steps,
     query_scales,
     rope_table,
 )
 from pagedcli.models.formats import AS_STORED, LayerFormat, Modules
-from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input, take_linear
+from pagedcli.models.parameters import decoder_parameters, linear_formats, mlp_input, take_linear, unread_tensors
 from pagedcli.models.recurrent_blocks import GatedDeltaNet, MambaMixer, ShortConvolution, interleaved_columns
 from pagedcli.models.recurrent_spec import Mamba2, ShortConv
 from pagedcli.models.rope import RopeSpec, rope_notes
@@ -51,6 +56,7 @@ class Decoder:
         "_branches",
         "_embedding",
         "_last",
+        "_layer_inputs",
         "_lm_head",
         "attention_layers",
         "notes",
@@ -82,6 +88,7 @@ class Decoder:
         self.attention_layers = spec.attention_layers
         self._backend: AttentionBackend = request.backend
         self._embedding, self._lm_head, table_bytes = build.tables()
+        self._layer_inputs = build.layer_inputs()
         self._branches, self._last = build.branches()
         self.weight_bytes = vectors + table_bytes + build.linear_bytes
         assert not tensors, f"{', '.join(tensors)} are not used by the decoder"
@@ -92,6 +99,8 @@ class Decoder:
         layers = layer_steps(batch, kv_cache, self._backend, self.attention_layers)
         step = Step(positions, layers, state_step, batch.states)
         residual = scaled_embedding(self._embedding(input_ids), self.spec)
+        if self._layer_inputs is not None:
+            step.layer_inputs = self._layer_inputs(input_ids, residual)
         hidden: Tensor | None = None  # the previous branch's addition to the residual
         for branch in self._branches:
             hidden = branch(hidden, residual, step)
@@ -130,7 +139,7 @@ class Parts:
         formats: Mapping[str, LayerFormat],
     ) -> None:
         self._request, self._spec, self._tensors, self._formats = request, spec, tensors, formats
-        self._tables: dict[RopeSpec, Tensor] = {}
+        self._tables: dict[tuple[RopeSpec, int], Tensor] = {}
         self._query_scales: dict[RopeSpec, Tensor | None] = {}
 
     def norm(self, key: str) -> Tensor | None:
@@ -155,6 +164,11 @@ class Parts:
         """How fast each head of a state forgets, [H]: -exp(A_log)."""
         return -self._tensors.pop(f"{key}.decay").exp()
 
+    def router_norm(self, key: str) -> Tensor:
+        """The norm of what a router sees, if that is the residual: its scale is that of a vector of length 1."""
+        weight: Tensor = self._tensors.pop(f"{key}.router_norm")
+        return weight.mul_(weight.shape[0] ** -0.5)
+
     def output(self) -> tuple[Tensor, Modules]:
         """The embedding [V, E] and the modules of the output layer, which are the same tensor if tied."""
         embedding = self._tensors.pop("embedding")
@@ -169,13 +183,13 @@ class Parts:
         """The rotary embedding of a layer; None: it has none."""
         return self._spec.layer_ropes[index] if self._spec.layer_ropes else self._spec.rope
 
-    def table(self, rope: RopeSpec) -> Tensor:
+    def table(self, rope: RopeSpec, head_dim: int) -> Tensor:
         """The table of a rotary embedding, one for all layers that have it."""
-        if rope not in self._tables:
+        if (rope, head_dim) not in self._tables:
             request = self._request
-            table = rope_table(rope, self._spec.head_dim, request.max_model_len, dtype=request.dtype)
-            self._tables[rope] = table.to(request.device)
-        return self._tables[rope]
+            table = rope_table(rope, head_dim, request.max_model_len, dtype=request.dtype)
+            self._tables[rope, head_dim] = table.to(request.device)
+        return self._tables[rope, head_dim]
 
     def query_scales(self, rope: RopeSpec) -> Tensor | None:
         """What queries are multiplied by at each position, one tensor for all layers; None: by 1."""
@@ -226,26 +240,46 @@ class _Builder(Parts):
             return packed.weight_rows, head, packed.nbytes
         return embedding, head, table.nbytes + packed.nbytes
 
-    def branches(self) -> tuple[list[Branch], Join]:
-        """Attention and MLP of all layers, and what is after the last."""
-        spec, branches, norm_after = self._spec, [], None
+    def layer_inputs(self) -> LayerInputs | None:
+        """Of models in which each layer has an input of its own."""
+        table, norm = self._tensors.pop("layer_table", None), self.norm("layer_projection_norm")
+        if table is None or norm is None:
+            return None
+        self.linear_bytes += table.nbytes
+        return LayerInputs(table, self._unquantized("layer_projection"), norm, self._spec.rms_norm_eps)
+
+    def branches(self) -> tuple[list[Branch | LayerScalar], Join]:
+        """Attention and MLP of all layers, what else a layer has, and what is after the last."""
+        spec, norm_after = self._spec, None
+        branches: list[Branch | LayerScalar] = []
         for index in range(spec.num_layers):
             key = f"layers.{index}"
             bodies = {"input_norm": self._mixer(index, key)}
-            if self._spec.has_mlp(index):
+            if spec.has_mlp(index):
                 bodies["mlp_norm"] = self._mlp(index, key)
+            if spec.layer_inputs is not None:
+                bodies["layer_input"] = self._layer_input(index, key)
             for name, body in bodies.items():
                 norm = f"{key}.{name}"
                 branches.append(Branch(self._join(norm_after, norm), body))
                 norm_after = self.norm(f"{norm}_after")
+            if (scalar := self._tensors.pop(f"{key}.scalar", None)) is not None:
+                branches.append(LayerScalar(self._join(norm_after, f"{key}.scalar_norm"), scalar.item()))
+                norm_after = None
         return branches, self._join(norm_after, "final_norm")
+
+    def _layer_input(self, index: int, key: str) -> LayerInput:
+        gate, out = self._unquantized(f"{key}.input_gate"), self._unquantized(f"{key}.input_out")
+        return LayerInput(index, gate, self._activation, out)
 
     def _join(self, norm_after: Tensor | None, norm: str) -> Join:
         return Join(norm_after, self.norm(norm), self._spec.residual_multiplier, self._spec.rms_norm_eps)
 
     def _mixer(self, index: int, key: str) -> Callable[[Tensor, Step], Tensor]:
         recurrent = self._spec.recurrent_layers
-        return self._recurrent(recurrent.index(index), key) if index in recurrent else self._attention(index, key)
+        if index in recurrent:
+            return self._recurrent(recurrent.index(index), key)
+        return self._varied_attention(index, key) if self._spec.value_norm else self._attention(index, key)
 
     def _attention(self, index: int, key: str) -> Attention:
         spec, weight = self._spec, None
@@ -265,13 +299,35 @@ class _Builder(Parts):
             qkv=self._linear(f"{key}.qkv"),
             norm=None if weight is None else (weight, spec.rms_norm_eps),
             norms_all=spec.qk_norm_all,
-            table=None if rope is None else self.table(rope),
+            table=None if rope is None else self.table(rope, spec.head_dim),
             neighbours=rope is not None and rope.neighbours,
             query_scales=None if rope is None else self.query_scales(rope),
             out=self._summed_linear(f"{key}.out"),
             fused_store=self._fused_store,
             sinks=self._tensors.pop(f"{key}.sinks", None),
             has_gate=spec.output_gate,
+        )
+
+    def _varied_attention(self, index: int, key: str) -> VariedAttention:
+        spec, rope = self._spec, self.rope(index)
+        (num_kv_heads, head_dim), weights = spec.heads_of(index), self.norm(f"{key}.qk_norm")
+        assert rope is not None, "every such layer has a rotary embedding"
+        assert weights is not None, "every such layer norms its heads"
+        q_weight, *k_weight = weights.view(-1, head_dim).unbind(0)
+        norms = [q_weight.expand(spec.num_heads, -1), *(weight.expand(num_kv_heads, -1) for weight in k_weight)]
+        layer = spec.attention_layers[index]
+        return VariedAttention(
+            index=index,
+            backend=self._request.backend.of(layer),
+            num_heads=spec.num_heads,
+            num_kv_heads=num_kv_heads if spec.keeps(index) else 0,
+            head_dim=head_dim,
+            projected=self._linear(f"{key}.qkv"),
+            norm=torch.cat(norms),
+            value_norm=torch.ones(head_dim, device=weights.device),
+            eps=spec.rms_norm_eps,
+            table=self.table(rope, head_dim),
+            out=self._summed_linear(f"{key}.out"),
         )
 
     def _recurrent(self, place: int, key: str) -> Callable[[Tensor, Step], Tensor]:
@@ -289,11 +345,26 @@ class _Builder(Parts):
         gates = self._unquantized(f"{key}.gates")
         return GatedDeltaNet(place, shape, inner, gates, conv, decay, step_bias, norm, eps, out, columns)
 
-    def _mlp(self, index: int, key: str) -> Mlp | Experts:
+    def _mlp(self, index: int, key: str) -> Mlp | Experts | ExpertsBesideMlp:
         experts = self.experts(index)
+        if experts is not None and not experts.beside_mlp:
+            return self._experts(experts, key)
+        first = self._linear(f"{key}.{mlp_input(self._spec)}")
+        mlp = GatedMlp(first, self._activation, self._summed_linear(f"{key}.down"))
         if experts is None:
-            first = self._linear(f"{key}.{mlp_input(self._spec)}")
-            return Mlp(GatedMlp(first, self._activation, self._summed_linear(f"{key}.down")))
+            return Mlp(mlp)
+        names = ("mlp_norm", "dense_norm_after", "experts_norm", "experts_norm_after")
+        before, after, experts_before, experts_after = (self._tensors.pop(f"{key}.{name}") for name in names)
+        return ExpertsBesideMlp(
+            mlp=mlp,
+            mlp_norms=(before, after),
+            experts=self._experts(experts, key),
+            experts_norms=(experts_before, experts_after),
+            router_norm=self.router_norm(key),
+            eps=self._spec.rms_norm_eps,
+        )
+
+    def _experts(self, experts: ExpertsSpec, key: str) -> Experts:
         shared = experts.shared_intermediate_size is not None
         return Experts(
             router=self._unquantized(f"{key}.router"),
@@ -309,7 +380,8 @@ class _Builder(Parts):
         preference = self._tensors.pop(f"{key}.preference", None)
         keys = [f"{key}.experts.{i}" for i in range(spec.num_experts)]
         if not groups_experts(self._spec, self._request.backend):
-            return Mixture([self._expert(key) for key in keys], routing, preference)
+            gains = self._tensors.pop(f"{key}.gains", None)
+            return Mixture([self._expert(each) for each in keys], routing, preference, gains)
         from pagedcli.layers.triton_experts import GroupedExperts
 
         (gate_up, gate_up_bias), (down, down_bias) = (self._expert_weights(keys, name) for name in ("gate_up", "down"))
@@ -370,6 +442,7 @@ class _Builder(Parts):
 def has_cpu_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the native library serves attention and can pack every weight of the model."""
     sizes = [spec.hidden_size, spec.intermediate_size, spec.recurrent.inner if spec.recurrent is not None else 0]
+    sizes.append(spec.layer_inputs or 0)
     if spec.experts is not None:
         sizes += [spec.experts.intermediate_size, spec.experts.shared_intermediate_size or 0]
     return backend.capabilities.native_step and not any(size % 2 for size in sizes)
@@ -384,6 +457,8 @@ def linear_kernels(spec: ModelSpec, backend: AttentionBackend | type[AttentionBa
 
 def groups_experts(spec: ModelSpec, backend: AttentionBackend | type[AttentionBackend]) -> bool:
     """Whether the Triton kernel computes all experts of a layer together."""
+    if spec.experts is not None and spec.experts.beside_mlp:  # its weights have gains
+        return False
     return linear_kernels(spec, backend) == "triton" and fused_layers() is not None
 
 
@@ -403,7 +478,7 @@ def load(request: DecoderRequest) -> Decoder:
     Raises: ModelError, see weights; ConfigError if the model cannot be split over the ranks.
     """
     spec = request.spec
-    ignored = frozenset({"lm_head.weight"} if spec.tie_word_embeddings else ())
+    ignored = unread_tensors(spec, request.weight_format)
     parameters = shard_parameters(decoder_parameters(spec, request.weight_format), spec, request.parallel)
     source = open_weights(request.path, request.load_format, request.seed, spec)
     tensors = source.load(parameters, ignored=ignored, dtype=request.dtype, device=request.device)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from pagedcli.models.family import ATTENDS, RECURS, Family, FamilyConfig
+from pagedcli.models.gemma4 import GEMMA4
 from pagedcli.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from pagedcli.models.spec import ExpertNames, ExpertsSpec, LayerKind, TensorNames
 
@@ -47,8 +48,8 @@ def _experts(fields: FamilyConfig, names: ExpertNames | None = None, **others: A
     if fields.mlp_layer_types is not None:
         dense = [i for i, kind in enumerate(fields.mlp_layer_types) if kind == "dense"]
     return ExpertsSpec(
-        num_experts=fields.num_local_experts or fields.num_experts,
-        num_per_token=fields.num_experts_per_tok,
+        num_experts=fields.num_local_experts or fields.num_experts or 0,
+        num_per_token=fields.num_experts_per_tok or 1,
         intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
         renormalize=fields.norm_topk_prob,
         shared_intermediate_size=fields.shared_expert_intermediate_size,
@@ -668,6 +669,7 @@ FAMILIES = {
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
         traits=_granite_hybrid,
     ),
+    **GEMMA4,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5": replace(_QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", nested=True),
     "qwen3_5_moe_text": _QWEN3_5_MOE,

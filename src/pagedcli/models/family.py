@@ -54,9 +54,9 @@ class FamilyConfig(msgspec.Struct):
     attention_out_bias: bool = False
     use_bias: bool = False  # of every linear layer
     use_post_norm: bool = True
-    num_experts: int = 0
+    num_experts: int | None = 0
     num_local_experts: int | None = None
-    num_experts_per_tok: int = 1
+    num_experts_per_tok: int | None = 1
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int | None = None
     norm_topk_prob: bool = False
@@ -91,6 +91,26 @@ class FamilyConfig(msgspec.Struct):
     num_dense_layers: int = 2
     use_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
+    global_head_dim: int = 512
+    num_global_key_value_heads: int | None = None
+    per_layer_config: dict[str, dict[str, int]] | None = None  # number of a layer -> its head_dim, num_key_value_heads
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int | None = None
+    enable_moe_block: bool = False
+
+    def slides(self, *, full_first: bool = False, full_last: bool = False) -> list[bool]:
+        """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
+        layers, pattern = range(self.num_hidden_layers), self.sliding_window_pattern
+        if self.layer_types is not None:
+            sliding = [kind == "sliding_attention" for kind in self.layer_types]
+        elif isinstance(pattern, str) and pattern:
+            sliding = [pattern[i % len(pattern)] == "L" and i != layers[-1] for i in layers]
+        else:
+            sliding = [bool((i + (0 if full_first else 1)) % max(1, int(pattern or 1))) for i in layers]
+        return [*sliding[:-1], False] if full_last else sliding
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +139,8 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)  # of other fields of config.json
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
     layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
+    full_last: bool = False  # the last layer has no window, whatever the others have
+    bidirectional: frozenset[str] = frozenset()  # values of use_bidirectional_attention that leave text causal
     # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`.
     # If it is of another native family, that one's entry describes it
     nested: bool = False

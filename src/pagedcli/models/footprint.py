@@ -72,7 +72,7 @@ def footprint(
     parameters = {key: parameter for key, (parameter, _) in counted.items()}
     if shard is not None:
         parameters = shard(parameters)
-    tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head")}
+    tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head", "layer_table")}
     layers = experts = vectors = Weights()
     for key, parameter in parameters.items():
         count = counted[key][1]
@@ -88,7 +88,10 @@ def footprint(
             experts += found
         else:
             layers += found
+    second = tables.pop("layer_table", None)  # of the embeddings of layers
     embedding, head = _tables(tables, formats, kernels, itemsize, is_alone=shard is None)
+    if second is not None:
+        embedding += _weights(second, math.prod(second.shape) * itemsize, 1)
     share = spec.experts.num_per_token / spec.experts.num_experts if spec.experts is not None else 0.0
     return Footprint(
         layers=layers, experts=experts, vectors=vectors, embedding=embedding, head=head, share_of_experts=share
@@ -102,7 +105,7 @@ def _counted(spec: ModelSpec) -> dict[str, tuple[Parameter, int]]:
         return {key: (parameter, 1) for key, parameter in decoder_parameters(spec, AS_STORED).items()}
     dense = spec.experts.dense_layers if spec.experts is not None else frozenset(range(spec.num_layers))
     num_experts = spec.experts.num_experts if spec.experts is not None else 0
-    layers = [(i in dense, i in spec.recurrent_layers, spec.has_mlp(i)) for i in range(spec.num_layers)]
+    layers = [(i in dense, i in spec.recurrent_layers, *spec.shape_of(i)) for i in range(spec.num_layers)]
     kinds = {kind: i for i, kind in enumerate(layers)}  # of each kind the last layer
     num_layers = {f"layers.{i}": layers.count(kind) for kind, i in kinds.items()}
     counted = {}
@@ -132,8 +135,8 @@ def _weights(parameter: Parameter, num_bytes: int, count: int) -> Weights:
 
 def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
     """Tensors of a step alive at once in torch, at the widest point of a layer."""
-    width, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    width, inner, heads = spec.hidden_size, spec.widest_mlp, spec.num_heads
+    kv_heads, head = spec.widest_heads
     wide = ITEMSIZE["float32"]  # norms are computed in float32
     # the last inputs of attention: q, k (a view into q and k together) and v (a view into all three)
     given = (heads + (heads + kv_heads) + (heads + 2 * kv_heads)) * head
@@ -144,4 +147,5 @@ def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
     norming = spec.qk_norm * (2 * wide + itemsize)
     attention = itemsize * (heads + 2 * kv_heads) * head + (heads + kv_heads) * head * max(rotating, norming)
     mlp = itemsize * 3 * inner  # gate, up and their product
-    return num_tokens * (always + max(attention, mlp))
+    inputs = itemsize * 3 * spec.num_layers * (spec.layer_inputs or 0)  # looked up, projected, and their sum
+    return num_tokens * (always + inputs + max(attention, mlp))

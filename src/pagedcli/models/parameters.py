@@ -98,6 +98,7 @@ def decoder_parameters(
     }
     if not spec.tie_word_embeddings:
         parameters["lm_head"] = _table("lm_head.weight", spec, head)
+    parameters |= _layer_inputs(spec)
     for i in range(spec.num_layers) if layers is None else layers:
         mixer, mlp = names.branches[i] if names.branches else (i, i)
         key, name, mlp_name = f"layers.{i}", f"{names.body}.layers.{mixer}", f"{names.body}.layers.{mlp}"
@@ -112,22 +113,64 @@ def decoder_parameters(
         if spec.layer_kinds and spec.layer_kinds[i] == "recurrent":
             parameters |= _recurrent(spec, key, f"{name}.{names.recurrent}", weight_format)
         else:
-            parameters |= _attention(spec, key, f"{name}.{names.attention}", weight_format)
+            parameters |= _attention(spec, i, key, f"{name}.{names.attention}", weight_format)
+        if spec.layer_inputs is not None:
+            parameters |= _layer_input(spec, spec.layer_inputs, key, name)
+        if spec.layer_scalars:
+            parameters[f"{key}.scalar"] = _exact({f"{name}.layer_scalar": (1,)}, init=1.0)
         if mlp is None:
             continue
-        if spec.experts is None or i in spec.experts.dense_layers:
-            sizes = spec.intermediate_size, weight_format, names.projections, spec.mlp_bias
+        if spec.experts is None or spec.experts.beside_mlp or i in spec.experts.dense_layers:
+            sizes = spec.width_of(i), weight_format, names.projections, spec.mlp_bias
             parameters |= _mlp(spec, key, f"{mlp_name}.{names.mlp}", *sizes)
-        else:
+        if spec.experts is not None and i not in spec.experts.dense_layers:
             count = spec.experts.num_experts if num_experts is None else num_experts
             parameters |= _experts(spec, spec.experts, count, key, mlp_name, weight_format)
     return parameters
 
 
-def _attention(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+def unread_tensors(spec: ModelSpec, weight_format: WeightFormat) -> frozenset[str]:
+    """Checkpoint tensors that may be there and are not needed."""
+    names = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    for i in range(spec.num_layers):
+        if not spec.keeps(i):
+            own = f"{spec.names.body}.layers.{i}.self_attn"
+            names |= {f"{own}.k_norm.weight", f"{own}.v_norm.weight"}
+            for module in (f"{own}.k_proj", f"{own}.v_proj"):
+                names |= {f"{module}.{stored.suffix}" for stored in weight_format.of(module).stored}
+    return frozenset(names)
+
+
+def _layer_inputs(spec: ModelSpec) -> dict[str, Parameter]:
+    """What gives each layer its inputs: a second embedding table, and a projection of the first one's rows."""
+    if spec.layer_inputs is None:
+        return {}
+    body, width = spec.names.body, spec.num_layers * spec.layer_inputs
+    return {
+        "layer_table": Parameter({f"{body}.embed_tokens_per_layer.weight": (spec.layer_vocab, width)}),
+        "layer_projection": Parameter({f"{body}.per_layer_model_projection.weight": (width, spec.hidden_size)}),
+        "layer_projection_norm": _norm(spec, {f"{body}.per_layer_projection_norm.weight": spec.layer_inputs}),
+    }
+
+
+def _layer_input(spec: ModelSpec, size: int, key: str, name: str) -> dict[str, Parameter]:
+    """What adds a layer's input to the residual: as exact as a router, it is never rounded."""
+    width = spec.hidden_size
+    return {
+        f"{key}.input_gate": Parameter({f"{name}.per_layer_input_gate.weight": (size, width)}),
+        f"{key}.input_out": Parameter({f"{name}.per_layer_projection.weight": (width, size)}),
+        f"{key}.layer_input_after": _norm(spec, {f"{name}.post_per_layer_input_norm.weight": width}),
+    }
+
+
+def _attention(spec: ModelSpec, index: int, key: str, name: str, weight_format: WeightFormat) -> dict[str, Parameter]:
+    (num_kv_heads, head_dim), keeps = spec.heads_of(index), spec.keeps(index)
+    q_rows, kv_rows = spec.num_heads * head_dim, num_kv_heads * head_dim
     gate_rows = q_rows if spec.output_gate else 0  # of each head after those of its query
-    qkv = {f"{name}.q_proj": q_rows + gate_rows, f"{name}.k_proj": kv_rows, f"{name}.v_proj": kv_rows}
+    qkv = {f"{name}.q_proj": q_rows + gate_rows}
+    if keeps:
+        values = () if index in spec.keys_as_values else ("v_proj",)
+        qkv |= {f"{name}.{projection}": kv_rows for projection in ("k_proj", *values)}
     if spec.fused_projections:
         qkv = {f"{name}.qkv_proj": q_rows + 2 * kv_rows}
     parameters = dict(_linear(f"{key}.qkv", qkv, spec.hidden_size, spec.qkv_bias, weight_format))
@@ -136,7 +179,8 @@ def _attention(spec: ModelSpec, key: str, name: str, weight_format: WeightFormat
     if spec.sinks:
         parameters[f"{key}.sinks"] = _exact({f"{name}.sinks": (spec.num_heads,)})
     if spec.qk_norm:
-        sizes = {f"{name}.{norm}.weight": spec.head_dim for norm in spec.names.head_norms}
+        norms = spec.names.head_norms if keeps else spec.names.head_norms[:1]
+        sizes = {f"{name}.{norm}.weight": head_dim for norm in norms}
         parameters[f"{key}.qk_norm"] = _norm(spec, sizes)
     if spec.qk_norm_all:
         parameters[f"{key}.q_norm"] = _norm(spec, {f"{name}.q_norm.weight": q_rows})
@@ -173,13 +217,19 @@ def _experts(
     spec: ModelSpec, experts: ExpertsSpec, count: int, key: str, name: str, weight_format: WeightFormat
 ) -> dict[str, Parameter]:
     names, width = experts.names, spec.hidden_size
-    block = f"{name}.{names.block}"
+    block = f"{name}.{names.block}" if names.block else name
     router = f"{block}.{names.router}"
     parameters = {f"{key}.router": Parameter({f"{router}.weight": (experts.num_experts, width)})}
     if experts.has_biases:
         parameters[f"{key}.router.bias"] = Parameter({f"{router}.bias": (experts.num_experts,)}, stored=VECTOR)
     if experts.prefers:
         parameters[f"{key}.preference"] = _exact({f"{block}.expert_bias": (experts.num_experts,)}, init=0.0)
+    if experts.beside_mlp:
+        parameters[f"{key}.router_norm"] = _exact({f"{name}.router.scale": (width,)}, init=1.0)
+        parameters[f"{key}.gains"] = _exact({f"{name}.router.per_expert_scale": (experts.num_experts,)}, init=1.0)
+        of_branches = {"dense_norm_after": "post", "experts_norm": "pre", "experts_norm_after": "post"}
+        for (norm, where), number in zip(of_branches.items(), (1, 2, 2), strict=True):
+            parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{where}_feedforward_layernorm_{number}.weight": width})
     for i in range(count):
         sizes = experts.intermediate_size, weight_format, names.projections, experts.has_biases
         parameters |= _mlp(spec, f"{key}.experts.{i}", f"{block}.experts.{i}", *sizes)

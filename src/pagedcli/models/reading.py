@@ -81,7 +81,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         family = replace(FAMILIES[text_type], architecture=family.architecture)
     config = {**family.defaults, **{family.renamed.get(name, name): value for name, value in config.items()}}
     _name_layers(config, family, where)
-    _refuse_unknown(config, where)
+    _refuse_unknown(config, family, where)
     fields = convert(config, FamilyConfig, where)
     _check_layer_types(fields, family, where)
     if architectures[0] != family.architecture:
@@ -111,7 +111,7 @@ def native_spec(path: Path, config: dict[str, Any], model_type: str, *, where: P
         "layer_ropes": layer_ropes if len(set(layer_ropes)) > 1 else (),
         **family.traits(fields),
     }
-    _check_recurrent(traits.get("recurrent"), where)
+    _check_layers(fields, traits, where)
     if is_nested:
         traits["names"] = nested_names(traits.get("names") or TensorNames())
     default_bos, default_eos = family.special_ids
@@ -154,6 +154,30 @@ def _check_recurrent(shape: Recurrent | None, where: Path) -> None:
         )
 
 
+def _check_layers(fields: FamilyConfig, traits: dict[str, Any], where: Path) -> None:
+    """Raises: ModelError for layers whose state, heads, source of K and V, or inputs cannot be."""
+    _check_recurrent(traits.get("recurrent"), where)
+    num_heads = fields.num_attention_heads
+    for num_kv_heads, head_dim in traits.get("layer_heads", ()):
+        if min(num_kv_heads, head_dim) < 1 or num_heads % num_kv_heads or head_dim % 2:
+            raise ModelError(
+                f"{where}: a layer has {num_kv_heads} key/value heads of size {head_dim}, which is not supported for "
+                f"{num_heads} query heads"
+            )
+    shared, sources = fields.num_kv_shared_layers, traits.get("kv_sources", ())
+    if shared and (not sources or not 0 < shared < len(sources) or None in sources[-shared:]):
+        raise ModelError(
+            f"{where}: num_kv_shared_layers is {shared}, but not all of the last {shared} layers have one of their kind"
+            " before them to read K and V of"
+        )
+    if fields.enable_moe_block and not fields.num_experts:
+        raise ModelError(f"{where}: enable_moe_block is true, but num_experts is {fields.num_experts}")
+    if traits.get("layer_inputs") and not fields.vocab_size <= traits["layer_vocab"] <= 2**24:
+        raise ModelError(
+            f"{where}: vocab_size_per_layer_input is {traits['layer_vocab']}, but vocab_size is {fields.vocab_size}"
+        )
+
+
 def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
     """The fields of the language model within a larger one; what only the outer part says holds for it, too."""
     text = config.get("text_config")
@@ -164,9 +188,10 @@ def _text_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def nested_names(names: TensorNames) -> TensorNames:
-    """Names of a language model within one that sees images, whose other tensors are skipped."""
-    seeing = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
-    return replace(names, body="model.language_model", skipped=(*seeing, *names.skipped))
+    """Names of a language model within one that sees or hears, whose other tensors are skipped."""
+    towers = ("model.visual.", "model.vision_tower.", "model.audio_tower.", "model.multi_modal_projector.")
+    embedders = ("model.embed_vision.", "model.embed_audio.", "model.vision_embedder.")
+    return replace(names, body="model.language_model", skipped=(*towers, *embedders, *names.skipped))
 
 
 def _check_layer_types(fields: FamilyConfig, family: Family, where: Path) -> None:
@@ -193,10 +218,11 @@ def _name_layers(config: dict[str, Any], family: Family, where: Path) -> None:
         raise ModelError(f"{where}: an MLP comes first or follows another one, which is not supported")
 
 
-def _refuse_unknown(config: dict[str, Any], where: Path) -> None:
+def _refuse_unknown(config: dict[str, Any], family: Family, where: Path) -> None:
     """What members of these families may have and our decoder has not."""
     for name in ("clip_qkv", "use_bidirectional_attention"):
-        if config.get(name):
+        allowed = family.bidirectional if name == "use_bidirectional_attention" else ()
+        if config.get(name) and config[name] not in allowed:
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if config.get(name, only) != only:
@@ -252,13 +278,7 @@ def _ropes_by_window(config: dict[str, Any], family: Family, max_positions: int,
 
 def _sliding_layers(fields: FamilyConfig, family: Family) -> list[bool]:
     """Of each layer of a model in which windows alternate with full attention: whether it has a window."""
-    if fields.layer_types is not None:
-        return [kind == "sliding_attention" for kind in fields.layer_types]
-    layers, pattern = range(fields.num_hidden_layers), fields.sliding_window_pattern
-    if isinstance(pattern, str) and pattern:
-        return [pattern[i % len(pattern)] == "L" and i != layers[-1] for i in layers]
-    place = 0 if family.sliding == "alternating, full first" else 1
-    return [bool((i + place) % max(1, int(pattern or 1))) for i in layers]
+    return fields.slides(full_first=family.sliding == "alternating, full first", full_last=family.full_last)
 
 
 def _windows(fields: FamilyConfig, family: Family, where: Path) -> tuple[int | None, ...]:
@@ -315,7 +335,7 @@ def _check_sizes(fields: FamilyConfig, num_kv_heads: int, head_dim: int, max_pos
 def _expert_sizes(fields: FamilyConfig, where: Path) -> dict[str, int]:
     """The sizes of experts that are given. Raises: ModelError for numbers of them that cannot be."""
     num_experts, num_picked = fields.num_local_experts or fields.num_experts, fields.num_experts_per_tok
-    if num_experts and not 1 <= num_picked <= num_experts <= _MOST_EXPERTS:
+    if num_experts and not 1 <= (num_picked or 0) <= num_experts <= _MOST_EXPERTS:
         raise ModelError(
             f"{where}: num_experts_per_tok is {num_picked} and num_experts {num_experts}, allowed: 1 to num_experts, "
             f"and up to {_MOST_EXPERTS}"

@@ -12,8 +12,8 @@ import msgspec
 
 from pagedcli.errors import ModelError
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
-_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,20 +22,24 @@ class RopeSpec:
 
     type: RopeType = "default"
     theta: float = 10000.0  # base of the geometric series of wavelengths
-    factor: float = 1.0  # linear, llama3, yarn: factor of the context extension
+    factor: float = 1.0  # linear, llama3, yarn, proportional: factor of the context extension
     original_max_position_embeddings: int | None = None  # llama3, yarn: context length in tokens before the extension
     low_freq_factor: float | None = None  # llama3: wavelengths over original / low_freq_factor are divided by factor
     high_freq_factor: float | None = None  # llama3: wavelengths under original / high_freq_factor are unchanged
     beta_fast: float = 32.0  # yarn: dimensions with more rotations over the original context are unchanged
     beta_slow: float = 1.0  # yarn: dimensions with fewer rotations are divided by factor
     truncate: bool = True  # yarn: round both limits to whole dimensions
-    partial: float = 1.0  # fraction of each head that is rotated, its first elements
+    partial: float = 1.0  # fraction of each head that is rotated: its first elements, of proportional its first pairs
     short_factor: tuple[float, ...] = ()  # longrope: factor of each wavelength up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: beyond it
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin (from other fields if not given)
     divisors: tuple[float, ...] = ()  # of each frequency, as GGUF files have them in place of llama3's parameters
     neighbours: bool = False  # pairs are the elements (2i, 2i + 1) instead of (i, i + half)
     query_growth: float = 0.0  # queries are multiplied by 1 + this * ln(1 + position // original length)
+
+    def rotated(self, head_dim: int) -> int:
+        """Elements of a head whose pairs are rotated, some of proportional by no angle."""
+        return head_dim if self.type == "proportional" else int(head_dim * self.partial)
 
     @property
     def exact_length(self) -> int | None:
@@ -108,15 +112,16 @@ def read_rope_spec(
     if rope_type not in _TYPES:
         raise ModelError(f"{where}: rope type {rope_type!r} is not supported (supported: {', '.join(_TYPES)})")
     partial = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
-    if partial > 1 or (partial < 1 and not may_be_partial):
+    if partial > 1 or (partial < 1 and not may_be_partial and rope_type != "proportional"):
         raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported for this family (only 1.0)")
     theta = rope.rope_theta or fields.rope_theta or 10000.0
-    original = (
-        fields.original_max_position_embeddings or rope.original_max_position_embeddings or max_position_embeddings
-    )
-    if rope_type == "linear":
-        factor = _required(rope.factor, "factor", rope_type, where)
-        return RopeSpec(type="linear", theta=theta, partial=partial, factor=factor)
+    original = fields.original_max_position_embeddings or rope.original_max_position_embeddings
+    original = original or max_position_embeddings
+    if rope_type in ("linear", "proportional"):
+        factor = (
+            rope.factor or 1.0 if rope_type == "proportional" else _required(rope.factor, "factor", "linear", where)
+        )
+        return RopeSpec(type=rope_type, theta=theta, partial=partial, factor=factor)
     if rope_type == "llama3":
         return RopeSpec(
             type="llama3",

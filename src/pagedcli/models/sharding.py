@@ -32,10 +32,12 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
             and len(spec.experts.names.shared_projections) == 2
         )
     )
-    if stacks or spec.qk_norm_all or spec.recurrent is not None:
+    differs = spec.differing or ("has embeddings for each layer" if spec.layer_inputs is not None else None)
+    if stacks or spec.qk_norm_all or spec.recurrent is not None or differs:
         why = "stacks its projections" if stacks else "norms all heads of q and k together"
         if spec.recurrent is not None:
             why = "keeps states of its sequences"
+        why = differs or why
         raise ConfigError(
             f"tensor_parallel_size is {size}, but {spec.architecture} {why} and is not split",
             hint="use --tensor-parallel-size 1",

@@ -16,7 +16,7 @@ from pagedcli.models.stored_quantization import Quantization
 class ExpertNames:
     """How a checkpoint names a mixture of experts within a layer. The defaults are Qwen's."""
 
-    block: str = "mlp"
+    block: str = "mlp"  # "": they are parts of the layer itself
     router: str = "gate"
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
@@ -39,6 +39,7 @@ class ExpertsSpec:
     has_biases: bool = False  # of the router and the experts' projections
     alternating: bool = False  # stacked in the checkpoint as [experts, in, out], in which gates and ups alternate
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP
+    beside_mlp: bool = False  # each has an ordinary MLP, too, and the router norms the residual by weights of its own
     names: ExpertNames = ExpertNames()
 
 
@@ -112,6 +113,12 @@ class ModelSpec:
     experts: ExpertsSpec | None = None  # in place of the MLP
     recurrent: Recurrent | None = None  # in place of attention, in some layers
     layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all attend
+    keys_as_values: frozenset[int] = frozenset()  # layers without v_proj: K, before it is normed and rotated, is V
+    value_norm: bool = False  # each head of V is normed, by no weights
+    layer_widths: tuple[int, ...] = ()  # of each layer's gated MLP; empty: intermediate_size in all
+    layer_inputs: int | None = None  # width of what each layer gets for a token from a second embedding table
+    layer_vocab: int = 0  # rows of that table
+    layer_scalars: bool = False  # after each layer the residual is multiplied by a number
     output_gate: bool = False  # attention is multiplied by the sigmoid of a part of q_proj
     names: TensorNames = TensorNames()
     quantization: Quantization | GgufQuantization | None = (
@@ -135,6 +142,47 @@ class ModelSpec:
             )
             for window, heads, source in facts
         )
+
+    def heads_of(self, layer: int) -> Heads:
+        """Key/value heads of a layer and their size."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a layer has K and V of its own."""
+        return not self.kv_sources or self.kv_sources[layer] is None
+
+    def shape_of(self, layer: int) -> tuple[object, ...]:
+        """What decides the shapes of a layer's weights, where layers differ."""
+        attention = self.heads_of(layer), self.keeps(layer), layer in self.keys_as_values
+        return *attention, self.has_mlp(layer), self.width_of(layer)
+
+    def width_of(self, layer: int) -> int:
+        """Of the gated MLP of a layer."""
+        return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
+
+    @property
+    def widest_heads(self) -> Heads:
+        """Key/value heads of the layer with most elements of q, k and v, and their size."""
+        own = self.num_kv_heads, self.head_dim
+        return max(self.layer_heads, key=lambda heads: (self.num_heads + 2 * heads[0]) * heads[1], default=own)
+
+    @property
+    def widest_qkv(self) -> int:
+        """The most elements of q, its gates, k and v that a layer makes of a token."""
+        num_kv_heads, head_dim = self.widest_heads
+        return ((2 if self.output_gate else 1) * self.num_heads + 2 * num_kv_heads) * head_dim
+
+    @property
+    def widest_mlp(self) -> int:
+        """The largest of the layers' widths."""
+        return max(self.layer_widths, default=self.intermediate_size)
+
+    @property
+    def differing(self) -> str | None:
+        """How layers of this model differ in what they keep, in a few words; None: they do not."""
+        if self.kv_sources:
+            return "has layers that read the K and V of others"
+        return "has layers that differ in their key/value heads" if self.layer_heads else None
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -23,16 +23,22 @@ template <class T> struct Forward {
     using E = typename T::Elem;
     const Model& m;
     const Step& step;
-    int64_t tokens, E_, D, H, G, Q, width;  // Q: heads of queries and of their gates
+    int64_t tokens, E_, H, Q;  // Q: heads of queries and of their gates
     int threads;
     E *residual, *x, *qkv, *wide;  // [T][E], [T][E], [T][Q + 2G][D], [T][the widest of what lies between products]
+    E* inputs;                     // [T][L][P]
+    E *routed, *mixed;             // [T][E] each, of experts besides an MLP
 
     Forward(const Model& m, const Step& step, Arena& arena)
-        : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), D(m.head_dim), H(m.num_heads), G(m.num_kv_heads),
-          Q(m.output_gate ? 2 * H : H), width((Q + 2 * G) * D), threads((int)step.threads), residual((E*)step.residual) {
-        const int64_t widest = std::max({H * D, m.inner_size, E_}), rows = Matrix<E>::size(tokens, 1);
-        arena.reserve((rows * (E_ + widest) + tokens * width) * sizeof(E) + 256);  // each begins in a line of its own
-        x = arena.take<E>(rows * E_), qkv = arena.take<E>(tokens * width), wide = arena.take<E>(rows * widest);
+        : m(m), step(step), tokens(step.num_tokens), E_(m.hidden_size), H(m.num_heads), Q(m.output_gate ? 2 * H : H),
+          threads((int)step.threads), residual((E*)step.residual) {
+        const int64_t widest = std::max({m.head_size, m.inner_size, E_, m.input_size}), rows = Matrix<E>::size(tokens, 1);
+        const int64_t all_inputs = m.num_layers * m.input_size, beside = m.layers[0].router_norm ? E_ : 0;
+        // each begins in a line of its own
+        arena.reserve((rows * (E_ + widest) + tokens * (m.qkv_size + all_inputs + 2 * beside)) * sizeof(E) + 512);
+        x = arena.take<E>(rows * E_), qkv = arena.take<E>(tokens * m.qkv_size), wide = arena.take<E>(rows * widest);
+        inputs = arena.take<E>(tokens * all_inputs);
+        routed = arena.take<E>(tokens * beside), mixed = arena.take<E>(tokens * beside);
     }
 
     // How x of a layer should lie.
@@ -55,15 +61,27 @@ template <class T> struct Forward {
     // Writes `wide` in `order`. False if the block table names a block that does not exist.
     bool attend(const Layer& layer, Order order) const {
         const GroupStep& group = step.groups[layer.group];
-        const int64_t strides[4] = {width, D, width, D}, head_stride = Q / H * D;
-        char* k_cache = (char*)step.k_cache + layer.place * step.layer_bytes;
-        char* v_cache = (char*)step.v_cache + layer.place * step.layer_bytes;
+        const int64_t D = layer.head_dim, G = layer.num_kv_heads, width = qkv_width(m, layer), head_stride = Q / H * D;
+        char* k_cache = (char*)step.k_cache + layer.place * group.layer_bytes;
+        char* v_cache = (char*)step.v_cache + layer.place * group.layer_bytes;
         const Matrix<const E> from = normed(layer.input_norm, order_for(layer.qkv));
         linear_forward(layer.qkv, m.dtype, from.base, tokens, qkv, STORE, threads, from.order);
+        E* values = qkv + (Q + G) * D;
+        int64_t value_stride = width;
+        if (layer.keys_as_values) {
+            values = wide, value_stride = G * D;  // until attention's result takes the place
+            for_rows(threads, tokens, G * D, 8, [&](int64_t t) {
+                memcpy(values + t * value_stride, qkv + t * width + Q * D, G * D * sizeof(E));
+            });
+        }
         norm_and_rotate<T>(m, layer, step, qkv);
-        paged_write((int)m.dtype, step.geometry, tokens, threads, qkv + Q * D, qkv + (Q + G) * D, strides, k_cache, v_cache,
-                    group.slots);
-        if (paged_attend((int)m.dtype, step.geometry, group.work, qkv, width, head_stride, k_cache, v_cache, wide,
+        if (!layer.reads) {
+            if (m.value_norm) norm_heads<T>(values, value_stride, tokens, G, D, (float)m.eps, threads);
+            const int64_t strides[4] = {width, D, value_stride, D};
+            paged_write((int)m.dtype, group.geometry, tokens, threads, qkv + Q * D, values, strides, k_cache, v_cache,
+                        group.slots);
+        }
+        if (paged_attend((int)m.dtype, group.geometry, group.work, qkv, width, head_stride, k_cache, v_cache, wide,
                          (float)m.attention_scale, (float)m.soft_cap, layer.sinks, order))
             return false;
         if (m.output_gate) gate_heads<T>({wide, H * D, order}, qkv, tokens, H, D, width, threads);
@@ -73,36 +91,81 @@ template <class T> struct Forward {
     void keep_wanted(int64_t size) {
         keep_rows(wide, size, step.rows, step.num_rows);
         keep_rows(residual, E_, step.rows, step.num_rows);
+        if (m.input_size) keep_rows(inputs, m.num_layers * m.input_size, step.rows, step.num_rows);
         tokens = step.num_rows;
+    }
+
+    // An MLP and experts, each between norms of its own, then a norm of their sum.
+    void mlp_and_experts(const Layer& layer) const {
+        auto norm = [&](const void* from, const void* weight, E* to) {
+            norm_rows<T>(from, weight, m.float_norms, tokens, E_, (float)m.eps, to, threads);
+        };
+        norm(residual, layer.router_norm, routed), norm(residual, layer.experts_norm, mixed);
+        experts_forward(*layer.experts, m.dtype, mixed, tokens, wide, (Epilogue)m.gate, threads, routed);
+        norm(wide, layer.experts_norm_after, mixed);
+        const Order order = gate_up(layer);
+        linear_forward(layer.down, m.dtype, wide, tokens, x, STORE, threads, order);
+        norm(x, layer.dense_norm_after, x);
+        sum_rows<T>(mixed, tokens, E_, x, threads);
+        add_rows<T>(m, x, layer.mlp_norm_after, tokens, residual, threads);
+    }
+
+    // What each layer gets for each token.
+    void compute_inputs() const {
+        const int64_t all = m.num_layers * m.input_size;
+        linear_forward(m.input_projection, m.dtype, residual, tokens, inputs, STORE, threads);
+        for_rows(threads, tokens, all, 4, [&](int64_t t) {
+            layer_inputs<T>(m, (const E*)m.input_table + step.ids[t] * all, inputs + t * all);
+        });
+    }
+
+    // Adds a layer's input to the residual.
+    void add_input(const Layer& layer, int64_t index) const {
+        const int64_t size = m.input_size;
+        linear_forward(layer.input_gate, m.dtype, residual, tokens, wide, STORE, threads);
+        for_rows(threads, tokens, size, 8, [&](int64_t t) {
+            gelu_times<T>(wide + t * size, inputs + (t * m.num_layers + index) * size, size);
+        });
+        add(layer.input_out, BY_ROWS, layer.layer_input_after);
+    }
+
+    // Writes `wide` in the returned order.
+    Order gate_up(const Layer& layer) const {
+        const Matrix<const E> from = normed(layer.mlp_norm, order_for(layer.gate_up));
+        const Order order = writes_tiles(layer.gate_up, m.dtype, tokens) ? order_for(layer.down) : BY_ROWS;
+        linear_forward(layer.gate_up, m.dtype, from.base, tokens, wide, (Epilogue)m.gate, threads, from.order, order);
+        return order;
     }
 
     void mlp(const Layer& layer) const {
         if (!layer.experts && !layer.down.weight) return;
+        if (layer.router_norm) return mlp_and_experts(layer);
         if (layer.experts) {
             experts_forward(*layer.experts, m.dtype, normed(layer.mlp_norm).base, tokens, wide, (Epilogue)m.gate, threads);
             return add_rows<T>(m, wide, layer.mlp_norm_after, tokens, residual, threads);
         }
-        const Matrix<const E> from = normed(layer.mlp_norm, order_for(layer.gate_up));
-        const Order order = writes_tiles(layer.gate_up, m.dtype, tokens) ? order_for(layer.down) : BY_ROWS;
-        linear_forward(layer.gate_up, m.dtype, from.base, tokens, wide, (Epilogue)m.gate, threads, from.order, order);
+        const Order order = gate_up(layer);
         add(layer.down, order, layer.mlp_norm_after);
     }
 
     int run() {
+        if (m.input_size) compute_inputs();
         for (int64_t i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
             const Recurrent* recurrent = layer.recurrent;
             const bool keeps_some = i == m.num_layers - 1 && step.num_rows < tokens;  // after it no token looks at another
-            const Order order = recurrent || keeps_some || D % VL ? BY_ROWS : order_for(layer.attention_out);
+            const Order order = recurrent || keeps_some || layer.head_dim % VL ? BY_ROWS : order_for(layer.attention_out);
             if (recurrent)
                 recurrent_forward(*recurrent, m.dtype, normed(layer.input_norm).base, tokens, *step.state_step,
                                   step.states[layer.place], wide, threads);
             else if (!attend(layer, order))
                 return 1;
-            if (keeps_some) keep_wanted(recurrent ? inner_of(*recurrent) : H * D);
+            if (keeps_some) keep_wanted(recurrent ? inner_of(*recurrent) : H * layer.head_dim);
             if (!tokens) return 0;
             add(recurrent ? recurrent->out : layer.attention_out, order, layer.input_norm_after);
             mlp(layer);
+            if (layer.layer_input_after) add_input(layer, i);
+            if (layer.scalar != 1) scale_rows<T>((float)layer.scalar, tokens, E_, residual, threads);
         }
         norm_rows<T>(residual, m.final_norm, m.float_norms, tokens, E_, (float)m.eps, step.out, threads);
         return 0;

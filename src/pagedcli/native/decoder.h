@@ -16,38 +16,60 @@ struct Layer {
     int64_t rotated;              // elements of a head that are rotated, its first
     int64_t neighbours;           // pairs are (2i, 2i + 1) instead of (i, i + rotated / 2)
     int64_t group, place;         // of layers that share blocks; among that group's layers, or those with a state
+    int64_t num_kv_heads, head_dim;
+    int64_t reads;                // it attends over the K and V at its group and place, and has none of its own
+    int64_t keys_as_values;       // qkv has no V: K, before it is normed and rotated, is V
     Linear qkv, attention_out;
-    Linear gate_up, down;    // not read in a layer with experts; without weights: the layer has no MLP
+    Linear gate_up, down;    // not read in a layer with experts alone; without weights: the layer has no MLP
     const Experts* experts;  // null: a gated MLP
+    // Of experts besides a gated MLP: norms [E] of what the router sees and of the experts, and those after both.
+    const void *router_norm, *experts_norm, *experts_norm_after, *dense_norm_after;  // null: experts alone
+    Linear input_gate, input_out;    // E -> P, P -> E: adds the layer's input, gated by the residual
+    const void* layer_input_after;   // [E]; null: it has no input
+    double scalar;                   // multiplies the residual after the layer
     const Recurrent* recurrent;  // in place of attention; null: the layer attends
 };
 
 struct Model {
-    int64_t dtype, num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
+    int64_t dtype, num_layers, hidden_size, num_heads;
+    int64_t qkv_size, head_size;  // the largest widths of a layer's qkv, and of all its query heads
     int64_t inner_size;   // the largest width of a gated MLP
     int64_t output_gate;  // qkv lists after the query of each head a gate of its result
     int64_t norms_heads;  // q_norm and k_norm are of all heads
+    int64_t value_norm;   // each head of V is normed, by no weights
     int64_t float_norms;  // the weights of norms are float32 and applied before rounding
     int64_t gate;         // Epilogue of gate_up
     double eps, attention_scale, soft_cap, residual_multiplier;  // soft_cap 0: none
     const Layer* layers;
     const void* final_norm;
+    // What gives each layer an input of P elements for a token: a row of a table [V][L * P], and a projection of the token's
+    // embedding, E -> L * P, each part of which is normed.
+    int64_t input_size;  // P; 0: layers have no inputs
+    const void* input_table;
+    Linear input_projection;
+    const void* input_norm;  // [P]
 };
+
+// Elements of a token's row of qkv.
+inline int64_t qkv_width(const Model& m, const Layer& layer) {
+    const int64_t kept = layer.reads ? 0 : layer.keys_as_values ? 1 : 2;  // K, or K and V
+    return ((m.output_gate ? 2 : 1) * m.num_heads + kept * layer.num_kv_heads) * layer.head_dim;
+}
 
 // A step as the layers of one group see it.
 struct GroupStep {
     const int32_t* slots;
     const StepWork* work;
+    const Geometry* geometry;
+    int64_t layer_bytes;  // from one place's cache to the next
 };
 
 struct Step {
     int64_t num_tokens, threads;
     void* residual;  // [T][E], the embeddings; overwritten
-    const int64_t* positions;
-    const Geometry* geometry;
+    const int64_t *positions, *ids;
     const GroupStep* groups;
     void *k_cache, *v_cache;  // of the first place
-    int64_t layer_bytes;      // from one place's cache to the next
     const int64_t* rows;      // which tokens' hidden states are wanted, ascending; not read if all are
     int64_t num_rows;
     void* out;  // [num_rows][E]

@@ -19,7 +19,7 @@ template <class Work> void for_rows(int threads, int64_t num_rows, int64_t row_e
     for_rows(threads_for(threads, num_rows * row_elements), num_rows, chunk, work);
 }
 
-// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x. out(i): where element i lies.
+// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x; null: there is none. out(i): where element i lies.
 template <class T, class Out> void rms_norm(const typename T::Elem* x, const void* weight, bool is_float, int64_t size, float eps,
                                             const Out& out) {
     vf squares[2] = {};
@@ -30,6 +30,10 @@ template <class T, class Out> void rms_norm(const typename T::Elem* x, const voi
     const float scale = 1.f / std::sqrt(sum_of(squares[0] + squares[1]) / size + eps);
     for (int64_t i = 0; i < size; i += VL) {
         const vf scaled = load_some<T>(x + i, size - i) * scale;
+        if (!weight) {
+            store_some<T>(out(i), scaled, size - i);
+            continue;
+        }
         const vf weighted = is_float ? scaled * load_some<F32>((const float*)weight + i, size - i)
                                      : Rows<T>::round(scaled) * load_some<T>((const typename T::Elem*)weight + i, size - i);
         store_some<T>(out(i), weighted, size - i);
@@ -68,12 +72,46 @@ template <class E> void part_neighbours(E* x, int64_t size) {
     memcpy(x + size / 2, seconds.data(), size / 2 * sizeof(E));
 }
 
-// q and k of each token, where they lie in qkv [T][H + 2G][D].
+// Norms each head [D] of rows of them by no weights, where it lies.
+template <class T> void norm_heads(typename T::Elem* x, int64_t stride, int64_t num_tokens, int64_t heads, int64_t D, float eps,
+                                   int threads) {
+    for_rows(threads, num_tokens, heads * D, 4, [&](int64_t t) {
+        for (int64_t h = 0; h < heads; h++) rms_norm<T>(x + t * stride + h * D, nullptr, true, D, eps);
+    });
+}
+
+// A token's inputs [L][P], from the projection of its embedding in x, and its row of the table.
+template <class T> void layer_inputs(const Model& m, const typename T::Elem* row, typename T::Elem* x) {
+    using E = typename T::Elem;
+    const int64_t size = m.input_size;
+    const float shrink = 1.f / std::sqrt((float)m.hidden_size);
+    const E rounded = T::from_float(std::sqrt((float)size));
+    const float grow = Rows<T>::load_one(&rounded), half = std::sqrt(0.5f);
+    for (int64_t i = 0; i < m.num_layers * size; i += VL)
+        store_some<T>(x + i, load_some<T>(x + i, m.num_layers * size - i) * shrink, m.num_layers * size - i);
+    for (int64_t l = 0; l < m.num_layers; l++, x += size, row += size) {
+        rms_norm<T>(x, m.input_norm, m.float_norms, size, (float)m.eps);
+        for (int64_t i = 0; i < size; i += VL) {
+            const vf looked_up = Rows<T>::round(load_some<T>(row + i, size - i) * grow);
+            store_some<T>(x + i, Rows<T>::round(load_some<T>(x + i, size - i) + looked_up) * half, size - i);
+        }
+    }
+}
+
+// gelu(x) * y, in x.
+template <class T> void gelu_times(typename T::Elem* x, const typename T::Elem* y, int64_t size) {
+    for (int64_t i = 0; i < size; i += VL) {
+        const vf gate = Rows<T>::round(gelu_of(load_some<T>(x + i, size - i)));
+        store_some<T>(x + i, gate * load_some<T>(y + i, size - i), size - i);
+    }
+}
+
+// q and k of each token, where they lie in qkv [T][H + 2G][D]; a layer without K has q alone.
 template <class T> void norm_and_rotate(const Model& m, const Layer& layer, const Step& step, typename T::Elem* qkv) {
     using E = typename T::Elem;
     if (!layer.q_norm && !layer.rope_table) return;
-    const int64_t D = m.head_dim, H = m.num_heads, G = m.num_kv_heads, each = m.output_gate ? 2 : 1;
-    const int64_t width = (each * H + 2 * G) * D;
+    const int64_t D = layer.head_dim, H = m.num_heads, G = layer.reads ? 0 : layer.num_kv_heads, each = m.output_gate ? 2 : 1;
+    const int64_t width = qkv_width(m, layer);
     auto norm = [&](E* x, const void* weight, int64_t size) {
         rms_norm<T>(x, weight, m.float_norms, size, (float)m.eps);
     };
@@ -105,6 +143,24 @@ template <class T> void gate_heads(const Matrix<typename T::Elem>& out, const ty
                 store_some<T>(head, load_some<T>(head, D - i) * share, D - i);
             }
         }
+    });
+}
+
+// x + y, in x.
+template <class T> void sum_rows(const typename T::Elem* y, int64_t num_rows, int64_t size, typename T::Elem* x, int threads) {
+    for_rows(threads, num_rows, size, 8, [&](int64_t r) {
+        const auto* from = y + r * size;
+        auto* to = x + r * size;
+        for (int64_t i = 0; i < size; i += VL)
+            store_some<T>(to + i, load_some<T>(to + i, size - i) + load_some<T>(from + i, size - i), size - i);
+    });
+}
+
+// Multiplies rows by a number.
+template <class T> void scale_rows(float factor, int64_t num_rows, int64_t size, typename T::Elem* x, int threads) {
+    for_rows(threads, num_rows, size, 8, [&](int64_t r) {
+        auto* row = x + r * size;
+        for (int64_t i = 0; i < size; i += VL) store_some<T>(row + i, load_some<T>(row + i, size - i) * factor, size - i);
     });
 }
 

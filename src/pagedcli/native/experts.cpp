@@ -62,7 +62,8 @@ template <class T> void route(const Experts& e, const typename T::Elem* logits, 
         total += chosen[k].weight;
     }
     for (int64_t k = 0; k < K; k++) {
-        const float weight = e.renormalize ? chosen[k].weight / total : chosen[k].weight;
+        float weight = e.renormalize ? chosen[k].weight / total : chosen[k].weight;
+        if (e.gains) weight *= e.gains[chosen[k].expert];
         const typename T::Elem rounded = T::from_float(weight * (float)e.scale);
         chosen[k].weight = Rows<T>::load_one(&rounded);
     }
@@ -100,9 +101,9 @@ template <class T> struct Mixture {
         logits = arena.take<E>(tokens * e.num_experts), hidden = arena.take<E>(rows * inner), results = arena.take<E>(rows * E_);
     }
 
-    void route_all() const {
+    void route_all(const E* routed) const {
         const int64_t padded = (e.num_experts + VL - 1) / VL * VL;
-        linear_forward(e.router, dtype, x, tokens, logits, STORE, threads);
+        linear_forward(e.router, dtype, routed, tokens, logits, STORE, threads);
         for_rows(threads, tokens, 8 * e.num_experts, 8, [&](int64_t t) {
             route<T>(e, logits + t * e.num_experts, probabilities + t * padded, chosen + t * K);
         });
@@ -196,7 +197,7 @@ template <class T> void add_shared(const Experts& e, int64_t dtype, const typena
 }  // namespace
 
 void experts_forward(const Experts& experts, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue gate,
-                     int threads) {
+                     int threads, const void* routed) {
     static thread_local Arena arena;
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
@@ -207,7 +208,7 @@ void experts_forward(const Experts& experts, int64_t dtype, const void* x, int64
             const E* from = (const E*)x + begin * width;
             E* to = (E*)out + begin * width;
             Mixture<T> mixture(experts, dtype, from, count, gate, threads, arena);
-            mixture.route_all();
+            mixture.route_all(routed ? (const E*)routed + begin * width : from);
             mixture.group();
             mixture.compute();
             mixture.add_up(to);

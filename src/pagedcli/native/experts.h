@@ -9,11 +9,13 @@ struct Experts {
     int64_t sigmoid;               // scores are sigmoids of the logits instead of their softmax
     double scale;                  // of the picked scores
     const float* preference;       // [num_experts], added to the scores for picking alone; null: nothing is
+    const float* gains;            // [num_experts], multiply the weights of the picked; null: nothing does
     Linear router;                 // E -> num_experts
     const Linear *gate_up, *down;  // [num_experts]
     const Linear *shared_gate_up, *shared_down, *shared_gate;  // of an expert for every token; null: there is none, or no gate
 };
 
 // The weighted sum of each token's experts: x [num_tokens][E] -> out [num_tokens][E]. gate: Epilogue of gate_up.
+// routed [num_tokens][E]: what the router sees; null: x.
 void experts_forward(const Experts& experts, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue gate,
-                     int threads);
+                     int threads, const void* routed = nullptr);

@@ -33,7 +33,7 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = [
         *((name, _int64) for name in ("num_experts", "num_per_token", "renormalize", "sigmoid")),
         ("scale", ctypes.c_double),
-        ("preference", _pointer),
+        *((name, _pointer) for name in ("preference", "gains")),
         ("router", LinearStruct),
         *((name, _pointer) for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")),
     ]
@@ -45,9 +45,15 @@ class LayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, _pointer) for name in ("input_norm", "input_norm_after", "mlp_norm", "mlp_norm_after")),
         *((name, _pointer) for name in ("q_norm", "k_norm", "sinks", "rope_table", "query_scales")),
-        *((name, _int64) for name in ("rotated", "neighbours", "group", "place")),
+        *((name, _int64) for name in ("rotated", "neighbours", "group", "place", "num_kv_heads", "head_dim")),
+        *((name, _int64) for name in ("reads", "keys_as_values")),
         *((name, LinearStruct) for name in ("qkv", "attention_out", "gate_up", "down")),
-        *((name, _pointer) for name in ("experts", "recurrent")),
+        *((name, _pointer) for name in ("experts", "router_norm", "experts_norm", "experts_norm_after")),
+        ("dense_norm_after", _pointer),
+        *((name, LinearStruct) for name in ("input_gate", "input_out")),
+        ("layer_input_after", _pointer),
+        ("scalar", ctypes.c_double),
+        ("recurrent", _pointer),
     ]
 
 
@@ -82,17 +88,21 @@ class ModelStruct(ctypes.Structure):
     """struct Model"""
 
     _fields_ = [
-        *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "float_norms", "gate")),
+        *((name, _int64) for name in ("dtype", "num_layers", "hidden_size", "num_heads", "qkv_size", "head_size")),
+        *((name, _int64) for name in ("inner_size", "output_gate", "norms_heads", "value_norm", "float_norms", "gate")),
         *((name, ctypes.c_double) for name in ("eps", "attention_scale", "soft_cap", "residual_multiplier")),
         *((name, _pointer) for name in ("layers", "final_norm")),
+        ("input_size", _int64),
+        ("input_table", _pointer),
+        ("input_projection", LinearStruct),
+        ("input_norm", _pointer),
     ]
 
 
 class GroupStepStruct(ctypes.Structure):
     """struct GroupStep"""
 
-    _fields_ = [("slots", _pointer), ("work", _pointer)]
+    _fields_ = [*((name, _pointer) for name in ("slots", "work", "geometry")), ("layer_bytes", _int64)]
 
 
 class StepStruct(ctypes.Structure):
@@ -100,9 +110,7 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("num_tokens", "threads")),
-        *((name, _pointer) for name in ("residual", "positions", "geometry", "groups", "k_cache", "v_cache")),
-        ("layer_bytes", _int64),
-        ("rows", _pointer),
+        *((name, _pointer) for name in ("residual", "positions", "ids", "groups", "k_cache", "v_cache", "rows")),
         ("num_rows", _int64),
         *((name, _pointer) for name in ("out", "state_step", "states")),
     ]

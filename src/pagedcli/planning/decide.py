@@ -286,8 +286,8 @@ def _check_states(config: EngineConfig, spec: ModelSpec, state_bytes: int) -> No
 def _check_tables(limits: Limits, spec: ModelSpec, *, itemsize: int, available: int) -> None:
     """Raises: ConfigError if the tables that grow with the length of a request alone need more than `available` bytes:
     the rotary embedding of every position, and a block table per sequence."""
-    num_ropes = len(set(spec.layer_ropes)) or 1
-    rope_bytes = limits.max_model_len * spec.head_dim * itemsize * num_ropes
+    ropes = {(rope, spec.heads_of(layer)[1]) for layer, rope in enumerate(spec.layer_ropes)} or {(None, spec.head_dim)}
+    rope_bytes = limits.max_model_len * itemsize * sum(head_dim for _, head_dim in ropes)
     block_table_bytes = limits.max_num_seqs * limits.tables.num_entries(limits.max_model_len) * 4
     if rope_bytes + block_table_bytes > available:
         needed = (rope_bytes + block_table_bytes) / 2**30

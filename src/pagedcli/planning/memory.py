@@ -105,9 +105,11 @@ def activation_bytes(
         sampling += num_logits * FREED_BYTES
     if not native:
         return max(step_bytes(spec, step.num_tokens, itemsize), hidden + sampling)
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    inner = max(spec.num_heads * spec.head_dim, spec.intermediate_size, spec.hidden_size)
-    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner)
+    num_kv_heads, head_dim = spec.widest_heads
+    heads = (spec.num_heads + 2 * num_kv_heads) * head_dim
+    inner = max(spec.num_heads * head_dim, spec.widest_mlp, spec.hidden_size)
+    inputs = spec.num_layers * (spec.layer_inputs or 0)
+    workspace = step.num_tokens * itemsize * (spec.hidden_size + heads + inner + inputs)
     if spec.experts is not None:
         rows = min(step.num_tokens, EXPERT_TOKENS) * spec.experts.num_per_token
         workspace += rows * itemsize * (spec.experts.intermediate_size + spec.hidden_size)
@@ -130,9 +132,11 @@ def mapped_weights(config: EngineConfig, spec: ModelSpec, plan: Plan) -> int:
     layer."""
     keeps_embedding = config.quantization is not None or not spec.tie_word_embeddings
     is_quantized = isinstance(spec.quantization, GgufQuantization)  # its embedding, too
-    if config.load_format == "dummy" or spec.dtype != plan.dtype or is_quantized or not keeps_embedding:
+    if config.load_format == "dummy" or spec.dtype != plan.dtype or is_quantized:
         return 0
-    return rank_spec(config, spec).vocab_size * spec.hidden_size * ITEMSIZE[plan.dtype]
+    rows = rank_spec(config, spec).vocab_size * spec.hidden_size if keeps_embedding else 0
+    second = spec.layer_vocab * spec.num_layers * (spec.layer_inputs or 0)  # of the embeddings of layers
+    return (rows + second) * ITEMSIZE[plan.dtype]
 
 
 # ---------------------------------------------------------------------- the pool

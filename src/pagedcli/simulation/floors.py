@@ -26,9 +26,11 @@ class StepFloor:
     @classmethod
     def of(cls, spec: ModelSpec, weights: Footprint, roofline: Roofline, *, kv_dtype: str) -> "StepFloor":
         """`spec`: the sizes of the rank whose `weights` these are."""
-        num_layers = sum(layer.window is None for layer in spec.attention_layers)
-        token_bytes = 2 * num_layers * spec.num_kv_heads * head_bytes(spec.head_dim, kv_dtype)
-        return cls(roofline, weights, token_bytes, 4 * num_layers * spec.num_heads * spec.head_dim)
+        own = spec.num_kv_heads, spec.head_dim
+        layers = [layer for layer in spec.attention_layers if layer.window is None]
+        heads = [(layer.heads or own, layer.source is None) for layer in layers]
+        token_bytes = sum(2 * count * head_bytes(size, kv_dtype) for (count, size), keeps in heads if keeps)
+        return cls(roofline, weights, token_bytes, sum(4 * spec.num_heads * size for (_, size), _ in heads))
 
     def __call__(self, work: ScheduledStep, scheduler: Scheduler) -> int:
         num_tokens = num_sampled = num_cached = num_pairs = 0
