@@ -199,9 +199,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     read_ahead: Annotated[
         int | None,
         _rows(
-            "Prompt tokens to queue ahead, for eviction next-use to look at; each row counts as at least 128",
+            "Prompt tokens to queue ahead, for eviction next-use and checkpoints at branches; a row is at least 128",
             metavar="TOKENS",
-            default="8 times the pool with next-use (at most 4194304), otherwise 2 * max_num_seqs rows",
+            default="8 times the pool with these (at most 4194304), otherwise 2 * max_num_seqs rows",
             at_least=0,
             affects_rows=False,
         ),

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from batch_harness import Harness
+from model_zoo import cached_model
 
 from pagedcli.core.eviction import POLICIES
 
@@ -51,3 +52,19 @@ def test_the_read_ahead_bounds_the_queue(tokens, most_rows):
     )
     assert max(waiting) <= most_rows
     assert max(waiting) >= most_rows - 8
+
+
+def test_checkpoints_are_made_where_prompts_far_apart_in_the_file_branch(tmp_path_factory):
+    """Six beginnings of 24 tokens in turns, each twice: a queue of four rows never shows two of one kind. The first two
+    rows start before more are read."""
+    path = cached_model("qwen3_5", tmp_path_factory)
+    lines = [
+        {"prompt": [5 + kind] * 24 + [40 + row, 41, 42], "max_tokens": 4} for row in range(12) for kind in [row % 6]
+    ]
+    cached, rows = {}, {}
+    for tokens in (0, None):
+        harness = Harness(model=str(path), device="cpu", max_num_seqs=2, num_state_slots=9, max_model_len=64)
+        _, found = harness.run(lines, read_ahead=tokens, output_token_ids=True)
+        cached[tokens], rows[tokens] = harness.engine.stats.num_cached_tokens, [row["token_ids"] for row in found]
+    assert rows[0] == rows[None]
+    assert cached == {0: 0, None: 4 * 24}

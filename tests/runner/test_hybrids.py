@@ -81,6 +81,29 @@ def test_seeded_samples_do_not_depend_on_pool_or_company(path):
     assert [run(alone, [prompt], params)[0] for prompt in PROMPTS] == crowd
 
 
+@pytest.mark.parametrize("name", ["bamba", "lfm2"])
+def test_log_probabilities_are_the_same_bits_alone_cached_preempted_and_in_a_crowd(name, tmp_path_factory):
+    path = cached_model(name, tmp_path_factory)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+
+    def logprobs(engine, prompts):
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, params)
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output.samples[0].logprobs for output in engine.step()}
+        return [[(each.logprob, each.top) for each in found[str(number)]] for number in range(len(prompts))]
+
+    alone = make_engine(path, max_model_len=96, max_num_seqs=1, checkpoints="none", enable_prefix_caching=False)
+    expected = [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
+    assert len(expected[0]) == 8
+    tight, wide = make_engine(path, **HARD), make_engine(path, block_size=4, max_model_len=96, checkpoints="end")
+    assert logprobs(tight, PROMPTS) == expected
+    for _ in range(2):
+        assert logprobs(wide, PROMPTS) == expected
+    assert wide.stats.num_cached_tokens > 0
+
+
 def test_beams_do_not_depend_on_slots_and_checkpoints(path):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, beam_width=3)
     wide = run(make_engine(path, block_size=4, max_model_len=96), PROMPTS, params)

@@ -129,7 +129,7 @@ class BatchOptions:
     max_errors: int | None = None  # stop at this many error rows, without those of a resumed journal
     shard: tuple[int, int] = (0, 1)  # (i, n): of the input rows only those whose index % n is i
     reorder: Literal["none", "prefix"] = "none"  # prefix: requests with a common prefix are started one after another
-    read_ahead: int | None = None  # prompt tokens in work (see batch.run); None: by the eviction policy
+    read_ahead: int | None = None  # prompt tokens in work (see batch.run); None: see batch.run.read_ahead
     columns: Columns = field(default_factory=Columns)
     cache_namespace: str | None = None  # requests share cached blocks only within it; begins their ids
     check_ids: bool = True  # False: the lines are part of an input whose ids have been checked

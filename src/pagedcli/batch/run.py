@@ -85,7 +85,7 @@ def _prefix_order(request: HasPrompts) -> tuple[str, Items[int]]:
     return request.cache_salt or "", request.prompts[0].token_ids or ()
 
 
-# prompt tokens in work with eviction next-use: so many times the pool, and at most. Each takes about 65 bytes
+# prompt tokens in work where decisions look at the queue: so many times the pool, and at most; about 65 bytes each
 READ_AHEAD_POOLS, MOST_READ_AHEAD = 8, 2**22
 LEAST_TOKENS = 128  # a prompt counts as at least so many: its other objects take as much memory
 _IDLE_WAIT_S = 0.1  # how soon an idle run notices Ctrl-C
@@ -132,8 +132,10 @@ class _Row:
 
 
 def read_ahead(limits: Limits) -> int:
-    """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them."""
-    if limits.num_blocks is None or not sees_queue(limits.eviction):
+    """Prompt tokens in work, unless the user says otherwise: next-use needs to know several pools of them, and
+    checkpoints are made where prompts that are known branch."""
+    looks = sees_queue(limits.eviction) or (limits.has_states and limits.checkpoints == "branches")
+    if limits.num_blocks is None or not looks:
         return 0
     return min(READ_AHEAD_POOLS * limits.num_blocks * limits.block_size, MOST_READ_AHEAD)
 
@@ -192,7 +194,7 @@ class BatchRun:
         self._in_work: dict[str, _Prompt] = {}  # by request id
         # one engine step may finish every running request: keep as many again tokenized and ready
         self._max_in_work = engine.limits.max_in_work
-        # unless more is wanted: next-use evicts by the requests that are in the queue
+        # unless more is wanted: by eviction next-use and by checkpoints where prompts branch
         self._max_tokens_in_work = read_ahead(engine.limits) if options.read_ahead is None else options.read_ahead
         self._num_tokens_in_work = 0
         self._window: PrefixWindow[Prepared] | None = PrefixWindow() if options.reorder == "prefix" else None

@@ -170,7 +170,7 @@ class Schedule:
 
     speed: float | None = None  # requests arrive by their times, this many times as fast; None: all at once
     step_time: StepTime | None = None  # None: time is counted in steps
-    read_ahead: int | None = None  # prompt tokens in work, as in batch.run; None: by the eviction policy
+    read_ahead: int | None = None  # prompt tokens in work, as in batch.run; None: see read_ahead
 
     def tokens_ahead(self, plan: Plan) -> int:
         """Prompt tokens in work, unless twice max_num_seqs requests are more."""
