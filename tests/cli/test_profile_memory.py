@@ -305,3 +305,26 @@ def test_csv_and_markdown_have_plain_keys_and_headers(qwen3):
     assert len(rows) == 24
     assert int(rows[0]["block_bytes"]) == 2 * 28 * 8 * 8 * 128 * 4
     assert "| KV dtype | block size |" in profile_memory("-m", qwen3, *KNOWN, "--format", "md").stdout
+
+
+@pytest.mark.parametrize("machine", [("--memory", "24GiB"), ("--gpu", "h200")])
+def test_one_sentence_says_whole_requests_and_the_setting_for_what_is_left(large, machine):
+    flags = ("-m", large, "--max-model-len", "8192", *machine)
+    if machine[0] == "--memory":
+        flags = (*flags, "--quantization", "int4")
+    found = as_json(*flags)
+    whole = int(found["fits"][0]["max_concurrency"])
+    assert whole > 1
+    assert f"serves {whole} requests of 8,192 tokens at once with this model" in found["serves"]
+    if found["left_setting"] is None:  # a GPU's pool takes everything
+        assert machine[0] == "--gpu"
+        return
+    assert found["serves"].endswith(f": {found['left_setting']} uses what is left")
+    used = as_json(*flags, *found["left_setting"].split())
+    assert int(used["concurrency"][0]["max_concurrency"]) == whole
+    assert "as configured" not in used["serves"]
+
+
+def test_a_request_that_never_fits_is_told_with_the_longest_that_does(large):
+    sentence = as_json("-m", large, "--quantization", "int4", "--memory", "18.6GiB")["serves"]
+    assert "serves 0 requests of 40,960 tokens at once with this model: the longest that fits has" in sentence

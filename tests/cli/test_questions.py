@@ -94,9 +94,11 @@ def test_7_how_many_blocks_do_i_get_and_why():
 
 def test_8_which_concurrency_does_the_pool_hold_and_what_do_n_users_need(files):
     text = answer("profile-memory", "--prompts", files / "shared.jsonl", "--target-concurrency", "64", *SMALL_POOL)
-    assert re.search(r"^requests of +tokens +blocks +at once +sharing 240 tokens$", text, re.MULTILINE)
+    assert re.search(
+        r"^requests of +tokens +blocks +at once +sharing 240 tokens( +in all that is left)?$", text, re.MULTILINE
+    )
     for requests in ("model length", "file p50", "file p95", "file max"):
-        assert re.search(rf"^{requests} +[\d,]+ +\d+ +\d+\.\d\d +\d+\.\d\d$", text, re.MULTILINE), requests
+        assert re.search(rf"^{requests} +[\d,]+ +\d+ +[\d,]+ +[\d,]+( +[\d,]+)?$", text, re.MULTILINE), requests
     assert re.search(r"What 64 concurrent requests need\n(?:.*\n)+?file p50 +207 ", text)  # 15 shared, 3 of each
 
 

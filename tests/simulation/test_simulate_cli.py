@@ -142,7 +142,7 @@ def test_steps_take_the_floor_of_the_card(trace):
     [
         (["--speed", "1"], "--speed needs the time of a step"),
         (["--gpu", "h200"], "--gpu needs a model"),
-        (["--gpu", "h200", "--step-ms", "5"], "both set the time"),
+        (["--gpu", "h200", "--step-ms", "5"], "all set the time"),
         (["--partial-blocks"], "needs --no-schedule"),
         (["--no-schedule", "--step-ms", "5"], "has no time"),
         (["--output-tokens", "9-3"], "--output-tokens is"),
@@ -218,7 +218,8 @@ def test_a_model_with_windows_is_simulated_in_groups_of_layers(trace, tmp_path):
         {"timestamp": 0, "input_length": 4096, "output_length": 8, "hash_ids": [0, *range(9 * i + 1, 9 * i + 8)]}
         for i in range(8)
     ])  # fmt: skip
-    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,64MiB")
+    flags = ("--format", "json", "--block-size", "16", "--max-num-seqs", "1", "--pool", "100%,64MiB",
+             "--max-num-batched-tokens", "2048")  # fmt: skip
     model = gemma_3(tmp_path / "gemma")
     found = json.loads(pagedcli("simulate", long, *flags, "-m", model, "--gpu", "h200").stdout)
     assert found["windows"] == [512] * 5 + [None]
@@ -245,3 +246,19 @@ def test_rows_with_beams_are_counted_and_named(tmp_path):
     found = json.loads(pagedcli("simulate", prompts, "--pool", "10", "--format", "json", expect=3).stdout)
     assert found["num_requests"] == 1
     assert found["bad_lines"][0]["reason"] == "beam search, which simulate does not model"
+
+
+def test_steps_take_the_time_that_plan_has_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedcli.planning.step_time.cache_folder", lambda: tmp_path / "times")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Once upon a time {index}"}) + "\n" for index in range(8)))
+    refused = pagedcli("simulate", path, "--pool", "200", "--calibrated", expect=2).stderr
+    assert "has no calibration on this machine" in refused
+    forecast = json.loads(pagedcli("plan", path, "--format", "json").stdout)["forecast"]
+    found = as_json(path, "--pool", "200", "--calibrated")
+    steps_s = forecast["seconds"] - forecast["seconds_by_part"]["rows"]
+    assert found["pools"][0]["total_s"] == pytest.approx(steps_s, rel=1e-3)
+    text = pagedcli("simulate", path, "--pool", "200", "--calibrated", columns=120).stdout
+    assert "waiting  preempted" in text
+    assert "time: steps as measured on this machine" in text
+    assert "all set the time" in pagedcli("simulate", path, "--step-ms", "5", "--calibrated", expect=2).stderr

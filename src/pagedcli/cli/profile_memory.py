@@ -257,25 +257,72 @@ def concurrency_rows(
         yield row
 
 
+def _all_blocks(profile: "Profile") -> int:
+    """Blocks of a pool that takes all memory left for the cache."""
+    room = profile.terms.kv_cache - profile.pool.state_bytes(profile.plan.limits)
+    return max(0, room) // profile.plan.block_bytes
+
+
+def _whole(requests: float) -> str:
+    """Requests that are served at once: whole ones."""
+    return f"{int(requests):,}"
+
+
+def in_a_sentence(profile: "Profile", num_tokens: int) -> str:
+    """How many requests of this length the machine serves, and the setting for it."""
+    tables, config = profile.plan.limits.tables, profile.config
+    device, total = profile.device.removesuffix(", described by flags"), size(profile.terms.total)
+    device = "this machine" if device == "cpu" else device
+    most, now = (
+        min(int(tables.concurrency(num_blocks, num_tokens)), config.max_num_seqs)
+        for num_blocks in (_all_blocks(profile), profile.pool.num_blocks)
+    )
+    text = f"{device} with {total} serves {plural(most, 'request')} of {num_tokens:,} tokens at once with this model"
+    if not most:
+        longest = tables.longest(_all_blocks(profile), profile.plan.limits.chunk_size, num_tokens)
+        return f"{text}: the longest that fits has {plural(longest, 'token')}"
+    pool_bytes, left = profile.pool.num_blocks * profile.plan.block_bytes, _left_setting(profile)
+    if most <= now or left is None:
+        return text
+    return f"{text}; as configured, with a pool of {size(pool_bytes)}, {now:,}: {left} uses what is left"
+
+
+def _left_setting(profile: "Profile") -> str | None:
+    """The flag for a pool of all memory that is left; None: the pool takes it already."""
+    if _all_blocks(profile) <= profile.pool.num_blocks:
+        return None
+    return f"--kv-cache-memory {profile.terms.kv_cache // (2**30 // 100) / 100:.2f}GiB"
+
+
 def _concurrency_table(profile: "Profile", lengths: Mapping[str, int], shared: int | None) -> Table:
-    tables = profile.plan.limits.tables
+    tables, left = profile.plan.limits.tables, _all_blocks(profile)
     rows = list(concurrency_rows(lengths, num_blocks=profile.pool.num_blocks, tables=tables, shared_tokens=shared))
     columns = [
         Column("at", "requests of"),
         Column("num_tokens", "tokens", count),
         Column("num_blocks", "blocks", count),
-        Column("max_concurrency", "at once", decimal),
+        Column("max_concurrency", "at once", _whole),
     ]
-    notes = [f"--max-num-seqs allows at most {profile.config.max_num_seqs:,} at once"]
-    if profile.pool.num_state_slots is not None:
-        notes.append(f"slots of recurrent state allow at most {profile.pool.num_state_slots:,} at once")
+    longest = max(num_tokens for name, num_tokens in lengths.items() if len(lengths) == 1 or name != "model length")
+    notes = [in_a_sentence(profile, longest)]
     if shared:
-        columns.append(Column("max_concurrency_shared", f"sharing {shared:,} tokens", decimal))
+        columns.append(Column("max_concurrency_shared", f"sharing {shared:,} tokens", _whole))
         notes.append(f"at least half of the rows share their first {shared:,} tokens; only full blocks are shared")
     elif shared == 0:
         notes.append("no prefix is shared by half of the rows")
+    if _left_setting(profile) is not None:
+        columns.append(Column("max_concurrency_left", "in all that is left", _whole))
+        for row in rows:
+            row["max_concurrency_left"] = tables.concurrency(left, row["num_tokens"])
+    notes.append(f"--max-num-seqs allows at most {profile.config.max_num_seqs:,} at once")
+    if profile.pool.num_state_slots is not None:
+        notes.append(f"slots of recurrent state allow at most {profile.pool.num_state_slots:,} at once")
     return Table(
-        "concurrency", f"Requests that fit into {plural(profile.pool.num_blocks, 'block')}", columns, rows, notes
+        "concurrency",
+        f"Requests that fit into the pool as configured, {plural(profile.pool.num_blocks, 'block')}",
+        columns,
+        rows,
+        notes,
     )
 
 
@@ -427,16 +474,15 @@ def _fit_table(profile: "Profile") -> Table:
         Column("room_bytes", "left for KV", lambda room: size(room) if room >= 0 else f"{size(-room)} too few"),
         Column("token_bytes", "KV per token", size),
         Column("longest_request", "longest request", count),
-        Column("pool_concurrency", "at model length", decimal),
-        Column("max_concurrency", "in all that is left", decimal),
+        Column("max_concurrency", "at model length", _whole),
     ]
     length = profile.plan.limits.max_model_len
     notes = [
-        f"at model length ({plural(length, 'token')}): requests that the pool holds at once with these flags",
-        "in all that is left: those that would fit if the pool took all memory left for KV (--kv-cache-memory), as for"
-        " the longest request",
+        "for a pool of all memory that is left (--kv-cache-memory, by default the most on a GPU); as configured: with"
+        " the weight format and KV dtype of this configuration",
+        f"at model length: requests of {plural(length, 'token')} at once",
     ]
-    return Table("fits", "What fits, by weight format and KV dtype", columns, rows, notes)
+    return Table("fits", "What fits into all that is left, by weight format and KV dtype", columns, rows, notes)
 
 
 def size_rows(
@@ -467,7 +513,7 @@ def _size_table(profile: "Profile") -> Table:
         Column("block_bytes", "bytes/block", size),
         Column("num_kvcache_blocks", "blocks", count),
         Column("num_kvcache_tokens", "tokens", count),
-        Column("max_concurrency", "at model length", decimal),
+        Column("max_concurrency", "at model length", _whole),
     ]
     notes = ["float16 equals bfloat16; --kv-cache-dtype supports the model's own dtype, fp8 on GPUs and int8 on CPUs"]
     return Table("sizes", f"The same {size(pool_bytes)} at other block sizes and KV dtypes", columns, rows, notes)
@@ -547,4 +593,6 @@ def _facts(profile: "Profile", shared: int | None) -> dict[str, Any]:
         }
     facts |= {f"{name}_bytes": getattr(terms, name) for name in TERMS}
     facts |= {"loading_peak_bytes": profile.measured_loading, "predicted_loading_peak_bytes": profile.predicted_loading}
+    facts["serves"] = in_a_sentence(profile, limits.max_model_len)
+    facts["left_setting"] = _left_setting(profile)
     return facts | {"room_bytes": terms.kv_cache, "shared_prefix_tokens": shared}

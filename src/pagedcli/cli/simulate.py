@@ -32,14 +32,17 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
       pagedcli simulate conversation_trace.jsonl --pool 1%,5%,4096 -o page.html
       pagedcli simulate conversation_trace.jsonl --no-schedule --warmup 0.5 --partial-blocks
       pagedcli simulate conversation_trace.jsonl --pool 10% --speed 1 --gpu h200 -m ./Qwen3-8B/config.json
+      pagedcli simulate prompts.jsonl --pool 100,200 --calibrated
       pagedcli simulate prompts.jsonl --outputs out.jsonl --pool 100,200 --policy lru,next-use
 
     Exit codes: 0 all lines are good, 1 fatal error, 2 wrong usage or configuration, 3 some lines are bad.
     """  # fmt: skip
     if options.partial_blocks and not options.no_schedule:
         raise UsageError("--partial-blocks needs --no-schedule: the engine shares full blocks only")
-    if options.no_schedule and (options.speed, options.step_ms, options.gpu) != (None, None, None):
-        raise UsageError("--no-schedule has no time: --speed, --step-ms and --gpu do not apply")
+    if options.no_schedule and (options.speed, options.step_ms, options.gpu, options.calibrated) != (None,) * 3 + (
+        False,
+    ):
+        raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
     writes = {"--record": options.record, "the page": options.output_file}
     check_files(reads, writes, overwrite=options.overwrite)

@@ -21,7 +21,8 @@ _POOL_HELP = (
 )
 _PARTIAL_HELP = "Let a prompt's last, partial block hit, too, as kvcache-simulator does (with --no-schedule)."
 _SPEED_HELP = "Requests arrive at the times of the trace, X times as fast. Default: all at once."
-_GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a bound, not a prediction."
+_GPU_HELP = "Time steps by this card's peak rates, with -m (a folder or config.json): a forecast, and a bound."
+_CALIBRATED_HELP = "Time steps as `plan` has measured them for the model (-m) on this machine."
 _RECORD_HELP = "Record the run's events, for replay, explain and report (one pool and policy)."
 _POLICIES_HELP = f"Eviction policies: {', '.join(POLICIES)}."
 
@@ -52,6 +53,7 @@ class SimulateOptions:
     speed: Annotated[float | None, _time(help=_SPEED_HELP, metavar="X", min=1e-6)] = None
     step_ms: Annotated[float | None, _time(help="Milliseconds of every step.", metavar="MS", min=0.001)] = None
     gpu: Annotated[str | None, _time(help=_GPU_HELP, metavar="NAME")] = None
+    calibrated: Annotated[bool, _time("--calibrated", help=_CALIBRATED_HELP)] = False
     output_file: Annotated[
         Path | None, _output("-o", "--output-file", help="Also write an HTML page.", metavar="PAGE.html")
     ] = None

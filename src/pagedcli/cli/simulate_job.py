@@ -24,8 +24,9 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.loading import weight_format
 from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.planning.cards import find_card
-from pagedcli.planning.decide import LEAST_SLOTS
+from pagedcli.planning.decide import LEAST_SLOTS, decide
 from pagedcli.planning.memory import rank_spec
+from pagedcli.planning.step_time import StepTime, load_step_time
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import ProgressLine, say
@@ -192,8 +193,8 @@ def _plan(
     recorded: EngineStarted | None,
     block_size: int,
 ) -> Plan:
-    """The simulated engine. What is not configured is as in the recorded run, or for a prompt file as generate decides
-    on this machine or on the named card; for traces of others it is assumed, with a note."""
+    """The simulated engine. What is not configured is as in the recorded run, or for a prompt file or a named model as
+    generate decides on this machine or on the named card; for traces of others it is assumed, with a note."""
     engine, given = loaded.config.engine, loaded.sources
     max_num_seqs, chunk = engine.max_num_seqs, engine.chunked_prefill_size
     step_tokens = engine.max_num_batched_tokens
@@ -201,7 +202,7 @@ def _plan(
         max_num_seqs = max_num_seqs if "engine.max_num_seqs" in given else recorded.max_num_seqs
         step_tokens = step_tokens or recorded.max_num_batched_tokens
         chunk = chunk or recorded.chunked_prefill_size
-    elif workload.format == "prompts":
+    elif workload.format == "prompts" or "engine.model" in given:
         step_tokens = step_tokens or _decided_step_tokens(loaded, options)
     if step_tokens is None:
         step_tokens = max(STEP_TOKENS, max_num_seqs)
@@ -226,7 +227,6 @@ def _plan(
 
 def _decided_step_tokens(loaded: LoadedConfig, options: SimulateOptions) -> int | None:
     """Tokens per step of `generate`, on this machine or the named card. None for a tokenizer without a model."""
-    from pagedcli.planning.decide import decide
     from pagedcli.planning.machine import described_gpu, this_machine
 
     _, spec = prompt_model(loaded, None)
@@ -240,24 +240,47 @@ def _decided_step_tokens(loaded: LoadedConfig, options: SimulateOptions) -> int 
 
 
 def _schedule(loaded: LoadedConfig, options: SimulateOptions, workload: Workload, model: _Model | None) -> Schedule:
-    if options.gpu is not None and options.step_ms is not None:
-        raise UsageError("--gpu and --step-ms both set the time of a step", hint="use one of them")
+    if sum([options.gpu is not None, options.step_ms is not None, options.calibrated]) > 1:
+        raise UsageError("--gpu, --step-ms and --calibrated all set the time of a step", hint="use one of them")
     if options.speed is not None:
         if not workload.has_times:
             raise UsageError("--speed: this trace has no times", hint="without --speed all requests arrive at once")
-        if options.gpu is None and options.step_ms is None:
-            raise UsageError("--speed needs the time of a step", hint="--step-ms 20, or --gpu h200 -m MODEL")
+        if options.gpu is None and options.step_ms is None and not options.calibrated:
+            raise UsageError(
+                "--speed needs the time of a step", hint="--step-ms 20, --calibrated, or --gpu h200 -m MODEL"
+            )
     read_ahead = loaded.config.run.read_ahead
     if options.step_ms is not None:
         step_ns = round(options.step_ms * 1e6)
         return Schedule(options.speed, lambda work, scheduler: step_ns, read_ahead)
+    if options.calibrated:
+        return Schedule(options.speed, _calibrated(loaded, workload), read_ahead)
     if options.gpu is None:
         return Schedule(options.speed, None, read_ahead)
     if model is None:
         raise UsageError("--gpu needs a model whose config.json pagedcli reads: name it with -m")
     weights = footprint(model.spec, weight_format(None, model.spec), "triton", ITEMSIZE[_weight_dtype(loaded)])
+    workload.notes.append(f"time: a forecast from the data sheet of {options.gpu}; real steps take at least as long")
     floor = StepFloor.of(model.spec, weights, find_card(options.gpu).roofline, kv_dtype=model.kv_dtype)
     return Schedule(options.speed, floor, read_ahead)
+
+
+def _calibrated(loaded: LoadedConfig, workload: Workload) -> StepTime:
+    """The time of steps as `plan` has measured it here. Raises: UsageError if it has not."""
+    from pagedcli.planning.expected import time_key
+    from pagedcli.planning.machine import this_machine
+
+    engine = loaded.config.engine
+    _, spec = prompt_model(loaded, None)
+    if spec is None:
+        raise UsageError("--calibrated needs a model", hint="name it with -m")
+    found = load_step_time(time_key(engine, spec, decide(engine, spec, this_machine())))
+    if found is None:
+        raise UsageError(
+            f"--calibrated: {engine.model} has no calibration on this machine", hint="pagedcli plan makes one"
+        )
+    workload.notes.append("time: steps as measured on this machine, without what rows take outside of steps")
+    return found
 
 
 def _known(plan: Plan, schedule: Schedule | None, prompt_tokens: Ints, policy: Eviction) -> Ints | None:

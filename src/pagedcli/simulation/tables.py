@@ -183,6 +183,9 @@ def pool_table(points: Sequence[SweepPoint], sweep: Sweep, schedule: Schedule | 
             Column("mean_waiting_s", "waiting", seconds) if timed else Column("mean_waiting_steps", "waiting", count),
             Column("num_preemptions", "preempted", count),
         ]
+        if timed and schedule.speed is None:
+            columns.append(Column("total_s", "run", seconds))
+            notes.append("run: until the last request has ended, all being there from the start")
         if any(point.run is not None and point.run.num_refused for point in points):
             columns.append(Column("num_refused", "refused", count))
             notes.append("refused: requests that never fit into the pool; they count nowhere else")
