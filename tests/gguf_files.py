@@ -29,6 +29,9 @@ ARCHITECTURES = {
     "olmo2": "OLMO2",
     "olmoe": "OLMOE",
     "smollm3": "SMOLLM3",
+    "gpt_oss": "GPT_OSS",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2MOE",
 }
 LINEAR = re.compile(r"\.(q|k|v|o|qkv|gate|up|down|gate_up)_proj\.weight$|\.w[123]\.weight$")
 
@@ -71,9 +74,27 @@ class _Writer:
         self.writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[self.arch])
 
     def name(self, name):
+        name = name.replace(".sinks", ".sinks.weight").replace(".expert_bias", ".expert_bias.bias")
+        if self.model_type == "lfm2_moe":
+            name = re.sub(r"model\.(?=.*experts\.w)", "", name)
         found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return found
+
+    def tensors(self, values):
+        """The checkpoint's tensors, of which experts that it stacks are named one by one."""
+        for name, tensor in values.items():
+            if self.model_type == "gpt_oss" and ".experts." in name:
+                for number, own in enumerate(tensor):
+                    kind, _, suffix = name.partition(".experts.")[2].partition("_proj")
+                    suffix = "bias" if suffix else "weight"
+                    parts = {kind: own.T if suffix == "weight" else own}
+                    if kind == "gate_up":
+                        parts = {"gate": parts[kind][::2], "up": parts[kind][1::2]}
+                    for part, each in parts.items():
+                        yield f"{name.partition('.experts.')[0]}.experts.{number}.{part}_proj.{suffix}", each
+            else:
+                yield name, tensor
 
     def heads(self, name):
         """Heads of q or k whose rows are stored in another order."""
@@ -89,11 +110,15 @@ class _Writer:
         flat = rope.get("full_attention", rope)
         w.add_context_length(config["max_position_embeddings"])
         w.add_embedding_length(config["hidden_size"])
-        w.add_feed_forward_length(config["intermediate_size"])
+        w.add_feed_forward_length(self.inner_size())
         w.add_block_count(config["num_hidden_layers"])
         w.add_head_count(config["num_attention_heads"])
-        w.add_head_count_kv(config["num_key_value_heads"])
-        w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        kv_heads = config["num_key_value_heads"]
+        if self.model_type.startswith("lfm2"):
+            w.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
+        else:
+            w.add_head_count_kv(kv_heads)
+        w.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
         w.add_rope_freq_base(flat.get("rope_theta", 10000.0))
         if "sliding_attention" in rope:
             w.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -104,6 +129,13 @@ class _Writer:
         w.add_eos_token_id(config["eos_token_id"])
         self._rope(flat)
         self._family()
+
+    def inner_size(self):
+        config = self.config
+        if not config.get("block_auto_adjust_ff_dim"):
+            return config["intermediate_size"]
+        inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+        return -(-inner // config["block_multiple_of"]) * config["block_multiple_of"]
 
     def _rope(self, rope):
         w, config, kind = self.writer, self.config, rope.get("rope_type")
@@ -142,6 +174,14 @@ class _Writer:
                     "gemma3.attention.sliding_window_pattern",
                     [each == "sliding_attention" for each in config["layer_types"]],
                 )
+        if self.model_type == "gpt_oss":
+            w.add_sliding_window(config["sliding_window"])
+            w.add_expert_feed_forward_length(config["intermediate_size"])
+        if self.model_type.startswith("lfm2"):
+            w.add_shortconv_l_cache(config["conv_L_cache"])
+        if self.model_type == "lfm2_moe":
+            w.add_leading_dense_block_count(config["num_dense_layers"])
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if self.model_type == "granite":
             w.add_attention_scale(config["attention_multiplier"])
             w.add_embedding_scale(config["embedding_multiplier"])
@@ -166,7 +206,7 @@ def gguf_twins(source, folder, *, type_of=lambda name: "F32", extra=lambda write
     writer.metadata()
     extra(writer.writer)
     stored, twins, experts = {}, {}, {}
-    for hf_name, tensor in load_file(source / "model.safetensors").items():
+    for hf_name, tensor in writer.tensors(load_file(source / "model.safetensors")):
         if (found := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", hf_name)) is not None:
             experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = hf_name
         values, heads = tensor.float().numpy(), writer.heads(hf_name)
@@ -192,6 +232,8 @@ def gguf_twins(source, folder, *, type_of=lambda name: "F32", extra=lambda write
     for file_name, raw, kind in stored.values():
         if file_name.startswith("blk") and "shexp" in file_name and raw.shape[0] == 1:
             raw = raw[0]  # as converted: one row is a vector
+        if "shortconv.conv" in file_name and raw.ndim == 3:
+            raw = raw.squeeze(1)
         writer.writer.add_tensor(file_name, raw, raw_dtype=None if raw.dtype == np.float32 else kind)
     writer.writer.write_header_to_file()
     writer.writer.write_kv_data_to_file()

@@ -12,6 +12,8 @@ from pagedcli.attention.reference import ReferenceAttention
 from pagedcli.config import EngineConfig
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
+from pagedcli.models.gguf.formats import GgufFormat
+from pagedcli.models.gguf.quantization import GgufQuantization
 from pagedcli.models.loading import load_model, weight_format
 from pagedcli.models.parameters import decoder_parameters
 from pagedcli.models.reading import read_spec
@@ -38,6 +40,10 @@ def dynamic(name):
     return next((kind for part, kind in kinds.items() if part in name), "Q4_0")
 
 
+PLAIN_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+    "truncate": False,  # as gpt-oss has it
+}
 # family, what differs in its config, types
 FILES = {
     "medium": ("qwen3", {}, medium),
@@ -46,6 +52,11 @@ FILES = {
     "biased": ("qwen2", {}, lambda name: "IQ4_NL"),
     "experts": ("qwen3-moe", {"mlp_only_layers": [], "moe_intermediate_size": 256, "num_experts": 4}, medium),
     "fused": ("phi3", {}, lambda name: "Q4_0"),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 3, "rope_parameters": PLAIN_YARN},
+        lambda name: "MXFP4" if "exps" in name else "F16",
+    ),
 }
 
 
@@ -79,6 +90,17 @@ def test_logits_are_those_of_the_numbers_and_on_the_cpu_kernels_but_for_the_roun
     ours = logits_of(path, cpu_backend)
     assert (ours - exact).norm() < 0.05 * exact.norm()
     assert any("activations are rounded to 8 bits per token" in note for note in load(path, cpu_backend).notes)
+
+
+def test_the_note_names_what_is_widened():
+    types = {"token_embd.weight": "Q6_K", "blk.0.ffn_gate_inp.weight": "F32"}
+    same = types | {"blk.0.ffn_gate.weight": "Q4_K", "blk.0.ffn_up.weight": "Q4_K"}
+    mixed = {"output.weight": "Q6_K", "blk.1.ffn_gate_exps.weight": "Q5_K", "blk.1.ffn_up_exps.weight": "Q4_K"}
+    assert GgufFormat(GgufQuantization(same, dict.fromkeys(same, 1))).note(torch.float32, "cpu") == (
+        "weights are GGUF: Q4_K 67 %, Q6_K 33 %, kept so; activations are rounded to 8 bits per token"
+    )
+    found = GgufFormat(GgufQuantization(same | mixed, dict.fromkeys(same | mixed, 1))).note(torch.bfloat16, "cpu")
+    assert "kept so apart from the embedding, gate and up of 1 layer, widened to bfloat16; activations" in found
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -15,12 +15,14 @@ from pagedcli.sampling_params import SamplingParams
 FAMILIES = (
     *("llama", "llama-untied", "llama-linear", "llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"),
     *("phi3-longrope", "olmo2", "granite", "smollm3", "gemma2", "gemma3"),
-    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe"),
+    *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "lfm2", "lfm2-bias", "lfm2-moe"),
 )
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 # What files do not say is always so: every fourth layer has no rotary embedding, and every layer has experts.
 IN_FILES = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
     "qwen3-moe": {"mlp_only_layers": []},
+    "gpt_oss": {"rope_parameters": {**YARN, "truncate": False}},
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -46,7 +46,7 @@ _GPT4O = (
 # by tokenizer.ggml.pre
 SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"),
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"),
         _Splitting(_LLAMA3, whole_words=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting(_LLAMA3)),

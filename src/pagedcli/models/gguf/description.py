@@ -24,13 +24,16 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmoe": "olmoe",
     "smollm3": "smollm3",
+    "gpt-oss": "gpt_oss",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
 }
 # Rotary embedding there turns neighbouring elements, so the rows of q and k are stored in another order.
 _REORDERED = ("llama", "granite", "smollm3")
 # Tokens that end an answer, whatever the file calls them: files name one, and chats end with another.
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
-    *("<|end_of_text|>", "<|return|>", "<eos>"),
+    *("<|end_of_text|>", "<|return|>", "<|call|>", "<eos>"),
 )
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scores are scaled by hidden_size / num_heads
 _LARGEST_FACTORS = 2**16
@@ -63,18 +66,18 @@ def describe(header: Header) -> Description:
         "attention_out_bias": fields.has("blk.0.attn_output.bias"),
         "mlp_bias": fields.has("blk.0.ffn_down.bias"),
         "norm_offset": False,  # added to the stored weights
-        "quantization": quantization(header, architecture),
+        "quantization": quantization(header),
     }
     return Description(model_type, config, traits)
 
 
-def quantization(header: Header, architecture: str) -> GgufQuantization | None:
+def quantization(header: Header) -> GgufQuantization | None:
     """The types of the file's tensors; None if all are floating point."""
     if all(tensor.type.is_float for tensor in header.tensors.values()):
         return None
     types = {name: tensor.type.name for name, tensor in header.tensors.items()}
     sizes = {name: math.prod(tensor.shape) for name, tensor in header.tensors.items()}
-    return GgufQuantization(types, sizes, normed_before=architecture not in ("gemma2", "gemma3", "olmo2"))
+    return GgufQuantization(types, sizes)
 
 
 def reordered_heads(header: Header, name: str) -> int | None:
@@ -118,6 +121,14 @@ class _Fields:
             raise self.header.error(f"{self.prefix}.{name} is {what}")
         return value
 
+    def kv_heads(self, default: int) -> int:
+        """Those of layers that attend; others of the list have none."""
+        value = self.get("attention.head_count_kv")
+        attending = [each for each in value if each != 0] if isinstance(value, list) else None
+        if not attending or len(set(map(repr, attending))) > 1 or not isinstance(attending[0], int):
+            return self.number("attention.head_count_kv", default)
+        return attending[0]
+
     def real(self, name: str, default: float | None = None) -> float | None:
         value = self.get(name)
         if value is None:
@@ -148,7 +159,7 @@ def _common(fields: _Fields) -> dict[str, Any]:
         "intermediate_size": fields.number("feed_forward_length"),
         "num_hidden_layers": fields.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.number("attention.head_count_kv", heads),
+        "num_key_value_heads": fields.kv_heads(heads),
         "head_dim": head_dim,
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-6),
         "max_position_embeddings": fields.number("context_length"),
@@ -275,6 +286,33 @@ def _olmo2(fields: _Fields) -> dict[str, Any]:
     return {}
 
 
+def _gpt_oss(fields: _Fields) -> dict[str, Any]:
+    """What its configuration says of YaRN's limits, files do not."""
+    scaling = _rope(fields).get("rope_scaling")
+    return _windows(fields, 2) | ({"rope_scaling": scaling | {"truncate": False}} if scaling else {})
+
+
+def _lfm2(fields: _Fields) -> dict[str, Any]:
+    """Layers without heads of K and V are convolutions."""
+    layers, kv_heads = fields.number("block_count"), fields.get("attention.head_count_kv")
+    counts = kv_heads if isinstance(kv_heads, list) else [kv_heads] * min(layers, 2**12)
+    convolves = [count == 0 for count in counts]
+    first = convolves.index(True) if True in convolves else 0
+    config: dict[str, Any] = {
+        "layer_types": ["conv" if each else "full_attention" for each in convolves],
+        "conv_L_cache": fields.number("shortconv.l_cache"),
+        "conv_bias": fields.has(f"blk.{first}.shortconv.in_proj.bias"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if fields.prefix == "lfm2moe":
+        config |= {
+            "num_dense_layers": fields.number("leading_dense_block_count", 0),
+            "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in fields.header.tensors),
+            "routed_scaling_factor": fields.real("expert_weights_scale", 1.0),
+        }
+    return config
+
+
 _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
@@ -287,6 +325,9 @@ _OWN: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
         "qkv_bias": True,
     },
     "smollm3": lambda _: {"no_rope_layer_interval": 4},
+    "gpt-oss": _gpt_oss,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
 }
 
 

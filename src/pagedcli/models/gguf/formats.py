@@ -43,7 +43,9 @@ class GgufFormat:
 
     def note(self, dtype: torch.dtype, kernels: Kernels) -> str | None:
         if kernels == "cpu":
-            return f"weights are {self.name}, kept so; activations are rounded to 8 bits per token"
+            widened = self.quantization.widened
+            apart = f" apart from {widened}, widened to {dtype_name(dtype)}" if widened else ""
+            return f"weights are {self.name}, kept so{apart}; activations are rounded to 8 bits per token"
         return f"weights are {self.name}, widened to {dtype_name(dtype)} while loading: only CPU kernels read them"
 
 

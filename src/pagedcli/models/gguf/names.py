@@ -2,7 +2,12 @@
 
 import re
 
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -16,6 +21,7 @@ LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -27,15 +33,41 @@ LAYER = {
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.experts.w1": "ffn_gate_exps",
+    "feed_forward.experts.w3": "ffn_up_exps",
+    "feed_forward.experts.w2": "ffn_down_exps",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
     "input_layernorm": "attn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+# Tensors that transformers gives no name of a module and a suffix.
+_WHOLE = {"self_attn.sinks": "attn_sinks.weight", "feed_forward.expert_bias": "exp_probs_b.bias"}
 _PARTS = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
-def stored_module(module: str, *, normed_before: bool) -> tuple[str, int | None]:
+def stored_tensor(name: str, *, normed_before: bool) -> tuple[str, int | None]:
+    """The same as stored_module of a tensor."""
+    if (found := _PARTS.fullmatch(name)) is not None and found[2] in _WHOLE:
+        return f"blk.{found[1]}.{_WHOLE[found[2]]}", None
+    module, _, suffix = name.rpartition(".")
+    stored, expert = stored_module(module, normed_before=normed_before)
+    return f"{stored}.{suffix}", expert
+
+
+def stored_module(module: str, *, normed_before: bool = True) -> tuple[str, int | None]:
     """The name in the file of a module that transformers names so, and which of the stacked experts it is.
 
     `normed_before`: the model norms only before attention and MLP, so the second norm of a layer is that of the MLP.

@@ -14,7 +14,6 @@ class GgufQuantization:
 
     types: Mapping[str, str] = field(hash=False)  # tensor -> name of its type
     sizes: Mapping[str, int] = field(hash=False)  # tensor -> numbers in it
-    normed_before: bool = True  # see names.stored_module
 
     method = "gguf"
     act_order = False  # groups are neighbours
@@ -30,13 +29,27 @@ class GgufQuantization:
         return "GGUF: " + ", ".join(f"{kind} {100 * count / whole:.0f} %" for kind, count in totals.most_common())
 
     @property
+    def widened(self) -> str:
+        """What CPU kernels do not keep as stored, e.g. "the embedding, gate and up of 2 layers"; empty if nothing."""
+        embedding = self.types.get("token_embd.weight", "F32")
+        parts = ["the embedding"] if self.output == "lm_head" and not BY_NAME[embedding].is_float else []
+        differing = set()
+        for name, kind in self.types.items():
+            up = self.types.get(name.replace("ffn_gate", "ffn_up"))
+            if "ffn_gate_inp" not in name and up not in (None, kind):
+                differing.add(name.split(".")[1])
+        if differing:
+            parts.append(f"gate and up of {len(differing)} layer{'s' if len(differing) > 1 else ''}")
+        return ", ".join(parts)
+
+    @property
     def output(self) -> str:
         """The module whose tensor the output layer is."""
         return "lm_head" if "output.weight" in self.types else "model.embed_tokens"
 
     def type_of(self, module: str) -> GgmlType:
         """The type of a linear layer, by the name that transformers gives it; F32 if the file lacks it."""
-        name, _ = stored_module(module, normed_before=self.normed_before)
+        name, _ = stored_module(module)
         return BY_NAME[self.types.get(f"{name}.weight", "F32")]
 
     def covers(self, module: str) -> bool:

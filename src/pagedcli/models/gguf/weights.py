@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedcli.models.gguf.blocks import numbers
 from pagedcli.models.gguf.description import reordered_heads
 from pagedcli.models.gguf.header import Header, StoredTensor
-from pagedcli.models.gguf.names import stored_module
+from pagedcli.models.gguf.names import stored_tensor
 from pagedcli.models.parameters import Parameter
 from pagedcli.models.stacking import kept_dtype, stacked
 
@@ -25,7 +25,7 @@ class GgufWeights:
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._normed_before = "blk.0.post_ffw_norm.weight" not in header.tensors
+        self._normed_before = "blk.0.post_attention_norm.weight" not in header.tensors
         self._maps: dict[Path, np.ndarray] = {}
 
     def load(
@@ -35,7 +35,8 @@ class GgufWeights:
 
         Raises: ModelError naming the tensor: missing, unexpected, or of another shape.
         """
-        stored = {name: self._stored_name(name) for parameter in parameters.values() for name in parameter.shapes}
+        names = [name for parameter in parameters.values() for name in parameter.shapes]
+        stored = {name: stored_tensor(name, normed_before=self._normed_before) for name in names}
         self._check_names({name for name, _ in stored.values()})
         tensors = {}
         for key, parameter in parameters.items():
@@ -46,11 +47,6 @@ class GgufWeights:
             )
             tensors[key] = stacked(parts, parameter, own_dtype, device)
         return tensors
-
-    def _stored_name(self, name: str) -> tuple[str, int | None]:
-        module, _, suffix = name.rpartition(".")
-        stored, expert = stored_module(module, normed_before=self._normed_before)
-        return f"{stored}.{suffix}", expert
 
     def _check_names(self, expected: set[str]) -> None:
         found = self._header.tensors
@@ -69,7 +65,7 @@ class GgufWeights:
         stored, shape = self._header.tensors[stored_name], parameter.shapes[name]
         keeps_blocks = parameter.stored.dtype == "uint8"
         blocks = self._blocks(stored)
-        if expert is not None and blocks.dim() == 4 and expert < len(blocks):
+        if expert is not None and blocks.dim() == len(shape) + 2 and expert < len(blocks):
             blocks = blocks[expert]
         found = (*blocks.shape[:-2], blocks.shape[-2] if keeps_blocks else blocks.shape[-2] * stored.type.block)
         if [size for size in found if size != 1] != [size for size in shape if size != 1]:
