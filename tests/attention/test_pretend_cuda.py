@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "not slow", at_least=16)
+    run_interpreted(__file__, "-m", "not slow", at_least=13)
 
 
 @plain
@@ -49,8 +49,19 @@ def gpu(monkeypatch):
         yield gpu
 
 
+@pytest.fixture
+def idle_gpu(monkeypatch):
+    """One whose kernels compute nothing, for what does not depend on it."""
+    from pretend_cuda import PretendGpu
+
+    with PretendGpu(runs_kernels=False).install(monkeypatch) as gpu:
+        yield gpu
+
+
 def make_engine(path, device, **config):
+    # few tokens per step, as loading runs a step of as many
     config = {"max_num_seqs": 3, "num_gpu_blocks_override": 20, "max_model_len": 64, **config}
+    config = {"max_num_batched_tokens": 24, **config}
     return LLMEngine(EngineConfig(model=str(path), dtype="float32", device=device, **config))
 
 
@@ -69,7 +80,10 @@ PARAMS = [
     ("backend", "options"),
     [
         ("auto", {}),
-        ("auto", {"async_scheduling": False, "enforce_eager": True, "chunked_prefill_size": 9}),
+        pytest.param(
+            *("auto", {"async_scheduling": False, "enforce_eager": True, "chunked_prefill_size": 9}),
+            marks=pytest.mark.slow,
+        ),
         ("sdpa", {"num_gpu_blocks_override": 4}),
     ],
 )
@@ -145,9 +159,9 @@ def test_partial_results_take_as_much_room_as_there_are_rows():
     from pagedcli.attention.triton_paged import TritonAttention
 
     backend = TritonAttention(AttentionSpec(torch.device("cpu"), torch.float32, 16, 4, 2, 16))
-    case = Case([(600, 3), (300, 2), (20, 4), (257, 1), (513, 8), (70, 40)], 16, 4, 2, 16, torch.float32)
+    case = Case([(600, 3), (20, 4), (257, 1), (50, 40)], 16, 4, 2, 16, torch.float32)
     assert worst_error(attend(backend, case), case.expected()) < 1e-6
-    num_parts = 3 * 3 + 2 * 2 + 2 * 1 + 3 * 8  # splits x new tokens, of those with several splits; 70 is a prefill
+    num_parts = 3 * 3 + 2 * 1  # splits x new tokens, of those with several splits; 50 is a prefill
     assert backend._partials[0].shape[0] == num_parts * 4
 
 
@@ -197,13 +211,17 @@ def test_samples_forked_in_a_graph_step_get_the_tokens_of_the_reference(model, g
 
 
 @interpreted
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 2, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"temperature": 0}, marks=pytest.mark.slow), {"temperature": 0.8, "seed": 2, "top_p": 0.9}],
+    ids=str,
+)
 def test_logits_that_are_not_numbers_end_their_request_only(tmp_path, gpu, options):
     path = tiny_model("llama-untied", tmp_path / "model", num_hidden_layers=1)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = float("nan")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    params = SamplingParams(max_tokens=4, ignore_eos=True, **options)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, **options)
     [alone] = run(make_engine(path, "cpu", attention_backend="reference"), [[5, 6, 8]], params)
     waits = len(gpu.waits)
     engine = make_engine(path, "cuda")
@@ -220,8 +238,9 @@ def test_logits_that_are_not_numbers_end_their_request_only(tmp_path, gpu, optio
 
 
 @interpreted
-def test_steps_run_on_their_device_in_any_thread(model, gpu):
+def test_steps_run_on_their_device_in_any_thread(model, idle_gpu):
     """A thread's current device is GPU 0 until it chooses one, and Triton launches there."""
+    gpu = idle_gpu
     engine = make_engine(model, "cuda")
     gpu.current_elsewhere = 1
 
@@ -235,16 +254,16 @@ def test_steps_run_on_their_device_in_any_thread(model, gpu):
 
 @interpreted
 def test_an_fp8_cache_is_found_its_scales_and_used(model, gpu):
-    engine = make_engine(model, "cuda:0", kv_cache_dtype="fp8")
+    engine = make_engine(model, "cuda:0", kv_cache_dtype="fp8", max_num_seqs=1)
     assert engine.plan.kv_dtype == "float8_e4m3fn"
     assert engine.runner.kv_cache.dtype == torch.float8_e4m3fn
     assert min(engine.plan.kv_scales) > 0
-    tokens = run(engine, ragged_prompts(2), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert [len(row[0]) for row in tokens] == [2, 2]
+    tokens = run(engine, ragged_prompts(1), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert [len(row[0]) for row in tokens] == [2]
 
 
 @interpreted
-def test_an_engine_that_nobody_uses_gives_its_cache_back_at_once(model, gpu):
+def test_an_engine_that_nobody_uses_gives_its_cache_back_at_once(model, idle_gpu):
     import gc
     import weakref
 
@@ -314,7 +333,7 @@ def test_a_launcher_that_cannot_be_built_is_reported_with_the_package_that_helps
 
 @interpreted
 @pytest.mark.parametrize("what", ["the weights", "a step of", "a KV cache of 0.00 GiB"])
-def test_a_full_gpu_is_reported_with_what_had_no_room_and_who_holds_it(model, gpu, monkeypatch, what):
+def test_a_full_gpu_is_reported_with_what_had_no_room_and_who_holds_it(model, idle_gpu, monkeypatch, what):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
@@ -329,7 +348,7 @@ def test_a_full_gpu_is_reported_with_what_had_no_room_and_who_holds_it(model, gp
 
 
 @interpreted
-def test_a_capture_that_fails_names_the_batch_size_and_the_way_without_graphs(model, gpu, monkeypatch):
+def test_a_capture_that_fails_names_the_batch_size_and_the_way_without_graphs(model, idle_gpu, monkeypatch):
     graph = torch.cuda.graph
     captured = []
 

@@ -103,13 +103,48 @@ MODELS = {
 # decode of few and of many sequences, over one split and several; prompts with decodes among them
 STEPS = [[(300, 1)] * 3, [(20, 1)] * 40, [(1000, 1)] * 300, [(500, 500), (300, 1), (40, 3)]]
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)]
-WITH_FP8 = [(8, 9), (9, 0)]
+WITH_FP8 = [(8, 9), (9, 0), (10, 0)]
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 CHANNELS = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
 FP8_MODELS = {
     "llama-3-8b fp8": model(*LLAMA, **CHANNELS),
     "qwen3-30b-a3b fp8": model("Qwen3MoeForCausalLM", "qwen3_moe", 151936, 2048, 6144, 32, 4, 128, **EXPERTS, **FP8),
 }
+
+
+def check_fits(kernel, name, capability, spills=0):
+    assert kernel.shared_bytes <= SHARED_LIMIT[capability], f"{name} outgrows shared memory"
+    assert kernel.spilled_bytes <= spills, f"{name} spills"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "capability", "num_warps", "found"),
+    [("none", 100, 8, None), ("few warps", 80, 1, "spills"), ("many stages", 86, 8, "outgrows")],
+)
+def test_a_kernel_that_does_not_fit_is_found(fault, capability, num_warps, found, tmp_path):
+    import triton
+    import triton.language as tl
+    from triton_compile import Compiled
+
+    @triton.jit
+    def multiply_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, K: tl.constexpr):
+        at, k = tl.arange(0, BLOCK), tl.arange(0, K)
+        sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for step in range(16):
+            x = tl.load(x_ptr + at[:, None] * 1024 + step * K + k[None, :])
+            y = tl.load(x_ptr + at[None, :] * 1024 + step * K + k[:, None])
+            sums = tl.dot(x, y, sums)
+        tl.store(out_ptr + at[:, None] * BLOCK + at[None, :], sums)
+
+    types, sizes = {"x_ptr": "*bf16", "out_ptr": "*fp32"}, {"BLOCK": 128, "K": 64}
+    stages = 5 if fault == "many stages" else 2
+    kernel = Compiled(multiply_kernel, types, sizes, capability, num_warps, tmp_path, stages)
+    if found is None:
+        check_fits(kernel, fault, capability)
+    else:
+        with pytest.raises(AssertionError, match=found):
+            check_fits(kernel, fault, capability)
 
 
 def check(name, capability, tmp_path, monkeypatch, **options):
@@ -119,10 +154,9 @@ def check(name, capability, tmp_path, monkeypatch, **options):
     launches = launches_of(config, tmp_path / "model", monkeypatch, capability=capability, steps=STEPS, **options)
     number = capability[0] * 10 + capability[1]
     for launch in launches:
-        kernel = launch.compiled(number, tmp_path)
-        assert kernel.shared_bytes <= SHARED_LIMIT[number], launch
         # windows with soft caps in one tile, and groups of 8, cost ptxas a few values of a prefill kernel
-        assert kernel.spilled_bytes <= (96 if launch.function.__name__ == "prefill_kernel" else 0), launch
+        spills = 96 if launch.function.__name__ == "prefill_kernel" else 0
+        check_fits(launch.compiled(number, tmp_path), launch, number, spills)
     return {launch.function.__name__ for launch in launches}
 
 
