@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -143,3 +145,43 @@ def test_forecast_of_kept_bytes_is_what_is_kept(twins):
     assert spec.quantization is not None
     forecast = footprint(spec, CheckpointFormat(spec.quantization), "cpu", 2)
     assert forecast.num_bytes == model.weight_bytes
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from pagedcli.attention.base import AttentionSpec
+from pagedcli.attention.cpu import load as load_cpu
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+from pagedcli.runner.memory import process_memory
+torch.set_num_threads(1)
+spec, cpu = read_spec(Path(sys.argv[1])), torch.device("cpu")
+backend = load_cpu(AttentionSpec(cpu, torch.bfloat16, 16, spec.num_heads, spec.num_kv_heads, spec.head_dim))
+before = process_memory()
+options = dict(backend=backend, dtype=torch.bfloat16, device=cpu, max_model_len=64, load_format="dummy")
+model = load_model(Path(sys.argv[1]), spec, **options)
+print(process_memory() - before, model.weight_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_packed_experts_leave_no_copy_in_memory(tmp_path):
+    """Of tensors of 4 MiB, which malloc takes from its heap after the first ones: freed, they stayed in memory."""
+    config = {"hidden_size": 2048, "intermediate_size": 1440, "num_hidden_layers": 4, "num_local_experts": 32}
+    spec = {
+        "model_type": "gpt_oss",
+        "vocab_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, **spec, "quantization_config": {"quant_method": "mxfp4"}})
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, check=True, timeout=300
+    )
+    grown, weights = map(int, made.stdout.split())
+    assert weights > 500 * 2**20
+    assert grown < 1.4 * weights

@@ -42,7 +42,7 @@ from pagedcli.native.structs import (
     StepStruct,
     bind,
 )
-from pagedcli.native.system import empty_in_huge_pages
+from pagedcli.native.system import empty_in_huge_pages, release_free_memory
 
 _GATES = {
     "silu": GATE_SILU,
@@ -235,6 +235,7 @@ class _Builder(Parts):
             layer.router_norm = self._address(self.router_norm(key))
         if experts is not None:
             layer.experts = ctypes.addressof(self._experts(experts, key))
+            release_free_memory()  # thousands of tensors of one expert each: freed, they would still fill the memory
         return layer
 
     def _experts(self, experts: ExpertsSpec, key: str) -> ExpertsStruct:

@@ -87,8 +87,9 @@ class DummyWeights:
                 continue
             whole = replace(parameter, parts={})
             if init == "bits":
-                bits = torch.randint(256, (math.prod(whole.shape) * own_dtype.itemsize,), generator=generator)
-                tensor = bits.to(torch.uint8).view(own_dtype).view(whole.shape).to(device)
+                num_bytes = math.prod(whole.shape) * own_dtype.itemsize
+                bits = torch.randint(256, (num_bytes,), generator=generator, dtype=torch.uint8)
+                tensor = bits.view(own_dtype).view(whole.shape).to(device)
                 [name] = parameter.shapes
                 tensors[key] = parameter.kept(name, tensor)
                 continue

@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,6 +35,13 @@ def ask_for_huge_pages(tensor: Tensor) -> None:
     if num_bytes > 0:
         # only advice: without it everything works, slower
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
+
+
+def release_free_memory() -> None:
+    """Return what has been freed to the system, which the C library keeps where large and small blocks alternate."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # of another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 CGROUP = Path("/sys/fs/cgroup")

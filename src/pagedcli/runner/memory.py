@@ -3,11 +3,9 @@
 Used by LLMEngine before it sizes its KV cache, and by runner.memory_profile.
 """
 
-import ctypes
 import os
 import shutil
 import subprocess
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from pagedcli.core.plan import Plan
 from pagedcli.core.scheduler import ScheduledStep
 from pagedcli.core.sequence import Sequence
 from pagedcli.layers.sampling import Limits, choose_tokens
+from pagedcli.native.system import release_free_memory
 from pagedcli.planning.machine import host_memory
 from pagedcli.runner.model_runner import ModelRunner, RunnerSpec
 from pagedcli.sampling_params import SamplingParams
@@ -177,8 +176,7 @@ def _reset_cuda_peak(device: torch.device) -> int:
 def reset_host_peak() -> int | None:
     """Reset the high-water mark of this process's resident memory; returns the current bytes, None where Linux's
     /proc is missing."""
-    with suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide later allocations
-        ctypes.CDLL(None).malloc_trim(0)
+    release_free_memory()  # it would hide later allocations
     try:
         _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM
     except OSError:
