@@ -191,7 +191,8 @@ template <class T>
 void check_attention(int64_t dtype, int64_t block_size, int64_t head_dim, int32_t total, int32_t num_new, int64_t window, bool int8_cache, double tolerance) {
     using E = typename T::Elem;
     const int64_t heads = 6, kv_heads = 2, blocks = (total + block_size - 1) / block_size, head_bytes = int8_cache ? head_dim + 4 : head_dim * sizeof(E);
-    const Geometry geometry{blocks, block_size, heads, kv_heads, head_dim, int8_cache};
+    const int64_t block_stride = kv_heads * block_size * (int8_cache ? head_dim + 4 : head_dim);
+    const Geometry geometry{blocks, block_size, heads, kv_heads, head_dim, int8_cache, block_stride};
     const Values<T> q(num_new * heads * head_dim), k(total * kv_heads * head_dim), v(total * kv_heads * head_dim);
     std::vector<char> k_cache(blocks * kv_heads * block_size * head_bytes), v_cache(k_cache.size());
     std::vector<int32_t> slots(total), table(blocks);
