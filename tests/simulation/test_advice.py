@@ -205,3 +205,33 @@ def test_the_table_has_the_run_as_it_is_and_every_trial():
     assert [row["setting"] for row in table.rows] == ["as it is", *(each.setting.text for each in found.trials)]
     assert table.notes[0] == f"to change: {found.sentences()[0]}"
     assert advice_table(Advice(not_tried="no request was served")).rows == []
+
+
+def test_plan_gives_the_same_answer_and_its_own_recommendation_is_that(runs):
+    folder, _ = runs
+    arguments = ("plan", folder / "in.jsonl", "--no-calibrate", "--num-gpu-blocks-override", "16", *FLAGS)
+    found = recorded_advice(folder / "run.jsonl")
+    lengths = ("--outputs", folder / "out.jsonl")
+    planned = json.loads(pagedcli(*arguments, *lengths, "--format", "json").stdout)
+    assert planned["advice"] == "; or ".join(found.sentences())
+    flags = {flag: value for trial in found.best for flag, value in trial.setting.flags}
+    assert planned["recommended_block_size"] == int(flags.get("--block-size", 16))
+    assert found.sentences()[0] in pagedcli(*arguments, *lengths, columns=1000).stdout
+
+
+def test_generate_runs_with_the_settings_that_plan_tune_prints(runs, tmp_path, monkeypatch):
+    folder, _ = runs
+    monkeypatch.setattr("pagedcli.bench.calibration.step_time_here", lambda *_, **__: (STEP_TIME, "a test"))
+    rows = (folder / "out.jsonl").read_text().splitlines()
+    printed = pagedcli("plan", folder / "in.jsonl", "--tune", *FLAGS)
+    (tmp_path / "tuned.yaml").write_text(printed.stdout)
+    assert "less time expected" in printed.stderr
+    assert "max_num_seqs" not in printed.stdout, "it was given"
+    out = tmp_path / "out.jsonl"
+    tuned = pagedcli("generate", folder / "in.jsonl", "-o", out, "--tune", "--output-token-ids", *FLAGS)
+    assert printed.stdout.strip() in tuned.stderr
+    assert [json.loads(row)["token_ids"] for row in out.read_text().splitlines()] == [
+        json.loads(row)["token_ids"] for row in rows
+    ]
+    pagedcli("generate", folder / "in.jsonl", "-o", tmp_path / "b.jsonl", "-C", tmp_path / "tuned.yaml", *FLAGS)
+    assert "write it into a file first" in pagedcli("generate", "-", "--tune", stdin="{}", expect=2).stderr

@@ -68,6 +68,8 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
     dump = Dump.of(options.dump_kv, options.steps, options.every)
     dump_files = dump.named_files(overwrite=options.overwrite, resume=options.resume)
     tables_format = _tables_format(dump, options.format_)
+    if options.tune:
+        loaded = load_config(options.config, {**flags, **_tuned_keys(loaded, options)})
     job = Job(
         loaded,
         options.input_name,
@@ -91,6 +93,16 @@ def generate(options: GenerateOptions, *, flags: Flags) -> None:
         clock_ns = time.perf_counter_ns if printer is None else printer.clock_ns
         code = run_job(job, emit=emit, trace_tokens=tokens, terminal_is_taken=dump.as_tables, clock_ns=clock_ns)
     raise typer.Exit(code)
+
+
+def _tuned_keys(loaded: LoadedConfig, options: GenerateOptions) -> Flags:
+    from pagedcli.cli.plan import tuned_keys
+
+    if options.ray or options.ray_address is not None:
+        raise UsageError("--ray cannot be combined with --tune", hint="pagedcli plan --tune prints the settings")
+    if options.input_name == "-":
+        raise UsageError("--tune reads the input before the run", hint="write it into a file first")
+    return tuned_keys(loaded, options.input_name)
 
 
 def _run_on_cluster(job: Job, options: GenerateOptions) -> int:

@@ -1,6 +1,6 @@
 """`pagedcli plan`: predict how a prompt file uses this machine's KV cache, without generating anything."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pagedcli.core.limits import Limits
     from pagedcli.core.plan import Plan
     from pagedcli.models.spec import ModelSpec
+    from pagedcli.simulation.advice import Advice, Subject
     from pagedcli.simulation.sources import PromptRequests
 
 
@@ -46,6 +47,7 @@ def share_table(shares: SharePlan, num_workers: int) -> Table:
 
 _time = partial(option, panel="Expected time")
 _NO_CALIBRATE_HELP = "Load no model: without an earlier calibration there are no times."
+_TUNE_HELP = "Only search for the fastest settings and print them as YAML, for -C of generate."
 _MAX_SHOWN = 10
 _MOST_END_CHARS = 32  # shown of each end of a shared text
 _MOST_END_TOKENS = 64  # decoded of each end
@@ -67,6 +69,7 @@ def plan(
     ] = None,
     outputs: Annotated[str | None, _time(help="Output of a finished run: its lengths.", metavar="OUT.jsonl")] = None,
     no_calibrate: Annotated[bool, _time("--no-calibrate", help=_NO_CALIBRATE_HELP)] = False,
+    tune: Annotated[bool, option("--tune", help=_TUNE_HELP)] = False,
     config: ConfigFile = None,
     format_: FormatOption = Format.TABLE,
     flags: Flags,
@@ -95,7 +98,9 @@ def plan(
         raise UsageError("--expected-output and --outputs both say how long outputs are", hint="use one of them")
     loaded = load_config(config, flags)
     expected = Expected(expected_output, outputs, may_calibrate=not no_calibrate)
-    code = run_plan(loaded, prompts, expected, tokenizer=tokenizer, num_workers=workers, format_=format_)
+    code = run_plan(
+        loaded, prompts, expected, tokenizer=tokenizer, num_workers=workers, format_=format_, tune_only=tune
+    )
     raise typer.Exit(code)
 
 
@@ -124,10 +129,15 @@ def run_plan(
     tokenizer: Path | None = None,
     num_workers: int | None = None,
     format_: Format = Format.TABLE,
+    tune_only: bool = False,
 ) -> int:
-    """Print the plan of a prompt file; also `generate --dry-run`. Returns the exit code."""
+    """Print the plan of a prompt file; also `generate --dry-run`. `tune_only`: only the best settings, as YAML. Returns
+    the exit code."""
+    from pagedcli.cli.tuning import print_tuned
+    from pagedcli.simulation.advice import ADVICE_S, advise, enough_blocks
     from pagedcli.simulation.forecast import MOST_SIMULATED
     from pagedcli.simulation.sources import PromptRequests, read_outputs
+    from pagedcli.simulation.tables import advice_table
 
     config = loaded.config
     shares = None if num_workers is None else SharePlan(config.engine.block_size)
@@ -139,10 +149,21 @@ def run_plan(
     scan = scan_prompts(loaded, input_name, folder, spec, shares=shares, limits=limits, requests=requests)
     if scan.plan.num_prompts == 0:
         say("this file has no valid row, so there is nothing to plan (see --field if prompts have another name)")
-    tables, facts = _tables(scan, config, pool), _facts(scan, config.engine, pool)
+    facts = _facts(scan, config.engine, pool)
     if spec is not None and tokenizer is None and pool is not None and pool.num_blocks and requests.workload.requests:
-        found, time_tables = _forecast(loaded, spec, pool, requests, expected)
-        tables, facts = [*time_tables, *tables], {**facts, "forecast": found}
+        subject, found, time_tables = _forecast(loaded, spec, pool, requests, expected)
+        if tune_only:
+            print_tuned(subject, loaded)
+            return EXIT_BAD_ROWS if scan.num_bad else 0
+        advice = advise(replace(subject, step_time=None), budget_s=ADVICE_S)
+        enough = enough_blocks(replace(subject, step_time=None), budget_s=ADVICE_S)
+        tables = [*time_tables, advice_table(advice), *_tables(scan, config, pool, advice, enough)]
+        facts |= {"forecast": found, **advice.document(), "recommended_num_blocks": enough}
+        facts["recommended_block_size"] = _advised_block_size(advice, config.engine)
+    elif tune_only:
+        raise UsageError("--tune needs a model whose memory is predicted, and a valid row", hint="name it with -m")
+    else:
+        tables = _tables(scan, config, pool)
     if shares is not None and num_workers is not None and scan.plan.num_prompts:
         tables.append(share_table(shares, num_workers))
     if engine is not None:
@@ -151,11 +172,33 @@ def run_plan(
     return EXIT_BAD_ROWS if scan.num_bad else 0
 
 
+def tuned_keys(loaded: LoadedConfig, input_name: str) -> dict[str, Any]:
+    """The configuration keys that make this file faster, with their values, after saying what they gain; for
+    `generate --tune`. Raises: UsageError."""
+    from pagedcli.cli.tuning import as_yaml, changed_keys, tuned_settings
+    from pagedcli.simulation.forecast import MOST_SIMULATED
+    from pagedcli.simulation.sources import PromptRequests
+
+    folder, spec = prompt_model(loaded, None)
+    pool, _ = _expect(loaded.config.engine, spec)
+    requests = PromptRequests(input_name, None, most_tokens=MOST_SIMULATED)
+    if spec is None or pool is None or not pool.num_blocks:
+        raise UsageError("--tune needs a model whose memory is predicted")
+    scan_prompts(loaded, input_name, folder, spec, limits=pool.limits, requests=requests)
+    if not requests.workload.requests:
+        raise UsageError(f"--tune: {input_name} has no valid row")
+    subject, _, _ = _forecast(loaded, spec, pool, requests, Expected(may_calibrate=True))
+    found = changed_keys(tuned_settings(subject, loaded))
+    say(as_yaml(found).rstrip())
+    return found
+
+
 def _forecast(
     loaded: LoadedConfig, spec: "ModelSpec", pool: "_Pool", requests: "PromptRequests", expected: Expected
-) -> tuple[dict[str, Any], list[Table]]:
-    """The expected run: for JSON, and as tables."""
+) -> "tuple[Subject, dict[str, Any], list[Table]]":
+    """The expected run: for advice, for JSON, and as tables."""
     from pagedcli.bench.calibration import step_time_here
+    from pagedcli.simulation.advice import Subject
     from pagedcli.simulation.forecast import forecast
     from pagedcli.simulation.forecast_tables import forecast_row, forecast_table, parts_table
     from pagedcli.simulation.sources import expect_outputs
@@ -188,7 +231,21 @@ def _forecast(
     tables = [forecast_table(found, step_time, num_blocks=pool.num_blocks, source=source, notes=notes)]
     if found.seconds is not None:
         tables.append(parts_table(found))
-    return {**forecast_row(found, step_time), "time_source": source}, tables
+    subject = Subject(
+        workload,
+        pool.plan,
+        reorder=run.reorder,
+        may_reorder=run.reorder == "none",
+        read_ahead=run.read_ahead,
+        step_time=step_time,
+    )
+    return subject, {**forecast_row(found, step_time), "time_source": source}, tables
+
+
+def _advised_block_size(advice: "Advice", engine: EngineConfig) -> int:
+    """That of the advice, or the present one."""
+    flags = {flag: value for trial in advice.best for flag, value in trial.setting.flags}
+    return int(flags.get("--block-size", engine.block_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +316,13 @@ def _facts(scan: PromptScan, engine: EngineConfig, pool: _Pool | None) -> dict[s
     return facts
 
 
-def _tables(scan: PromptScan, config: Config, pool: _Pool | None) -> list[Table]:
+def _tables(
+    scan: PromptScan,
+    config: Config,
+    pool: _Pool | None,
+    advice: "Advice | None" = None,
+    enough: int | None = None,
+) -> list[Table]:
     plan = scan.plan
     tables = [_rows_table(scan)]
     if scan.num_bad:
@@ -267,7 +330,7 @@ def _tables(scan: PromptScan, config: Config, pool: _Pool | None) -> list[Table]
     if plan.num_prompts:
         tables += [_length_table(plan), _histogram_table(plan), _shared_table(plan)]
         tables += _shared_text_tables(scan)
-        tables += [_block_size_table(plan, config.engine), _pool_table(plan, config.engine, pool)]
+        tables += [_block_size_table(plan, config.engine, advice, enough), _pool_table(plan, config.engine, pool)]
     return tables
 
 
@@ -378,9 +441,22 @@ def _shared_in_words(plan: PromptSurvey) -> str:
     return f"longest shared prefix: {plural(tokens, 'token')}; in blocks: {parts}"
 
 
-def _block_size_table(plan: PromptSurvey, engine: EngineConfig) -> Table:
+def _recommended(plan: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> list[str]:
+    """The adviser's answer; without an engine to simulate, that of the prompts alone."""
+    if advice is not None:
+        size = _advised_block_size(advice, engine)
+        pool = "" if enough is None else f"{enough:,} blocks of {engine.block_size} are enough for this file"
+        return [f"recommended block size: {size}, as tried above", *([pool] if pool else [])]
     best = plan.recommended_block_size()
     num_blocks = plan.recommended_num_blocks(best, engine.max_num_seqs)
+    return [
+        f"recommended block size: {best}, the largest of at least {SMALLEST_RECOMMENDED} that needs at most"
+        f" {MORE_SLOTS:.0%} more slots than the best one",
+        f"recommended pool: {num_blocks:,} of these blocks: {engine.max_num_seqs:,} sequences run without preemption",
+    ]
+
+
+def _block_size_table(plan: PromptSurvey, engine: EngineConfig, advice: "Advice | None", enough: int | None) -> Table:
     columns = [
         Column("block_size", "block size", count),
         Column("hit_rate", "hit rate", percent),
@@ -393,9 +469,7 @@ def _block_size_table(plan: PromptSurvey, engine: EngineConfig) -> Table:
     notes = [
         "hit rate: cached / prompt tokens of the whole file with an unlimited cache; the last token is never cached",
         "waste: unfilled slots / slots of all rows at full length; blocks, slots: whole file, shared ones once",
-        f"recommended block size: {best}, the largest of at least {SMALLEST_RECOMMENDED} that needs at most"
-        f" {MORE_SLOTS:.0%} more slots than the best one",
-        f"recommended pool: {num_blocks:,} of these blocks: {engine.max_num_seqs:,} sequences run without preemption",
+        *_recommended(plan, engine, advice, enough),
     ]
     return Table("block_sizes", "Ideal hit rate and waste", columns, plan.block_size_rows(), notes)
 

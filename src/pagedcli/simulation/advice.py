@@ -384,6 +384,27 @@ def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], 
     return Setting(kind, flags, limits, subject.reorder, cost)
 
 
+def enough_blocks(subject: Subject, *, budget_s: float | None = None) -> int | None:
+    """The smallest pool, to within an eighth, in which the run computes as few tokens and preempts as little as in its
+    own. None: the time was not enough."""
+    search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s)
+    try:
+        own = search.run(subject.limits, subject.reorder)
+        low, high = 0, subject.plan.num_blocks
+        while high - low > max(1, high // _POOL_STEPS):
+            middle = (low + high) // 2
+            found = search.run(replace(subject.limits, num_blocks=middle), subject.reorder)
+            is_enough = (
+                found.num_refused == own.num_refused
+                and found.num_preemptions <= own.num_preemptions
+                and found.num_computed_tokens <= own.num_computed_tokens * (1 + _AS_GOOD)
+            )
+            low, high = (low, middle) if is_enough else (middle, high)
+    except OutOfTimeError:
+        return None
+    return high
+
+
 # ---------------------------------------------------------------------- several changes at once
 
 

@@ -56,7 +56,7 @@ def advice_table(advice: Advice) -> Table:
         Column("cost", "costs"),
     ]  # fmt: skip
     notes = [f"{label}: {text}" for label, text in zip(("to change", "or"), advice.sentences(), strict=False)]
-    return Table("advice", "What other settings would do, each run in the simulator", columns, rows, notes)
+    return Table("settings_tried", "What other settings would do, each run in the simulator", columns, rows, notes)
 
 
 def trace_table(workload: Workload, sweep: Sweep) -> Table:
