@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedcli.cli.options import FormatOption, option
-from pagedcli.cli.recording import fold_capture, kv_decoder, open_capture
+from pagedcli.cli.recording import attach_capture, kv_decoder
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files
 from pagedcli.interrupt import as_exceptions
@@ -18,6 +18,7 @@ from pagedcli.kvevents.capture import CaptureWriter
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import metrics_table, print_summary, summary_tables
 from pagedcli.kvevents.tree import Decode
+from pagedcli.kvevents.verdict import verdict_table
 from pagedcli.printable import plural
 from pagedcli.show.tables import Format
 from pagedcli.show.terminal import is_interactive, say
@@ -77,8 +78,7 @@ def attach(
     if len(endpoints) == 1 and "://" not in endpoints[0]:
         if replay or metrics or record or topic:
             raise UsageError(f"{endpoints[0]} is a recording: --replay, --metrics, --record and --topic do not apply")
-        state = fold_capture(open_capture(Path(endpoints[0]), model))
-        print_summary(summary_tables(state, decode), state, format_)
+        attach_capture(Path(endpoints[0]), model, format_)
         return
     check_files({}, {"--record": record}, overwrite=overwrite)
     with as_exceptions(), ExitStack() as stack:
@@ -96,7 +96,7 @@ def attach(
             except KeyboardInterrupt:
                 say(f"\nstopped; summary of {plural(session.state.num_resident, 'resident block')}")
     gc.freeze()  # the collector would walk over all blocks several times while the tables are made
-    tables = summary_tables(session.state, decode)
+    tables = [*summary_tables(session.state, decode), verdict_table(session.state, None, decode)]
     if scraper is not None:
         tables.append(metrics_table(scraper))
     print_summary(tables, session.state, format_)

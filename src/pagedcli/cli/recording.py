@@ -11,10 +11,11 @@ from pagedcli.kvevents.capture import CaptureReader
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import curve_table, facts, print_summary, summary_tables
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
+from pagedcli.kvevents.verdict import verdict_table
 from pagedcli.models.hub import resolve_model
 from pagedcli.printable import one_line
 from pagedcli.show import pages
-from pagedcli.show.tables import Format, print_tables
+from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import is_interactive, say
 
 
@@ -51,13 +52,26 @@ def kv_decoder(model: str) -> Decode:
     return decode
 
 
+def attach_capture(path: Path, model: str | None, format_: Format) -> None:
+    """What `attach` prints at its end."""
+    state, watchers = fold_with_curve(open_capture(path, model))
+    decode = None if model is None else kv_decoder(model)
+    print_summary([*summary_tables(state, decode), verdict_table(state, curve(watchers), decode)], state, format_)
+
+
 def explain_capture(path: Path, model: str | None, format_: Format) -> None:
     """Why blocks were recomputed, and what would have helped."""
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    tables = [*summary_tables(state, decode, with_gone=True), curve_table(curve(watchers), state)]
-    print_summary(tables, state, format_)
+    print_summary(recording_tables(state, watchers, decode), state, format_)
+
+
+def recording_tables(state: KVState, watchers: Sequence[LargerCache], decode: Decode | None) -> list[Table]:
+    """All tables of a recording; the last one is the verdict."""
+    points = curve(watchers)
+    summary = summary_tables(state, decode, with_gone=True)
+    return [*summary, curve_table(points, state), verdict_table(state, points, decode)]
 
 
 def fold_with_curve(reader: CaptureReader) -> tuple[KVState, list[LargerCache]]:
@@ -140,7 +154,7 @@ def capture_page(path: Path, model: str | None) -> bytes:
     reader = open_capture(path, model)
     decode = None if model is None else kv_decoder(model)
     state, watchers = fold_with_curve(reader)
-    tables = [*summary_tables(state, decode, with_gone=True), curve_table(curve(watchers), state)]
+    tables = recording_tables(state, watchers, decode)
     history = residency(CaptureReader(path))
     chart = _chart(history) if history else ""
     body = "\n".join([chart, *(pages.as_html(table) for table in tables if table.rows)])

@@ -1,0 +1,111 @@
+"""The verdict on a cache from its events, in two sentences: what was computed again although it had been cached, and
+where prompts part; with the setting to change. Used by `attach`, `explain` and the page of a recording.
+"""
+
+from collections.abc import Sequence
+
+from pagedcli.kvevents.fold import KVState
+from pagedcli.kvevents.tree import (
+    CurvePoint,
+    Decode,
+    Shape,
+    Twins,
+    branch_label,
+    hash_text,
+    largest_branches,
+    near_twins,
+    token_ids,
+)
+from pagedcli.printable import percent_text, plural
+from pagedcli.show.tables import Column, Table
+
+WORTH_SAYING = 0.01  # share of the blocks that were stored
+_MOST_OF_IT = 0.9  # of what the largest cache would have kept
+_MOST_TREES, _MOST_BRANCHES = 8, 12
+_AROUND = 6  # tokens shown on each side of the place where two prompts part
+_MORE_MEMORY = (
+    "give the cache more memory (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static,"
+    " TensorRT-LLM: free_gpu_memory_fraction)"
+)
+
+
+def verdict_table(state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None) -> Table:
+    """The two sentences, as lines of text. `points`: what larger caches would have kept; None: not known."""
+    rows = [{"verdict": sentence} for sentence in verdict(state, points, decode)]
+    return Table("verdict", "Verdict", [Column("verdict", "why the hit rate is what it is", words=True)], rows)
+
+
+def verdict(state: KVState, points: Sequence[CurvePoint] | None, decode: Decode | None) -> list[str]:
+    """What was stored again, and which prompts part where."""
+    num_stored = state.total("num_stored")
+    if not num_stored:
+        return ["No block was stored, so there is nothing to judge."]
+    evicted = sum(tree.num_again["evicted"] for tree in state.trees)
+    alone = min(state.num_again_alone, evicted)
+    return [_again(num_stored, evicted, alone, points), _parting(state, evicted - alone, num_stored, decode)]
+
+
+def _again(num_stored: int, evicted: int, alone: int, points: Sequence[CurvePoint] | None) -> str:
+    answers = ""
+    if alone:
+        answers = (
+            f"; {plural(alone, 'more block')} came back alone, as answers do that are generated again: a cache saves"
+            " none of these"
+        )
+    again = evicted - alone
+    if not again:
+        return f"No block of a prompt was stored again after an eviction{answers}."
+    share = percent_text(again / num_stored)
+    kept = ""
+    if points:
+        most = points[-1].num_blocks_kept
+        enough = next(point for point in points if point.num_blocks_kept >= _MOST_OF_IT * most)
+        kept = (
+            f"; {plural(enough.num_more_blocks, 'more block')} would have kept at least"
+            f" {enough.num_blocks_kept:,} of all {evicted:,}"
+        )
+    return f"{share} of the stored blocks ({again:,} of {num_stored:,}) had been evicted before{kept}{answers}."
+
+
+def _parting(state: KVState, again: int, num_stored: int, decode: Decode | None) -> str:
+    """Where prompts part, and what to change."""
+    trees = sorted(state.trees, key=lambda tree: -len(tree.nodes))[:_MOST_TREES]
+    shapes = [Shape(tree, with_gone=True) for tree in trees]
+    twins = max((twin for shape in shapes for twin in near_twins(shape, 1)), key=_weight, default=None)
+    parting = _of_twins(twins, decode) if twins is not None else _of_forks(shapes, decode)
+    changes = []
+    if again >= WORTH_SAYING * num_stored:
+        changes.append(_MORE_MEMORY)
+    if twins is not None:
+        changes.append("put what differs between prompts after what they share, or use smaller blocks")
+    return f"{parting}; to change: {', and '.join(changes) or 'nothing that these events show'}."
+
+
+def _weight(twins: Twins) -> tuple[int, int]:
+    return twins.num_tokens, twins.num_equal
+
+
+def _of_twins(twins: Twins, decode: Decode | None) -> str:
+    place = twins.num_prefix_tokens + twins.num_equal
+    texts = []
+    for node in (twins.first, twins.second):
+        ids = token_ids([node])[max(0, twins.num_equal - _AROUND) : twins.num_equal + _AROUND]
+        texts.append(f"block {hash_text(node.hash)}" if decode is None or not ids else repr(decode(tuple(ids))))
+    return (
+        f"Prompts part at token {place:,}, inside a block: {texts[0]} and {texts[1]}"
+        f" ({plural(twins.num_tokens, 'token')} after it are not shared)"
+    )
+
+
+def _of_forks(shapes: Sequence[Shape], decode: Decode | None) -> str:
+    """The fork below which most tokens are, by the beginning of its prompts."""
+    branches = [branch for shape in shapes for branch in largest_branches(shape, _MOST_BRANCHES)]
+    forks = [branch for branch in branches if branch.num_children > 1]
+    if not forks:
+        return "No two prompts begin with the same block and part later"
+    fork = max(forks, key=lambda branch: branch.num_tokens)
+    num_blocks = fork.depth + len(fork.nodes) - 1
+    return (
+        f"Prompts that begin with {branch_label(fork, decode)} part after {plural(num_blocks, 'block')}"
+        f" into {fork.num_children:,} ways"
+    )
