@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedcli.attention.cpu import CpuAttention
+from pagedcli.core.groups import TableShape, group_bytes, page_bytes
 from pagedcli.errors import ConfigError, ModelError
 from pagedcli.layers.parallel import ParallelContext
 from pagedcli.models.base import DecoderNeeds
@@ -32,7 +33,7 @@ from pagedcli.models.gguf.types import TYPES as GGML_TYPES
 from pagedcli.models.loading import IN_ONE_CALL, choose_decoder
 from pagedcli.models.reading import native_spec
 from pagedcli.models.sharding import shard_spec
-from pagedcli.models.spec import ModelSpec
+from pagedcli.models.spec import ModelSpec, layer_groups
 from pagedcli.models.stored_quantization import READABLE, REFUSED
 from pagedcli.models.transformers_fallback import refuse_by_class, trace_attention
 
@@ -145,6 +146,82 @@ def published_states() -> str:
     return _table(("checkpoint", "parameters, 1e9", "layers", "state, MiB"), rows)
 
 
+# Of checkpoints whose layers differ in their key/value heads: the fields that decide their sizes
+_DIFFERING: dict[str, tuple[str, dict[str, Any]]] = {
+    "google/gemma-4-E2B": (
+        "gemma4_text",
+        {
+            **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8},
+            **{"num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+            "sliding_window_pattern": 5,
+        },
+    ),
+    "google/gemma-4-E4B": (
+        "gemma4_text",
+        {
+            **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42, "num_attention_heads": 8},
+            **{"num_key_value_heads": 2, "num_kv_shared_layers": 18},
+        },
+    ),
+    "google/gemma-4-12B": (
+        "gemma4_unified_text",
+        {
+            **{"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16},
+            **{"num_key_value_heads": 8, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        },
+    ),
+    "google/gemma-4-26B-A4B": (
+        "gemma4_text",
+        {
+            **{"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16},
+            **{"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+            **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+            **{"sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        },
+    ),
+    "google/gemma-4-31B": (
+        "gemma4_text",
+        {
+            **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32},
+            **{"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+            **{"sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        },
+    ),
+}
+
+
+def published_caches() -> str:
+    """What published checkpoints whose layers differ keep of a sequence: blocks of 16 tokens in bfloat16."""
+    rows = []
+    for name, (model_type, config) in _DIFFERING.items():
+        spec = native_spec(Path("."), {"vocab_size": 262144, **config}, model_type)
+        groups, own = layer_groups(spec.attention_layers), (spec.num_kv_heads, spec.head_dim)
+        num_bytes = page_bytes(groups, block_size=16, heads=own, kv_dtype="bfloat16")
+        sizes = [group_bytes(group, block_size=16, heads=own, kv_dtype="bfloat16") for group in groups]
+        overall = [size for group, size in zip(groups, sizes, strict=True) if group.window is None]
+        windowed_bytes = sum(sizes) - sum(overall)
+        used = windowed_bytes / num_bytes / (len(groups) - len(overall)), sum(overall) / num_bytes / len(overall)
+        tables, kept = TableShape.of(16, groups), [layer for layer in spec.attention_layers if layer.source is None]
+        windowed = sum(layer.window is not None for layer in kept)
+        layers = f"{windowed} + {len(kept) - windowed} + {spec.num_layers - len(kept)}"
+        held = (tables.most_blocks(length, 1) * num_bytes / 2**20 for length in (8192, 131072))
+        rows.append(
+            (
+                f"`{name}`",
+                f"{footprint(spec, AS_STORED, 'torch', 2).parameters / 1e9:.1f}",
+                layers,
+                f"{len(groups)}",
+                f"{num_bytes / 1024:g}",
+                ", ".join(f"{each:.0%}" for each in used),
+                *(f"{each / 16 / 1024:g}" for each in (sum(sizes), sum(overall))),
+                *(f"{each:,.0f}" for each in held),
+            )
+        )
+    head = ("checkpoint", "parameters, 1e9", "layers: window + all + none", "groups", "block, KiB", "used of it")
+    lengths = ("8,192 tokens, MiB", "131,072 tokens, MiB")
+    return _table((*head, "token within the window, KiB", "before it, KiB", *lengths), rows)
+
+
 def _split(spec: ModelSpec) -> str:
     try:
         shard_spec(spec, ParallelContext(0, 2))
@@ -247,7 +324,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 FAST: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (native, published_states, rounding, checkpoints, gguf_families, gguf_types)
+    each.__name__: each
+    for each in (native, published_states, published_caches, rounding, checkpoints, gguf_families, gguf_types)
 }
 TABLES = FAST | {each.__name__: each for each in (version, through_transformers, refused)}
 

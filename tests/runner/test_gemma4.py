@@ -1,13 +1,32 @@
 """Gemma 4: layers that differ in their heads, that read the K and V of others, and that have inputs of their own give
 transformers' tokens past the window, whatever pool, cache, chunks and blocks."""
 
+import json
+import re
+
 import pytest
+import torch
 from engine_harness import make_engine, run
 from model_zoo import GEMMA4_FAMILIES, tiny_model
-from paged_harness import transformers_tokens
-from test_windows import PROMPTS, WINDOW
+from paged_harness import paged_logits, ragged_sequences, transformers_logits, transformers_tokens
+from safetensors.torch import load_file, save_file
+from test_windows import CPU_BACKENDS, PROMPTS, WINDOW
 
+from pagedcli.attention.select import select_backend
+from pagedcli.config import EngineConfig
+from pagedcli.errors import BackendError, ConfigError, ModelError
+from pagedcli.models.loading import load_model
+from pagedcli.models.reading import read_spec
+from pagedcli.planning.decide import decide
+from pagedcli.planning.machine import described_gpu
 from pagedcli.sampling_params import SamplingParams
+
+CPU, SAFETENSORS = torch.device("cpu"), "model.safetensors"
+ROUNDED = {
+    "kv int8": {"kv_cache_dtype": "int8"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
 
 NUM_NEW = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -34,7 +53,10 @@ def models(tmp_path_factory):
     return model
 
 
-@pytest.mark.parametrize("family", GEMMA4_FAMILIES)
+FAMILIES = [pytest.param(each, marks=pytest.mark.slow) if "12b" in each else each for each in GEMMA4_FAMILIES]  # as 31B
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, family):
     path, expected = models(family)
     engine = make_engine(path, **HARD)
@@ -43,3 +65,138 @@ def test_tokens_equal_transformers_past_the_window_in_a_small_pool(models, famil
     assert run(engine, PROMPTS, GREEDY) == expected
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", GEMMA4_FAMILIES)
+@pytest.mark.parametrize("variant", EASY)
+def test_tokens_equal_transformers_past_the_window_whatever_cache_chunk_and_block_size(models, family, variant):
+    path, expected = models(family)
+    assert run(make_engine(path, **variant), PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", GEMMA4_FAMILIES)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_tokens_equal_transformers_past_the_window_through_each_backend(models, family, backend):
+    path, expected = models(family)
+    try:
+        engine = make_engine(path, attention_backend=backend, num_gpu_blocks_override=96, **HARD)
+    except BackendError as error:
+        pytest.skip(error.message)
+    assert run(engine, PROMPTS, GREEDY) == expected
+    assert engine.stats.num_preemptions > 0
+
+
+def test_bits_do_not_depend_on_chunks_or_company_and_logits_equal_transformers(models):
+    path, _ = models("gemma4-e2b")
+    sequences, num_prompt = ragged_sequences()
+    spec = read_spec(path)
+    backend = select_backend(
+        "cpu", device=CPU, dtype=torch.float32, block_size=16, num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, layers=spec.attention_layers,
+    ).backend  # fmt: skip
+    model = load_model(path, spec, backend=backend, dtype=torch.float32, device=CPU)
+    sizes = {"block_size": 16, "chunk": None}
+    together = paged_logits(model, backend, sequences, num_prompt=num_prompt, **sizes)
+    chunked = paged_logits(model, backend, sequences, num_prompt=num_prompt, **sizes | {"chunk": 7})
+    [alone] = paged_logits(model, backend, sequences[-1:], num_prompt=num_prompt[-1:], **sizes)
+    assert all(torch.equal(a, b) for a, b in zip(together, chunked, strict=True))
+    assert torch.equal(alone, together[-1])
+    for ours, theirs in zip(together, transformers_logits(path, sequences), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4)
+
+
+def test_samples_and_beams_are_the_same_in_a_small_pool_and_in_torch(models):
+    path, _ = models("gemma4-e2b")
+    samples = SamplingParams(n=3, temperature=1.0, max_tokens=30, seed=1, ignore_eos=True)
+    beams = SamplingParams(beam_width=3, n=2, max_tokens=20)
+    params = [samples, beams, samples]
+    expected = run(make_engine(path, **HARD, attention_backend="reference"), PROMPTS[:3], params)
+    engine = make_engine(path, **HARD, num_gpu_blocks_override=66)
+    assert run(engine, PROMPTS[:3], params) == expected
+
+
+def test_layers_that_read_others_hold_no_blocks(models):
+    path, _ = models("gemma4-e2b")
+    engine = make_engine(path, **HARD)
+    assert [group.layers for group in engine.plan.groups] == [(0, 1), (2,)], "of six layers"
+    assert [group.heads for group in engine.plan.groups] == [(1, 32), (1, 64)]
+    # K and V, 4 tokens, float32: two layers of one head of 32, or one of 64, in the same bytes
+    assert engine.plan.block_bytes == 2 * 4 * 64 * 4 == engine.runner.kv_cache[:, :, 0].nbytes
+    # a prompt again: all its full blocks hit that are still held, 17 of one group and those of the last window
+    prompt = PROMPTS[3]
+    for cached in (0, len(prompt) // 4 * 4):
+        before = engine.stats.num_cached_tokens
+        run(engine, [prompt], SamplingParams(temperature=0, max_tokens=1))
+        assert engine.stats.num_cached_tokens - before == min(cached, (len(prompt) - 1) // 4 * 4)
+
+
+def test_rounded_weights_and_caches_stay_close(models):
+    path, _ = models("gemma4-31b")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+
+    def scores(**config):
+        engine = make_engine(path, block_size=16, max_model_len=160, **config)
+        engine.add_request("0", PROMPTS[3], params)
+        while engine.has_unfinished_requests():
+            finished = engine.step()
+        return torch.tensor([each.logprob for each in finished[0].prompt_logprobs[1:]])
+
+    exact = scores()
+    errors = {name: float((scores(**config) - exact).abs().mean()) for name, config in ROUNDED.items()}
+    assert 0 < errors["kv int8"] < 0.1
+    assert 0 < errors["int8"] < 0.2
+    assert errors["int8"] < errors["int4"] < 2
+
+
+def nested(path, folder):
+    """The checkpoint as a part of one that sees and hears."""
+    folder.mkdir()
+    config = json.loads((path / "config.json").read_text())
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    stored = load_file(path / SAFETENSORS).items()
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored}
+    for name in ("vision_tower.patch_embedder", "embed_audio.projection"):
+        tensors[f"model.{name}.weight"] = torch.ones(2)
+    # published ones have K and V of all layers
+    tensors["model.language_model.layers.5.self_attn.k_proj.weight"] = torch.ones(64, 64)
+    save_file(tensors, folder / SAFETENSORS)
+    return folder
+
+
+def test_text_of_a_multimodal_checkpoint(models, tmp_path):
+    path, expected = models("gemma4-e2b")
+    engine = make_engine(nested(path, tmp_path / "nested"), block_size=16, max_model_len=160)
+    assert any("2 tensors of the checkpoint are not read" in note for note in engine.plan.notes)
+    assert run(engine, PROMPTS[:2], GREEDY) == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_shared_layers": 5}, "not all of the last 5 layers"),
+        ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100"),
+        ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "3 key/value heads of size 32"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"enable_moe_block": True}, "num_experts is None"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(models, tmp_path, changes, message):
+    path, _ = models("gemma4-e2b")
+    config = json.loads((path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=re.escape(message)):
+        read_spec(tmp_path)
+
+
+def test_backends_and_ranks_that_cannot_run_it_say_so(models):
+    path, _ = models("gemma4-26b")
+    spec = read_spec(path)
+    with pytest.raises(ConfigError, match="has layers that differ in their key/value heads and is not split"):
+        make_engine(path, tensor_parallel_size=2)
+    gpu = described_gpu(80 * 2**30, capability=(9, 0))
+    plan = decide(EngineConfig(model=str(path), device="cuda", dtype="bfloat16"), spec, gpu)
+    assert plan.backend == "sdpa"
+    assert "triton: does not support layers that differ in their key/value heads (1 of 64, 2 of 32)" in plan.refused
