@@ -158,7 +158,7 @@ class _Measurement:
         limits = self.engine.limits
         largest = max(work.num_tokens for work, _ in self.typical())
         second = max(seconds for work, seconds in self.typical() if work.num_tokens == largest) / largest
-        longest = min(LONG_CONTEXT, limits.max_model_len - 8, int(0.5 * self._left(1.0) / second))
+        longest = min(LONG_CONTEXT, limits.max_model_len - 8, int(0.3 * self._left(1.0) / second))
         longest -= longest % most_tokens if longest > most_tokens else 0  # the last chunk is as large as the others
         if longest > 2 * _SHORT:
             self._run([longest], 6)
@@ -179,7 +179,7 @@ class _Measurement:
         for _ in range(REPEATS):
             before = time.perf_counter()
             self._run(lengths, num_tokens, temperature=temperature)
-            if time.perf_counter() - before > QUICK_S * max(1, num_tokens):
+            if time.perf_counter() - before > QUICK_S * num_tokens or self._used > _SHARE_OF_KNOTS:
                 break
 
     def _run(self, lengths: list[int], num_tokens: int, *, temperature: float = 0.0, alike: bool = False) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from pagedcli.batch.end_time import EndTime
+from pagedcli.batch.stats import BatchStats
 from pagedcli.bench.rates import MachineRates, measure_rates
 from pagedcli.bench.spread import Busy, BusyWatch, Spread, worst
 from pagedcli.bench.workloads import Workload, within, workload_floor
@@ -23,6 +25,8 @@ from pagedcli.models.footprint import footprint
 from pagedcli.models.formats import WeightFormat
 from pagedcli.models.loading import weight_format
 from pagedcli.planning.decide import DTYPES
+from pagedcli.planning.expected import time_key
+from pagedcli.planning.step_time import attended_layers, load_step_time, save_step_time
 from pagedcli.runner.llm_engine import LLMEngine
 from pagedcli.sampling_params import SamplingParams
 
@@ -122,6 +126,12 @@ def _run_all(
     machines, busy = [], []
     before = measure_rates(dtype, int8=int8) if on_cpu else None
     num_passes = len(workloads)
+    key = time_key(engine.config, engine.spec, engine.plan)
+    known = load_step_time(key)
+    watch_steps = EndTime(engine, known, attended_layers(engine.plan.groups))
+    stats = BatchStats(facts=engine.stats)
+    if known is not None:
+        engine.observe_work = watch_steps.observe_work
     for place, workload in enumerate(workloads):
         if place and most_s is not None:
             pass_s = max(run.wall_s for run in runs) + _RATES_S
@@ -133,6 +143,7 @@ def _run_all(
         def on_step(
             num_generated: int, place: int = place, num_tokens: int = num_tokens, num_passes: int = num_passes
         ) -> None:
+            watch_steps.update(stats)
             on_progress((place + num_generated / num_tokens) / num_passes)
 
         watch = BusyWatch()
@@ -144,6 +155,9 @@ def _run_all(
             after = measure_rates(dtype, int8=int8)
             machines.append(after.best(before))
             before = after
+    engine.observe_work = None
+    if known is not None and watch_steps.ratio is not None:
+        save_step_time(key, known.learned(watch_steps.ratio))
     return Throughput(runs, machines, busy, load_s, warm_up_s, engine)
 
 

@@ -39,9 +39,8 @@ def simulate(options: SimulateOptions, *, flags: Flags) -> None:
     """  # fmt: skip
     if options.partial_blocks and not options.no_schedule:
         raise UsageError("--partial-blocks needs --no-schedule: the engine shares full blocks only")
-    if options.no_schedule and (options.speed, options.step_ms, options.gpu, options.calibrated) != (None,) * 3 + (
-        False,
-    ):
+    timed = options.calibrated or any(given is not None for given in (options.speed, options.step_ms, options.gpu))
+    if options.no_schedule and timed:
         raise UsageError("--no-schedule has no time: --speed, --step-ms, --gpu and --calibrated do not apply")
     reads = {f"the trace {name}": Path(name) for name in options.traces if name != "-"}
     writes = {"--record": options.record, "the page": options.output_file}
