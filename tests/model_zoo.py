@@ -240,11 +240,21 @@ NATIVE_FAMILIES = ("llama", "llama-untied", "llama-linear", "llama3", "llama-yar
 COMPOSED_FAMILIES = (
     *("olmo2", "granite", "smollm3", "phi3", "phi3-longrope", "gemma2", "gemma3"),
     *("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt_oss", "granite_swa"),
-    *("ministral3", "glm4", "exaone4", "olmo3"),
+    *("ministral3", "glm4"),
 )
 # each only data of mechanisms that those above have, so that its tests but the first are slow
 DATA_FAMILIES = (
-    *("glm", "exaone4-global", "granitemoe", "granitemoeshared", "granitemoe_swa", "seed_oss", "ernie4_5"),
+    *(
+        "glm",
+        "exaone4",
+        "exaone4-global",
+        "olmo3",
+        "granitemoe",
+        "granitemoeshared",
+        "granitemoe_swa",
+        "seed_oss",
+        "ernie4_5",
+    ),
     *("helium", "cwm", "hyperclovax", "mellum"),
 )
 SLOW_FAMILIES = tuple(pytest.param(family, marks=pytest.mark.slow) for family in DATA_FAMILIES)
