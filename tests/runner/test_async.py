@@ -94,7 +94,7 @@ request = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=7),
     num_blocks=st.integers(9, 14),
