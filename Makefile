@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@echo "about 5 minutes on two cores; make test-all also runs the slow tests"
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 RAY_TESTS = tests/distributed/test_ray.py tests/distributed/test_ray_data.py
 test-all: $(VENV)/.installed-dev test-ray

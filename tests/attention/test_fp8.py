@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 
 
 @plain
+@pytest.mark.slow
 def test_fp8_through_the_interpreter():
     run_interpreted(__file__, at_least=5)
 

@@ -42,6 +42,7 @@ def check_dry_run(folder, *stages):
     return results
 
 
+@pytest.mark.slow
 def test_a_dry_run_checks_kernels_loops_and_memory(tmp_path):
     results = check_dry_run(tmp_path, "kernels", "graphs", "memory", "workload")
     assert list(results) == ["kernels", "graphs", "memory", "workload"]

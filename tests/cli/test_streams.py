@@ -151,12 +151,13 @@ def test_two_runs_that_record_under_one_name_fail_at_the_start(tmp_path, overwri
 
 def test_a_closed_terminal_says_what_becomes_of_the_rows(capsys):
     stop = StopRequest(rows_are_kept=lambda: True)
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert stop.requested
-    assert "stopping after this step; finished rows are kept" in capsys.readouterr().err
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     try:
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested
+        assert "stopping after this step; finished rows are kept" in capsys.readouterr().err
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         with stop.listening():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -123,7 +123,7 @@ roomy = {
 }  # fmt: skip
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, happenings=happenings)
 @example(  # one token of a beam is recomputed alone, which is not yet its last
     requests=[

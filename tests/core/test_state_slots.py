@@ -44,7 +44,7 @@ def same_slots(sim, state):
     assert {seq_id: set(slot_ids) for seq_id, slot_ids in slots.held.items()} == held
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(requests=st.lists(request, min_size=1, max_size=7), limits=limits, states=states, happenings=happenings)
 @example(  # preempted beams compute their prompt again, each in blocks of its own
     requests=[

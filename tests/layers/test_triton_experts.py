@@ -15,7 +15,13 @@ pytest.importorskip("triton")
 
 @plain
 def test_equality_through_the_interpreter():
-    run_interpreted(__file__, at_least=17)
+    run_interpreted(__file__, "-m", "not slow", at_least=15)
+
+
+@plain
+@pytest.mark.slow
+def test_more_equality_through_the_interpreter():
+    run_interpreted(__file__, "-m", "slow", at_least=4)
 
 
 ROUTINGS = {
@@ -185,6 +191,7 @@ def experts_of(path, parallel):
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["pack-int4", "gptq-8bit", "fp8-block"])
 def test_the_ranks_of_a_parallel_group_add_up_to_the_experts_of_a_checkpoint(form, tmp_path):
     from model_zoo import tiny_model
@@ -201,6 +208,7 @@ def test_the_ranks_of_a_parallel_group_add_up_to_the_experts_of_a_checkpoint(for
 
 
 @interpreted
+@pytest.mark.slow
 def test_an_engine_gives_the_tokens_of_the_dequantized_experts(tmp_path):
     from engine_harness import make_engine, ragged_prompts, run
     from model_zoo import tiny_model

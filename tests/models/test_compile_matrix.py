@@ -184,7 +184,7 @@ def test_every_kernel_over_an_fp8_cache_compiles_within_the_card(name, capabilit
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("gemma-2-9b", {"store_kvcache_kernel", "prefill_kernel", "decode_kernel", "combine_kernel"}),
+        ("gemma-2-9b", {"rotate_and_store_kernel", "prefill_kernel", "decode_kernel", "combine_kernel"}),
         (
             "qwen3-30b-a3b",
             {

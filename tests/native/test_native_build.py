@@ -246,13 +246,10 @@ if X86:
         TARGETS["avx512 without bf16"] = ["-march=x86-64-v4"]
 
 
-# compiling takes 10 seconds each: besides the kernels of this processor, only AVX2's are built every time
-_QUICK = ("here", "avx2")
-
-
+# compiling takes over 10 seconds each
 @pytest.fixture(
     scope="module",
-    params=[name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS],
+    params=[name if name == "here" else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS],
 )
 def library(request, tmp_path_factory):
     if TARGETS[request.param] is None:

@@ -14,6 +14,7 @@ from pagedcli.sampling_params import SamplingParams
 pytest.importorskip("triton")
 
 FAMILIES = ("qwen3", "llama-untied", "gemma2", "gemma3", "phi3-longrope", "olmo2", "granite", "smollm3")
+QUICK = ("qwen3", "gemma3", "phi3-longrope", "qwen2-moe")
 FAMILIES += ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe")
 HYBRIDS = ("qwen3_5", "qwen3_5-moe", "qwen3_next", "lfm2", "lfm2-bias", "lfm2-moe", "bamba", "granite-hybrid")
 # windows shorter than the prompts, several groups of layers
@@ -33,13 +34,13 @@ PARAMS = [
 
 @plain
 def test_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "not slow", at_least=len(FAMILIES) + 7)
+    run_interpreted(__file__, "-m", "not slow", at_least=len(QUICK) + 7)
 
 
 @plain
 @pytest.mark.slow
 def test_hybrids_on_a_pretended_gpu():
-    run_interpreted(__file__, "-m", "slow", at_least=len(HYBRIDS))
+    run_interpreted(__file__, "-m", "slow", at_least=len(FAMILIES) - len(QUICK) + len(HYBRIDS))
 
 
 @pytest.fixture
@@ -80,7 +81,9 @@ def check(gpu, path, **config):
 
 
 @interpreted
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_a_step_of_every_family(family, tmp_path, gpu):
     sizes = SIZES.get(family, {})
     engine, replays, launches = check(gpu, tiny_model(family, tmp_path / "model", **sizes))

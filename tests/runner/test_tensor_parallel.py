@@ -94,6 +94,7 @@ def test_experts_and_norms_around_are_split_over_two_ranks(family, tmp_path, clo
     assert split.model.weight_bytes < 0.6 * alone.model.weight_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker through Linux's /proc")
 def test_rows_written_before_a_worker_died_are_kept_and_resumed(tmp_path):
     prompts, out, reference = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "reference.jsonl"))
