@@ -79,7 +79,9 @@ def test_report_is_one_page_without_a_network(recording, tmp_path):
 
 
 def test_what_a_recording_does_not_have_is_refused(recording, tmp_path):
-    assert "--steps and --block do not apply" in pagedcli("replay", recording, "--check", expect=2).stderr
+    assert "--check does not apply" in pagedcli("replay", recording, "--check", expect=2).stderr
+    several = pagedcli("replay", recording, "--check", "--steps", "1-2", expect=2).stderr
+    assert "contain no requests, lookups or block ids: --check, --steps do not apply" in " ".join(several.split())
     assert "no requests" in pagedcli("explain", recording, "--lookups", expect=2).stderr
     private = tmp_path / "private.jsonl"
     with CaptureWriter(private, ["x"], tokens=False) as writer:

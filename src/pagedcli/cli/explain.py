@@ -8,10 +8,9 @@ import typer
 from pagedcli.cli.block import explain_block
 from pagedcli.cli.decoder import Decode, TokenizerOption, recorded_decoder
 from pagedcli.cli.options import option
-from pagedcli.cli.recording import explain_capture
+from pagedcli.cli.recording import explain_capture, is_recording
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
-from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import plural
 from pagedcli.show.tables import Column, Format, Table, count, percent, print_tables
 from pagedcli.show.terminal import say
@@ -60,9 +59,7 @@ def explain(
       pagedcli explain run.jsonl --block 37                (pagedcli replay --block 37 --step 100: at one step)
       pagedcli explain run.jsonl --lookups --format csv > lookups.csv
     """  # fmt: skip
-    if is_capture(trace):
-        if request is not None or lookups or block is not None:
-            raise UsageError(f"{trace} is a recording of KV events, which contain no requests, lookups or block ids")
+    if is_recording(trace, request=request, lookups=lookups, block=block):
         explain_capture(trace, tokenizer, format_)
         return
     if block is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pagedcli.errors import UsageError
-from pagedcli.kvevents.capture import CaptureReader
+from pagedcli.kvevents.capture import CaptureReader, is_capture
 from pagedcli.kvevents.fold import KVState
 from pagedcli.kvevents.tables import curve_table, facts, print_summary, summary_tables
 from pagedcli.kvevents.tree import Decode, LargerCache, Watcher, curve
@@ -17,6 +17,18 @@ from pagedcli.printable import one_line
 from pagedcli.show import pages
 from pagedcli.show.tables import Format, Table, print_tables
 from pagedcli.show.terminal import is_interactive, say
+
+
+def is_recording(path: Path, **given: object) -> bool:
+    """Whether a command's subject is a recording of KV events, not a trace. `given`: options that only a trace has, by
+    name, None or False where the user did not set them. Raises: UsageError if a recording gets one."""
+    if not is_capture(path):
+        return False
+    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None and value is not False]
+    if flags:
+        what = "a recording of KV events, which contain no requests, lookups or block ids"
+        raise UsageError(f"{path} is {what}: {', '.join(flags)} {'does' if len(flags) == 1 else 'do'} not apply")
+    return True
 
 
 def open_capture(path: Path, model: str | None) -> CaptureReader:

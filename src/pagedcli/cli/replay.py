@@ -12,11 +12,10 @@ from rich.console import Console
 from pagedcli.cli.block import replay_block
 from pagedcli.cli.dump_kv import Dump, DumpKv, Every, Steps, table_width
 from pagedcli.cli.options import option
-from pagedcli.cli.recording import replay_capture
+from pagedcli.cli.recording import is_recording, replay_capture
 from pagedcli.errors import TraceError, UsageError
 from pagedcli.events import BlockEvicted, StepFinished, StepScheduled
 from pagedcli.files import check_files, whole_file
-from pagedcli.kvevents.capture import is_capture
 from pagedcli.printable import one_line, plural, printable_json
 from pagedcli.show.perfetto import export_perfetto
 from pagedcli.show.step_tables import StepPrinter
@@ -97,10 +96,7 @@ def replay(
     if check and format_ is StepFormat.MD:
         raise UsageError("--check does not print --format md", hint="use table or json")
     dump = Dump.of(dump_kv, steps, every, step=step)
-    if is_capture(trace):
-        if check or any(given is not None for given in (follow, export, dump_kv, steps, block)):
-            flags = "--check, --follow, --export, --dump-kv, --steps and --block"
-            raise UsageError(f"{trace} is a recording of KV events: {flags} do not apply")
+    if is_recording(trace, check=check, follow=follow, export=export, dump_kv=dump_kv, steps=steps, block=block):
         replay_capture(trace, step, as_json=format_ is StepFormat.JSON, every_step=no_live)
         return
     request = None if follow is None else find_request(TraceReader(trace), follow, str(trace))

@@ -7,11 +7,10 @@ import typer
 
 from pagedcli.cli.decoder import TokenizerOption, recorded_decoder
 from pagedcli.cli.options import option
-from pagedcli.cli.recording import capture_page
+from pagedcli.cli.recording import capture_page, is_recording
 from pagedcli.cli.replay import TraceFile
 from pagedcli.errors import UsageError
 from pagedcli.files import check_files, whole_file
-from pagedcli.kvevents.capture import is_capture
 from pagedcli.show.report import render_report
 from pagedcli.show.tables import size
 from pagedcli.show.terminal import say
@@ -45,9 +44,7 @@ def report(
       pagedcli report run.jsonl.zst -o report.html
       pagedcli report run.jsonl.zst --request code-Mirano
     """  # fmt: skip
-    is_kv_recording = is_capture(trace)
-    if request is not None and is_kv_recording:
-        raise UsageError(f"{trace} is a recording of KV events, which contain no requests")
+    is_kv_recording = is_recording(trace, request=request)
     path = output_file or Path(trace.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
     check_files({"the trace": trace}, {"the page": path}, overwrite=overwrite)
     if is_kv_recording:
