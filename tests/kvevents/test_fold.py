@@ -3,7 +3,7 @@
 from kv_event_harness import CLEARED, message, removed, stored
 
 from pagedcli.kvevents.fold import KVState
-from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows, medium_class
+from pagedcli.kvevents.tables import cache_rows, churn_rows, facts, limits, lora_rows, medium_class, summary_tables
 from pagedcli.kvevents.tree import Shape, largest_branches, near_twins, token_ids
 
 
@@ -41,6 +41,23 @@ def test_a_removal_without_a_medium_takes_whatever_copy_is_there():
 def test_cache_groups_are_trees_of_their_own():
     state = state_of(message(0, stored(1, group_idx=0), stored(1, group_idx=1)), message(1, removed(1, group_idx=1)))
     assert [(row["group"], row["num_blocks"]) for row in cache_rows(state)] == [("0", 1), ("1", 0)]
+
+
+def test_the_group_that_vetoed_a_hit_is_named():
+    """Group 1 drops block 2, so the engine computes it again, though group 0 still has it."""
+    both = (stored(1, 2, group_idx=0), stored(1, 2, group_idx=1))
+    again = (stored(2, parent=1, group_idx=0), stored(2, parent=1, group_idx=1))
+    for order in (again, again[::-1]):
+        state = state_of(message(0, *both), message(1, removed(2, group_idx=1)), message(2, *order))
+        assert {row["group"]: row["num_vetoed_blocks"] for row in cache_rows(state)} == {"0": 0, "1": 1}
+        text = "\n".join(note for table in summary_tables(state, None) for note in table.notes)
+        assert "group 1 vetoed hits: 1 block that another group still had was computed again" in text
+
+
+def test_two_requests_that_compute_the_same_at_once_are_no_veto():
+    both = (stored(1, 2, group_idx=0), stored(1, 2, group_idx=1))
+    state = state_of(message(0, *both), message(1, *both))
+    assert [row["num_vetoed_blocks"] for row in cache_rows(state)] == [0, 0]
 
 
 def test_churn_counts_blocks_stored_again_by_cause_and_how_long_they_were_gone():

@@ -124,6 +124,9 @@ class KVState:
         self.notes: deque[str] = deque(maxlen=200)  # what was odd, oldest first
         self.recent: deque[tuple[float, int, int]] = deque()  # (time, stored, removed) of the last seconds
         self._stored_now: dict[wire.BlockHash, int] = {}  # by this message -> of num_again_alone
+        # of this message, where there are several cache groups: (group, block) that was resident, and that was not
+        self._copied_now: list[tuple[str, wire.BlockHash]] = []
+        self._new_now: set[tuple[str, wire.BlockHash]] = set()
         self._names = list(names)
         self._keep_tokens = keep_tokens
         self.history = History(max_blocks)
@@ -197,6 +200,7 @@ class KVState:
         self._stored_now.clear()
         for event in batch.events:
             self._apply(publisher, event, clock)
+        self._count_vetoes(publisher)
         after = self._num_changes(publisher)
         if time_s is not None:
             self._count_changes(time_s, after[0] - before[0], after[1] - before[1])
@@ -295,6 +299,8 @@ class KVState:
             self.num_again_alone -= self._stored_now[parent]
             self._stored_now[parent] = 0
         num_again = sum(tree.num_again.values())
+        if len(publisher.trees) > 1:
+            self._note_stored(_group_name(event.group), tree, event.hashes)
         for place, block_hash in enumerate(event.hashes):
             node = tree.store(block_hash, parent, num_tokens, event.medium, clock, lora=event.lora)
             if node is not None and tokens is not None:
@@ -308,6 +314,26 @@ class KVState:
             kind = event.extra.get("kv_cache_spec_kind")
             if isinstance(kind, str) and _group_name(event.group) in publisher.trees:
                 publisher.spec_kinds[_group_name(event.group)] = kind[:100]
+
+    def _note_stored(self, group: str, tree: PrefixTree, hashes: Sequence[wire.BlockHash]) -> None:
+        for block_hash in hashes:
+            node = tree.nodes.get(block_hash)
+            if node is not None and node.num_copies:
+                self._copied_now.append((group, block_hash))
+            else:
+                self._new_now.add((group, block_hash))
+
+    def _count_vetoes(self, publisher: Publisher) -> None:
+        """A block that was computed again while its cache group had it, but another group did not: that one was needed
+        for a hit, too. Two requests that compute the same at once are no such case: all groups have it then."""
+        for group, block_hash in self._copied_now:
+            for name, tree in publisher.trees.items():
+                node = tree.nodes.get(block_hash)
+                has_it = node is not None and node.num_copies and (name, block_hash) not in self._new_now
+                if name != group and not has_it:
+                    tree.num_vetoed += 1
+        self._copied_now.clear()
+        self._new_now.clear()
 
     def _packed_tokens(self, event: wire.Stored) -> bytes | None:
         tokens = event.token_ids

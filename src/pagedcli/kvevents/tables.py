@@ -107,6 +107,7 @@ def cache_rows(state: KVState, shape_of: ShapeOf = Shape) -> list[Row]:
                         "num_tokens": sum(tree.nodes[block_hash].num_tokens for block_hash in copies),
                         "capacity_blocks": tree.capacity.get(medium), "num_prompts": len(shape.roots),
                         "max_depth_blocks": shape.max_depth, "num_orphans": shape.num_orphans,
+                        "num_vetoed_blocks": tree.num_vetoed,
                     }
                 )  # fmt: skip
     return rows
@@ -240,7 +241,14 @@ def _caches_table(rows: list[dict[str, Any]]) -> Table:
         Column("num_tokens", "tokens", count), Column("capacity_blocks", "of blocks", count),
         Column("num_prompts", "roots", count), Column("max_depth_blocks", "depth", count),
     ]  # fmt: skip
-    return Table("caches", "Resident, by cache group and medium", columns, rows, max_shown=_MOST_CACHES)
+    vetoed = {(row["publisher"], row["group"]): row["num_vetoed_blocks"] for row in rows if row["num_vetoed_blocks"]}
+    notes = [
+        f"group {group} vetoed hits: {plural(num_blocks, 'block')} that another group still had {was} computed again,"
+        f" as group {group} had dropped them or had never kept them"
+        for (_, group), num_blocks in vetoed.items()
+        for was in ("was" if num_blocks == 1 else "were",)
+    ]
+    return Table("caches", "Resident, by cache group and medium", columns, rows, notes, max_shown=_MOST_CACHES)
 
 
 def _lora_table(rows: list[dict[str, Any]]) -> Table:

@@ -107,6 +107,7 @@ class PrefixTree:
         self.num_again: dict[Cause, int] = {"evicted": 0, "cleared": 0, "restarted": 0}
         self.num_tokens_again = 0
         self.num_more_copies = 0  # stored while a copy was resident
+        self.num_vetoed = 0  # blocks that another cache group had, but were computed again, as this one lacked them
         self.num_unknown_removals = 0
         self.num_refused = 0  # over the limit
         self.lifetimes_s: deque[float] = deque(maxlen=_NUM_RECENT)
