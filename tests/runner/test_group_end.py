@@ -142,6 +142,7 @@ def test_a_main_thread_stuck_with_a_dead_worker_ends_the_process(model, monkeypa
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_all_processes_ends_all_and_keeps_the_rows(tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(f'{{"prompt": "The old man number {i} went"}}\n' for i in range(200)))
