@@ -19,8 +19,8 @@ from pagedcli.batch.rows import RowWriter
 from pagedcli.batch.run import BatchRun
 from pagedcli.batch.sinks import StreamSink
 from pagedcli.batch.tokenizer import Tokenizer
+from pagedcli.bench.rates import timed_seconds
 from pagedcli.config import Config, EngineConfig
-from pagedcli.core.facts import RunFacts
 from pagedcli.core.plan import Plan
 from pagedcli.errors import PagedcliError
 from pagedcli.models.hub import weight_files
@@ -227,9 +227,9 @@ def _doublings(first: int, last: int) -> list[int]:
 def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) -> StepTime:
     """Measure what rows take next to the steps: a small batch run, without the time of its steps."""
     text = _ROW_TEXT * 8
-    encode_s, num_tokens = _best(lambda: len(tokenizer.encode(text)))
     ids = tokenizer.encode(text)
-    decode_s, _ = _best(lambda: len(tokenizer.decode(ids, skip_special_tokens=True)))
+    encode_s = timed_seconds(lambda: tokenizer.encode(text), min_calls=3, min_seconds=0).min
+    decode_s = timed_seconds(lambda: tokenizer.decode(ids, skip_special_tokens=True), min_calls=3, min_seconds=0).min
     contents = [json.dumps({"prompt": f"{index} {_ROW_TEXT}"}).encode() for index in range(_NUM_ROWS)]
     lines = [Line(index, index + 1, content, index) for index, content in enumerate(contents)]
     options = BatchOptions(defaults=SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
@@ -239,23 +239,10 @@ def _with_host_time(engine: LLMEngine, tokenizer: Tokenizer, found: StepTime) ->
     before = copy.copy(engine.stats)
     started_ns = engine.clock_ns()
     run.run()
-    elapsed_s = 1e-9 * (engine.clock_ns() - started_ns - _steps_ns(engine.stats) + _steps_ns(before))
+    elapsed_s = 1e-9 * (engine.clock_ns() - started_ns - engine.stats.steps_ns + before.steps_ns)
     num_prompt = engine.stats.num_prompt_tokens - before.num_prompt_tokens
     num_output = engine.stats.num_generated_tokens - before.num_generated_tokens
-    each = 1 / max(1, num_tokens)  # a folder without a tokenizer has one of no words
+    each = 1 / max(1, len(ids))  # a folder without a tokenizer has one of no words
     found = replace(found, prompt_token_s=encode_s * each, output_token_s=decode_s * each)
     row_s = (elapsed_s - found.host_s(0, num_prompt, num_output)) / _NUM_ROWS
     return replace(found, row_s=max(0.0, row_s))
-
-
-def _steps_ns(stats: RunFacts) -> int:
-    return stats.schedule_ns + stats.forward_ns + stats.sample_ns
-
-
-def _best(run: Callable[[], int]) -> tuple[float, int]:
-    times = []
-    for _ in range(3):
-        before = time.perf_counter()
-        result = run()
-        times.append(time.perf_counter() - before)
-    return min(times), result

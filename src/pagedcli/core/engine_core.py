@@ -381,7 +381,7 @@ class EngineCore:
 
     def _count_scheduled(self, work: ScheduledStep) -> None:
         """Count what the step computes, once its tokens count as computed and what an earlier step ended is gone."""
-        manager, running = self.block_manager, self.scheduler.running
+        manager = self.block_manager
         num_new_tokens = work.num_tokens
         if any(map(_finish_reason, work.seqs)):
             pairs = zip(work.seqs, work.num_new_tokens, strict=True)
@@ -390,11 +390,9 @@ class EngineCore:
             num_new_tokens=num_new_tokens,
             num_used_blocks=manager.num_blocks - manager.num_free_blocks,
             num_unfilled_slots=self._num_unfilled_slots(),
-            num_running=len(running),
+            num_used_state_slots=manager.states.num_held if isinstance(manager, HybridManager) else 0,
             num_waiting=len(self.scheduler.waiting),
         )
-        if isinstance(manager, HybridManager):
-            self.stats.peak_used_state_slots = max(self.stats.peak_used_state_slots, manager.states.num_held)
 
     def _num_unfilled_slots(self) -> int:
         """Slots of the blocks in use that hold no token: all are in the last block of a table, one in each group."""

@@ -10,7 +10,7 @@ from pagedcli.core.limits import Limits
 
 _LIMITS = ("block_size", "max_num_seqs", "prefix_caching")
 _POOL = ("num_blocks", "peak_used_blocks", "num_state_slots", "peak_used_state_slots")
-_LAST = ("num_used_blocks", "_num_running", "_num_waiting")
+_LAST = ("num_used_blocks", "_num_waiting")
 _LARGEST = ("longest_shared", "peak_waste", "ideal_of")
 
 
@@ -54,10 +54,8 @@ class RunFacts:
     schedule_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
-    running_ns: int = 0
     waiting_ns: Counter[str] = field(default_factory=Counter)  # by reason
-    _num_running: int = 0  # sequences, in the last step
-    _num_waiting: int = 0
+    _num_waiting: int = 0  # sequences, in the last step
 
     @classmethod
     def of(cls, limits: Limits) -> "RunFacts":
@@ -82,6 +80,11 @@ class RunFacts:
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
+    def steps_ns(self) -> int:
+        """Time in steps."""
+        return self.schedule_ns + self.forward_ns + self.sample_ns
+
+    @property
     def waiting_s(self) -> dict[str, float]:
         """Seconds by reason, summed over sequences."""
         return {reason: ns * 1e-9 for reason, ns in self.waiting_ns.items()}
@@ -99,7 +102,13 @@ class RunFacts:
             self.num_ideal += min(num_shared // self.block_size * self.block_size, num_tokens - 1)
 
     def count_scheduled(
-        self, *, num_new_tokens: int, num_used_blocks: int, num_unfilled_slots: int, num_running: int, num_waiting: int
+        self,
+        *,
+        num_new_tokens: int,
+        num_used_blocks: int,
+        num_unfilled_slots: int,
+        num_used_state_slots: int,
+        num_waiting: int,
     ) -> None:
         """Count what a step computes, with the pool and the sequences as its forward pass sees them."""
         self.num_computed_tokens += num_new_tokens
@@ -110,7 +119,8 @@ class RunFacts:
             self.waste_sum += waste
             self.num_waste_steps += 1
             self.peak_waste = waste if self.peak_waste is None else max(self.peak_waste, waste)
-        self._num_running, self._num_waiting = num_running, num_waiting
+        self.peak_used_state_slots = max(self.peak_used_state_slots, num_used_state_slots)
+        self._num_waiting = num_waiting
 
     def count_step(
         self, *, blocked: str | None, num_used_blocks: int, schedule_ns: int, forward_ns: int, sample_ns: int
@@ -121,10 +131,8 @@ class RunFacts:
         self.schedule_ns += schedule_ns
         self.forward_ns += forward_ns
         self.sample_ns += sample_ns
-        step_ns = schedule_ns + forward_ns + sample_ns
-        self.running_ns += self._num_running * step_ns
         if blocked is not None:
-            self.waiting_ns[blocked] += self._num_waiting * step_ns
+            self.waiting_ns[blocked] += self._num_waiting * (schedule_ns + forward_ns + sample_ns)
 
     def count_failed_step(self) -> None:
         """Count a step that raised: its time is unknown, and every block is free."""

@@ -125,11 +125,9 @@ class RunStats(View[PoolState]):
             num_new_tokens=sum(event.num_new_tokens),
             num_used_blocks=state.num_used_blocks,
             num_unfilled_slots=state.num_unfilled_slots(),
-            num_running=state.num_running,
+            num_used_state_slots=0 if state.slots is None else state.slots.num_held,
             num_waiting=event.num_waiting,
         )
-        if state.slots is not None:
-            self.facts.peak_used_state_slots = max(self.facts.peak_used_state_slots, state.slots.num_held)
 
     def on_tokens_sampled(self, event: ev.TokensSampled, state: PoolState) -> None:
         self.facts.num_generated_tokens += len(event.seq_ids)
