@@ -155,8 +155,9 @@ def run_plan(
         if tune_only:
             print_tuned(subject, loaded)
             return EXIT_BAD_ROWS if scan.num_bad else 0
-        advice = advise(replace(subject, step_time=None), budget_s=ADVICE_S)
-        enough = enough_blocks(replace(subject, step_time=None), budget_s=ADVICE_S)
+        by_tokens = replace(subject, step_time=None)
+        advice = advise(by_tokens, budget_s=ADVICE_S)
+        enough = enough_blocks(by_tokens, advice.base, budget_s=ADVICE_S)
         tables = [*time_tables, advice_table(advice), *_tables(scan, config, pool, advice, enough)]
         facts |= {"forecast": found, **advice.document(), "recommended_num_blocks": enough}
         facts["recommended_block_size"] = _advised_block_size(advice, config.engine)

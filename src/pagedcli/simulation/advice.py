@@ -384,12 +384,12 @@ def _with_pool(subject: Subject, kind: str, flags: tuple[tuple[str, str], ...], 
     return Setting(kind, flags, limits, subject.reorder, cost)
 
 
-def enough_blocks(subject: Subject, *, budget_s: float | None = None) -> int | None:
+def enough_blocks(subject: Subject, own: Forecast | None, *, budget_s: float | None = None) -> int | None:
     """The smallest pool, to within an eighth, in which the run computes as few tokens and preempts as little as in its
-    own. None: the time was not enough."""
+    own (`own`: that run, if it has been simulated). None: the time was not enough."""
     search = _Search(subject, None if budget_s is None else time.thread_time() + budget_s)
     try:
-        own = search.run(subject.limits, subject.reorder)
+        own = own or search.run(subject.limits, subject.reorder)
         low, high = 0, subject.plan.num_blocks
         while high - low > max(1, high // _POOL_STEPS):
             middle = (low + high) // 2
