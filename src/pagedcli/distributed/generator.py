@@ -11,14 +11,7 @@ import xxhash
 from pagedcli.batch.columns import Columns
 from pagedcli.batch.fingerprint import run_key
 from pagedcli.batch.lines import Line
-from pagedcli.batch.parquet import (
-    ANSWER_COLUMNS,
-    answer_schema,
-    cells_of,
-    columns_of,
-    lines_of,
-    require_pyarrow,
-)
+from pagedcli.batch.parquet import ANSWER_COLUMNS, answer_schema, cells_of, columns_of, lines_of, require_pyarrow
 from pagedcli.batch.prompts import BatchOptions
 from pagedcli.batch.requests import LINE_FIELDS
 from pagedcli.batch.row_format import Row

@@ -243,10 +243,9 @@ def _caches_table(rows: list[dict[str, Any]]) -> Table:
     ]  # fmt: skip
     vetoed = {(row["publisher"], row["group"]): row["num_vetoed_blocks"] for row in rows if row["num_vetoed_blocks"]}
     notes = [
-        f"group {group} vetoed hits: {plural(num_blocks, 'block')} that another group still had {was} computed again,"
-        f" as group {group} had dropped them or had never kept them"
+        f"group {group} vetoed hits: {plural(num_blocks, 'block')} that another group still had "
+        f"{'was' if num_blocks == 1 else 'were'} computed again, as group {group} did not have them"
         for (_, group), num_blocks in vetoed.items()
-        for was in ("was" if num_blocks == 1 else "were",)
     ]
     return Table("caches", "Resident, by cache group and medium", columns, rows, notes, max_shown=_MOST_CACHES)
 

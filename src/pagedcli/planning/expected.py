@@ -10,7 +10,7 @@ import torch
 from pagedcli import __version__
 from pagedcli.config import EngineConfig
 from pagedcli.core.plan import Plan
-from pagedcli.errors import BackendError, ConfigError
+from pagedcli.errors import BackendError
 from pagedcli.models.spec import ModelSpec
 from pagedcli.native.build import build_key, find_compiler
 from pagedcli.native.system import usable_cores
@@ -32,14 +32,6 @@ def expected_plan(config: EngineConfig, spec: ModelSpec, machine: Machine) -> tu
         return plan, None
     limits = replace(plan.limits, num_blocks=pool.num_blocks or None, num_state_slots=pool.num_state_slots)
     return replace(plan, limits=limits, num_blocks_reason=pool.reason), pool
-
-
-def require_pool(plan: Plan, pool: Pool | None) -> Plan:
-    """The plan, if its pool is known and not empty. Raises: ConfigError as `generate` would."""
-    if plan.limits.num_blocks is None:
-        message = pool.reason if pool is not None else f"the memory of {plan.model} is not predicted"
-        raise ConfigError(message, hint=None if pool is None else pool.hint)
-    return plan
 
 
 def time_key(config: EngineConfig, spec: ModelSpec, plan: Plan) -> TimeKey:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _WINDOW_S = 10.0  # rates are averaged over this time
 _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
+TimeLeft = Callable[[BatchStats], float | None]
+"""Seconds until a run ends; None: not known."""
 
 
 class ProgressView:
@@ -34,7 +36,7 @@ class ProgressView:
     def update(self, stats: BatchStats) -> None: ...
 
 
-def progress_view(*, quiet_terminal: bool, time_left: "TimeLeft | None" = None) -> ProgressView:
+def progress_view(*, quiet_terminal: bool, time_left: TimeLeft | None = None) -> ProgressView:
     """The right view for stderr. `quiet_terminal`: other output goes to the same terminal. `time_left` None: rows are
     assumed to take the same time each."""
     time_left = time_left or average_pace
@@ -69,10 +71,6 @@ def rows_text(stats: BatchStats) -> str:
     return f"{stats.num_finished:,}{total} rows" + (f", {num_failed:,} failed" if num_failed else "")
 
 
-TimeLeft = Callable[[BatchStats], float | None]
-"""Seconds until a run ends; None: not known."""
-
-
 def average_pace(stats: BatchStats) -> float | None:
     """As if the rows that are left took as long as those that are done."""
     if stats.num_rows is None or not stats.num_done:
@@ -104,7 +102,7 @@ def details(stats: BatchStats, rates: _Rates) -> list[str]:
 class _PlainProgress(ProgressView):
     """Occasional whole lines, for logs."""
 
-    def __init__(self, time_left: "TimeLeft") -> None:
+    def __init__(self, time_left: TimeLeft) -> None:
         self._time_left = time_left
         self._rates = _Rates()
         self._next_s = time.monotonic() + _LINE_EVERY_S
@@ -122,7 +120,7 @@ class _PlainProgress(ProgressView):
 class _LiveProgress(ProgressView):
     """Two lines at the bottom of a terminal, redrawn at most ten times a second."""
 
-    def __init__(self, time_left: "TimeLeft") -> None:
+    def __init__(self, time_left: TimeLeft) -> None:
         from rich.console import Console
         from rich.live import Live
 
