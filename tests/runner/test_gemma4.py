@@ -180,6 +180,7 @@ def test_text_of_a_multimodal_checkpoint(models, tmp_path):
         ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100"),
         ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "3 key/value heads of size 32"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"use_bidirectional_attention": ["vision"]}, "use_bidirectional_attention is ['vision']"),
         ({"enable_moe_block": True}, "num_experts is None"),
     ],
 )

@@ -140,7 +140,7 @@ class Family:
     traits: Callable[["FamilyConfig"], dict[str, Any]] = lambda _: {}  # fields of ModelSpec that differ from Llama's
     layer_types: frozenset[str] = frozenset()  # that layer_types may list; empty: it is not read
     full_last: bool = False  # the last layer has no window, whatever the others have
-    bidirectional: frozenset[str] = frozenset()  # values of use_bidirectional_attention that leave text causal
+    bidirectional: tuple[str, ...] = ()  # values of use_bidirectional_attention that leave text causal
     # the language model is a part, `text_config`, of one that sees images: its tensors lie in `model.language_model`.
     # If it is of another native family, that one's entry describes it
     nested: bool = False

@@ -63,7 +63,7 @@ _GEMMA4 = Family(
     ropes="by window",
     layer_types=ATTENDS | {"sliding_attention"},
     full_last=True,
-    bidirectional=frozenset({"vision"}),
+    bidirectional=("vision",),
     renamed={"top_k_experts": "num_experts_per_tok"},
     defaults={
         "tie_word_embeddings": True,

@@ -220,8 +220,7 @@ def _name_layers(config: dict[str, Any], family: Family, where: Path) -> None:
 
 def _refuse_unknown(config: dict[str, Any], family: Family, where: Path) -> None:
     """What members of these families may have and our decoder has not."""
-    for name in ("clip_qkv", "use_bidirectional_attention"):
-        allowed = family.bidirectional if name == "use_bidirectional_attention" else ()
+    for name, allowed in (("clip_qkv", ()), ("use_bidirectional_attention", family.bidirectional)):
         if config.get(name) and config[name] not in allowed:
             raise ModelError(f"{where}: {name} is {config[name]!r}, which is not supported")
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
