@@ -136,8 +136,8 @@ class AttentionBackend(Protocol):
 
     def layer_caches(self, kv_cache: Tensor, num_layers: int, heads: Heads | None) -> list[tuple[Tensor, Tensor]]:
         """K and V cache of each layer of a group: views of cache_shape's tensor. `heads`: AttentionLayer.heads."""
-        keys, values = (caches.unbind(0)[:num_layers] for caches in kv_cache.unbind(0))
-        return list(zip(keys, values, strict=True))
+        keys, values = kv_cache[:, :num_layers].unbind(0)
+        return list(zip(keys.unbind(0), values.unbind(0), strict=True))
 
     def check_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
         """Raises BackendError unless the caches have this backend's shape and dtype, which later calls rely on."""
