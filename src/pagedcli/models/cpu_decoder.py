@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pagedcli.attention.base import PagedBatch
+from pagedcli.attention.base import AttentionBackend, PagedBatch
 from pagedcli.core.groups import CacheGroup
 from pagedcli.errors import BackendError
 from pagedcli.layers.native_linear import NativeLinear
@@ -73,6 +73,7 @@ class CpuDecoder:
         self.attention_layers = spec.attention_layers
         self._backend = request.backend
         self._groups = layer_groups(self.attention_layers)
+        self._backends = [request.backend.of(self.attention_layers[group.layers[0]]) for group in self._groups]
         self._functions = bind(load_library().functions)
         build = _Builder(request, tensors, formats)
         self._embedding, self._lm_head = build.tables()
@@ -86,8 +87,8 @@ class CpuDecoder:
         rows, embedding = batch.logits_rows, self._embedding
         prepared = (batch, *batch.others)
         slots = [of_group.slots.contiguous() for of_group in prepared]
-        layer_bytes = [self._layer_bytes(kv_cache, group) for group in self._groups]
-        backends = [self._backend.of(self.attention_layers[group.layers[0]]) for group in self._groups]
+        backends = self._backends
+        layer_bytes = [self._layer_bytes(kv_cache, *each) for each in zip(self._groups, backends, strict=True)]
         for group, of_group, backend in zip(self._groups, prepared, backends, strict=True):
             of_group.window = group.window
             backend.prepare(of_group)
@@ -122,10 +123,10 @@ class CpuDecoder:
             raise BackendError(f"a block table names a block outside the cache of {kv_cache.shape[2]} blocks")
         return out
 
-    def _layer_bytes(self, kv_cache: Tensor, group: CacheGroup) -> int:
+    def _layer_bytes(self, kv_cache: Tensor, group: CacheGroup, backend: AttentionBackend) -> int:
         """Bytes from one layer's cache to the next one's of its group. Raises: BackendError for another cache."""
         caches = self._backend.layer_caches(kv_cache, min(2, len(group.layers)), group.heads)
-        self._backend.of(self.attention_layers[group.layers[0]]).check_cache(*caches[0])
+        backend.check_cache(*caches[0])
         return caches[1][0].data_ptr() - caches[0][0].data_ptr() if len(caches) > 1 else 0
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
