@@ -140,11 +140,16 @@ def _probe(entry: Entry, spec: AttentionSpec, is_here: bool, missing: Mapping[st
         raise BackendError(missing[entry.name])
     parts = spec.parts
     for part in parts:
-        kind: type[AttentionBackend] = type(_load(entry, part)) if is_here else import_module(entry.module).check(part)
-        check_spec(kind.capabilities, part)
+        kind = type(_load(entry, part)) if is_here else _check(entry, part)
     if parts != (spec,) and not kind.capabilities.apart:
         sizes = ", ".join(f"{part.num_kv_heads} of {part.head_dim}" for part in parts)
         raise BackendError(f"does not support layers that differ in their key/value heads ({sizes})")
+    return kind
+
+
+def _check(entry: Entry, spec: AttentionSpec) -> type[AttentionBackend]:
+    kind: type[AttentionBackend] = import_module(entry.module).check(spec)
+    check_spec(kind.capabilities, spec)
     return kind
 
 
