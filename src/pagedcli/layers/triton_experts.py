@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagedcli.layers.basic import Routing
 from pagedcli.layers.quantized import Weight
-from pagedcli.layers.triton_layers import LOG2E, gated
+from pagedcli.layers.triton_layers import LOG2E, gated, power_of_2
 from pagedcli.layers.triton_products import KernelWeight, add_product, kernel_weight, scaled
 
 _CHOICES_PER_LOOP = 1024
@@ -75,7 +75,7 @@ class GroupedExperts:
         )  # fmt: skip
         inner = self._product(x, self._gate_up, self._gate_up_bias, starts, rows, None)
         results = self._product(inner, self._down, self._down_bias, starts, rows, factors)
-        block = min(_COLUMNS_PER_SUM, 1 << (out.shape[1] - 1).bit_length())
+        block = min(_COLUMNS_PER_SUM, power_of_2(out.shape[1]))
         sum_kernel[(num_tokens, -(-out.shape[1] // block))](
             results, places, out if shared is None else shared.contiguous(), out if gate is None else gate, out,
             K=num_picked, E=out.shape[1], SHARED=shared is not None, SCALED=gate is not None, BLOCK=block, num_warps=4,
@@ -107,7 +107,7 @@ def route(logits: Tensor, routing: Routing, preference: Tensor | None) -> tuple[
     chosen = torch.empty(weights.shape, dtype=torch.int32, device=logits.device)
     route_kernel[(num_tokens,)](
         logits.contiguous(), logits if preference is None else preference, weights, chosen, routing.scale,
-        X=num_experts, K=routing.num_per_token, BLOCK_X=1 << (num_experts - 1).bit_length(), num_warps=1,
+        X=num_experts, K=routing.num_per_token, BLOCK_X=power_of_2(num_experts), num_warps=1,
         SIGMOID=routing.sigmoid, PREFERS=preference is not None, RENORMALIZE=routing.renormalize,
     )  # fmt: skip
     return weights, chosen
@@ -127,7 +127,7 @@ def experts_constants(weight: KernelWeight, tile: Tile, activation: str | None) 
     """Compile-time values of experts_kernel."""
     num_experts = weight.numbers.shape[0]
     flags = {"ACTIVATION": activation, "ORDERED": weight.order is not None}
-    sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": 1 << (num_experts - 1).bit_length()}
+    sizes = {"X": num_experts, "NUMBERS": weight.numbers[0].numel(), "BLOCK_X": power_of_2(num_experts)}
     blocks = {"BLOCK_T": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs}
     return weight.constants | flags | sizes | blocks
 

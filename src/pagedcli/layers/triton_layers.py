@@ -33,7 +33,7 @@ def add_rms_norm(
     out = residual if weight is None else torch.empty_like(residual)
     num_tokens, width = residual.shape
     if num_tokens:
-        block = _power_of_2(width)
+        block = power_of_2(width)
         add_rms_norm_kernel[(num_tokens,)](
             residual if x is None else x,
             residual,
@@ -59,7 +59,7 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, width))
     if num_tokens:
-        block = min(1024, _power_of_2(width))
+        block = min(1024, power_of_2(width))
         grid = (num_tokens, -(-width // block))
         gated_kernel[grid](gate_up, out, WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=_warps(block))
     return out
@@ -121,13 +121,14 @@ def rotate_and_store(
 
 def rotate_constants(num_heads: int, num_kv_heads: int, block_size: int, head_dim: int) -> dict[str, Any]:
     """Compile-time values of rotate_and_store_kernel."""
-    half = _power_of_2(head_dim // 2)
+    half = power_of_2(head_dim // 2)
     heads = {"H": num_heads, "G": num_kv_heads, "S": block_size, "D": head_dim}
-    whole = {"BLOCK_Q": _power_of_2(num_heads * head_dim), "BLOCK_K": _power_of_2(num_kv_heads * head_dim)}
+    whole = {"BLOCK_Q": power_of_2(num_heads * head_dim), "BLOCK_K": power_of_2(num_kv_heads * head_dim)}
     return {**heads, **whole, "HEADS": _HEADS_PER_PROGRAM, "BLOCK_HALF": half}
 
 
-def _power_of_2(n: int) -> int:
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 

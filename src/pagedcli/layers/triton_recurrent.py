@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedcli.layers.recurrent import StateHeads, StateStep
+from pagedcli.layers.triton_layers import power_of_2
 
 CHUNK = 16  # tokens whose recurrence is one set of matrix products; divides the block sizes that CUDA takes
 _BLOCK_CHANNELS = 128
@@ -148,12 +149,12 @@ def recurrence(
     if prompts is None or prompts.has_single:
         step_kernel[(num_seqs, heads.num_heads)](
             **tensors, **states, **sizes, last_ptr=weight, z_ptr=z, out_ptr=out, cu_q_ptr=step.cu_q,
-            z_stride=z.stride(0), eps=eps, BLOCK_N=_power_of_2(heads.key_dim), BLOCK_P=_power_of_2(heads.value_dim),
+            z_stride=z.stride(0), eps=eps, BLOCK_N=power_of_2(heads.key_dim), BLOCK_P=power_of_2(heads.value_dim),
             SINGLE=prompts is None, num_warps=8,
         )  # fmt: skip
     if prompts is None or not prompts.num_items:
         return out
-    in_chunks = {"CHUNK": CHUNK, "BLOCK_N": max(16, _power_of_2(heads.key_dim))}
+    in_chunks = {"CHUNK": CHUNK, "BLOCK_N": max(16, power_of_2(heads.key_dim))}
     exact = mixed.dtype == torch.float32
     lengths = {"cu_q_ptr": step.cu_q, "num_tokens_ptr": step.num_tokens}
     inverses = pool  # not read of Mamba-2
@@ -164,7 +165,7 @@ def recurrence(
             item_chunk_ptr=prompts.item_chunk, LEVELS=CHUNK.bit_length() - 2, PRECISION="ieee" if exact else "tf32x3",
             num_warps=4,
         )  # fmt: skip
-    block = min(_BLOCK_VALUES, max(16, _power_of_2(heads.value_dim)))
+    block = min(_BLOCK_VALUES, max(16, power_of_2(heads.value_dim)))
     chunk_kernel[(-(-heads.value_dim // block), heads.num_heads, num_seqs)](
         **tensors, **lengths, **states, **sizes, **in_chunks, inverses_ptr=inverses, last_ptr=weight, out_ptr=out,
         first_item_ptr=prompts.first_item, BLOCK_P=block, PRECISION="ieee" if exact else "tf32", num_warps=4,
@@ -172,7 +173,7 @@ def recurrence(
     if heads.corrects:
         norm_then_gate_kernel[(out.shape[0], heads.num_heads)](
             out_ptr=out, weight_ptr=weight, z_ptr=z, cu_q_ptr=step.cu_q, sequence_ptr=prompts.sequence,
-            z_stride=z.stride(0), eps=eps, **sizes, BLOCK_P=_power_of_2(heads.value_dim), num_warps=1,
+            z_stride=z.stride(0), eps=eps, **sizes, BLOCK_P=power_of_2(heads.value_dim), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -180,16 +181,12 @@ def recurrence(
 def gate_then_norm(x: Tensor, weight: Tensor, gate: Tensor, group: int, eps: float) -> Tensor:
     """See layers.recurrent; `gate` may be the first columns of wider rows."""
     out = gate.new_empty(x.shape)
-    block = _power_of_2(group)
+    block = power_of_2(group)
     gate_then_norm_kernel[(x.shape[0], x.shape[1] // group)](
         x, weight, gate, out, gate.stride(0), eps, WIDTH=x.shape[1], SIZE=group, BLOCK=block,
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return out
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 # ---------------------------------------------------------------------- convolution

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedcli.layers.triton_layers import power_of_2
+
 Limits = tuple[Tensor, Tensor, Tensor]  # layers.sampling.Limits
 CHUNK = 4096  # logits per program: a row of 152k is 38 programs
 _BLOCK = 2048  # logits per round of a program that reads a whole row
@@ -44,7 +46,7 @@ def choose_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, limits: 
         out,
         logits.stride(0),
         **sizes,
-        BLOCK_C=1 << (num_chunks - 1).bit_length(),
+        BLOCK_C=power_of_2(num_chunks),
         num_warps=8,
     )
     return out
