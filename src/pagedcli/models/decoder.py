@@ -282,10 +282,7 @@ class _Builder(Parts):
         return self._varied_attention(index, key) if self._spec.value_norm else self._attention(index, key)
 
     def _attention(self, index: int, key: str) -> Attention:
-        spec, weight = self._spec, None
-        if (weights := self.norm(f"{key}.qk_norm")) is not None:
-            q_weight, k_weight = weights.chunk(2)
-            weight = torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)])
+        spec, weight = self._spec, self._head_norms(key, self._spec.num_kv_heads, self._spec.head_dim)
         q_norm, k_norm = self.norm(f"{key}.q_norm"), self.norm(f"{key}.k_norm")
         if q_norm is not None and k_norm is not None:
             weight = torch.cat((q_norm, k_norm)).view(-1, spec.head_dim)
@@ -310,11 +307,10 @@ class _Builder(Parts):
 
     def _varied_attention(self, index: int, key: str) -> VariedAttention:
         spec, rope = self._spec, self.rope(index)
-        (num_kv_heads, head_dim), weights = spec.heads_of(index), self.norm(f"{key}.qk_norm")
+        num_kv_heads, head_dim = spec.heads_of(index)
+        norm = self._head_norms(key, num_kv_heads, head_dim)
         assert rope is not None, "every such layer has a rotary embedding"
-        assert weights is not None, "every such layer norms its heads"
-        q_weight, *k_weight = weights.view(-1, head_dim).unbind(0)
-        norms = [q_weight.expand(spec.num_heads, -1), *(weight.expand(num_kv_heads, -1) for weight in k_weight)]
+        assert norm is not None, "every such layer norms its heads"
         layer = spec.attention_layers[index]
         return VariedAttention(
             index=index,
@@ -323,12 +319,20 @@ class _Builder(Parts):
             num_kv_heads=num_kv_heads if spec.keeps(index) else 0,
             head_dim=head_dim,
             projected=self._linear(f"{key}.qkv"),
-            norm=torch.cat(norms),
-            value_norm=torch.ones(head_dim, device=weights.device),
+            norm=norm,
+            value_norm=torch.ones(head_dim, device=norm.device),
             eps=spec.rms_norm_eps,
             table=self.table(rope, head_dim),
             out=self._summed_linear(f"{key}.out"),
         )
+
+    def _head_norms(self, key: str, num_kv_heads: int, head_dim: int) -> Tensor | None:
+        """Norms of each head, [H + G, D], without those of k where a layer has none; None: heads are not normed."""
+        if (weights := self.norm(f"{key}.qk_norm")) is None:
+            return None
+        of_queries, *of_keys = weights.view(-1, head_dim).unbind(0)
+        rows = [of_queries.expand(self._spec.num_heads, -1), *(each.expand(num_kv_heads, -1) for each in of_keys)]
+        return torch.cat(rows)
 
     def _recurrent(self, place: int, key: str) -> Callable[[Tensor, Step], Tensor]:
         shape, take, eps = self._spec.recurrent, self._tensors.pop, self._spec.rms_norm_eps
