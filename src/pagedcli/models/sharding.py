@@ -23,21 +23,7 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
             f"tensor_parallel_size is {size}, but {spec.architecture} runs through transformers, on one device only",
             hint="use --tensor-parallel-size 1",
         )
-    stacks = (
-        spec.fused_projections
-        or len(spec.names.projections) == 2
-        or (
-            spec.experts is not None
-            and spec.experts.shared_intermediate_size is not None
-            and len(spec.experts.names.shared_projections) == 2
-        )
-    )
-    differs = spec.differing or ("has embeddings for each layer" if spec.layer_inputs is not None else None)
-    if stacks or spec.qk_norm_all or spec.recurrent is not None or differs:
-        why = "stacks its projections" if stacks else "norms all heads of q and k together"
-        if spec.recurrent is not None:
-            why = "keeps states of its sequences"
-        why = differs or why
+    if (why := _why_whole(spec)) is not None:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but {spec.architecture} {why} and is not split",
             hint="use --tensor-parallel-size 1",
@@ -66,6 +52,24 @@ def shard_spec(spec: ModelSpec, parallel: ParallelContext) -> ModelSpec:
         num_kv_heads=max(1, spec.num_kv_heads // size),
         intermediate_size=spec.intermediate_size // size,
     )
+
+
+def _why_whole(spec: ModelSpec) -> str | None:
+    """What of a model keeps it from being split, in a few words; None: nothing."""
+    if spec.kv_sources:
+        return "has layers that read the K and V of others"
+    if spec.layer_heads:
+        return "has layers that differ in their key/value heads"
+    if spec.layer_inputs is not None:
+        return "has embeddings for each layer"
+    if spec.recurrent is not None:
+        return "keeps states of its sequences"
+    projections = [spec.names.projections]
+    if spec.experts is not None and spec.experts.shared_intermediate_size is not None:
+        projections.append(spec.experts.names.shared_projections)
+    if spec.fused_projections or any(len(names) == 2 for names in projections):
+        return "stacks its projections"
+    return "norms all heads of q and k together" if spec.qk_norm_all else None
 
 
 def shard_parameters(

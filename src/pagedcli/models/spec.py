@@ -178,13 +178,6 @@ class ModelSpec:
         return max(self.layer_widths, default=self.intermediate_size)
 
     @property
-    def differing(self) -> str | None:
-        """How layers of this model differ in what they keep, in a few words; None: they do not."""
-        if self.kv_sources:
-            return "has layers that read the K and V of others"
-        return "has layers that differ in their key/value heads" if self.layer_heads else None
-
-    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that keep a state instead of K and V."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "recurrent")
