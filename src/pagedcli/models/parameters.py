@@ -82,6 +82,11 @@ _NORMS = {
         "mlp_norm_after": "post_feedforward_layernorm",
     },
 }
+_NORMS_BESIDE_MLP = {  # of experts that stand beside an MLP, and after that MLP
+    "dense_norm_after": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_norm_after": "post_feedforward_layernorm_2",
+}
 
 
 def decoder_parameters(
@@ -227,9 +232,8 @@ def _experts(
     if experts.beside_mlp:
         parameters[f"{key}.router_norm"] = _exact({f"{name}.router.scale": (width,)}, init=1.0)
         parameters[f"{key}.gains"] = _exact({f"{name}.router.per_expert_scale": (experts.num_experts,)}, init=1.0)
-        of_branches = {"dense_norm_after": "post", "experts_norm": "pre", "experts_norm_after": "post"}
-        for (norm, where), number in zip(of_branches.items(), (1, 2, 2), strict=True):
-            parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{where}_feedforward_layernorm_{number}.weight": width})
+        for norm, stored in _NORMS_BESIDE_MLP.items():
+            parameters[f"{key}.{norm}"] = _norm(spec, {f"{name}.{stored}.weight": width})
     for i in range(count):
         sizes = experts.intermediate_size, weight_format, names.projections, experts.has_biases
         parameters |= _mlp(spec, f"{key}.experts.{i}", f"{block}.experts.{i}", *sizes)
