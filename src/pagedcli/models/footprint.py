@@ -72,7 +72,8 @@ def footprint(
     parameters = {key: parameter for key, (parameter, _) in counted.items()}
     if shard is not None:
         parameters = shard(parameters)
-    tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head", "layer_table")}
+    tables = {key: parameters.pop(key) for key in list(parameters) if key in ("embedding", "lm_head")}
+    second = parameters.pop("layer_table", None)  # of the embeddings of layers
     layers = experts = vectors = Weights()
     for key, parameter in parameters.items():
         count = counted[key][1]
@@ -88,7 +89,6 @@ def footprint(
             experts += found
         else:
             layers += found
-    second = tables.pop("layer_table", None)  # of the embeddings of layers
     embedding, head = _tables(tables, formats, kernels, itemsize, is_alone=shard is None)
     if second is not None:
         embedding += _weights(second, math.prod(second.shape) * itemsize, 1)
