@@ -117,11 +117,11 @@ def read_rope_spec(
     theta = rope.rope_theta or fields.rope_theta or 10000.0
     original = fields.original_max_position_embeddings or rope.original_max_position_embeddings
     original = original or max_position_embeddings
-    if rope_type in ("linear", "proportional"):
-        factor = (
-            rope.factor or 1.0 if rope_type == "proportional" else _required(rope.factor, "factor", "linear", where)
-        )
-        return RopeSpec(type=rope_type, theta=theta, partial=partial, factor=factor)
+    if rope_type == "linear":
+        factor = _required(rope.factor, "factor", rope_type, where)
+        return RopeSpec(type="linear", theta=theta, partial=partial, factor=factor)
+    if rope_type == "proportional":
+        return RopeSpec(type="proportional", theta=theta, partial=partial, factor=rope.factor or 1.0)
     if rope_type == "llama3":
         return RopeSpec(
             type="llama3",
