@@ -271,6 +271,34 @@ float round_row(const Linear& l, const Chunks& chunks, const typename T::Elem* x
     return step;
 }
 
+// A row of a packed weight as numbers, with room for three more.
+void widen_row(const Linear& l, const Chunks& chunks, int64_t row, float* numbers) {
+    const uint8_t* panel = (const uint8_t*)l.weight + row / PANEL * chunks.panel_bytes();
+    const int v = (int)(row % PANEL / VL), lane = (int)(row % VL), zero = (int)std::max<int64_t>(0, l.zero);
+    with_packing(l, [&](auto header, auto codes) {
+        const auto own = header.at(panel);
+        const uint8_t* chunk = panel + chunks.head_bytes;
+        for (int64_t c = 0; c < chunks.count; c++, chunk += chunks.bytes) {
+            const int64_t first = c * chunks.columns;
+            const float scale = own.scale(chunk, v, first)[lane];
+            float min = 0;
+            if constexpr (header.HAS_MIN) min = own.min(chunk, v)[lane];
+            if (chunks.step_minima) {
+                const float step = chunks.minimum_steps(panel)[first / STEP_COLUMNS * PANEL + row % PANEL];
+                min = step * chunks.minimum_factors(panel)[c * PANEL + row % PANEL];
+            }
+            for (int64_t k = 0; k < chunks.columns && first + k < l.columns; k += 4) {
+                const uint8_t* block = chunk + header.BYTES + k / codes.COLUMNS * codes.BYTES;
+                const int32_t four = codes.four(block, (int)(k % codes.COLUMNS / 4), v)[lane];
+                for (int i = 0; i < 4; i++) {
+                    const float whole = scale * (float)((four >> (8 * i) & 255) - zero);
+                    numbers[first + k + i] = whole - min;
+                }
+            }
+        }
+    });
+}
+
 }  // namespace
 
 void linear_forward_groups(const Linear& l, int64_t dtype, const void* x, int64_t num_tokens, void* out, Epilogue epilogue,
@@ -316,36 +344,12 @@ int linear_widen_rows(const Linear* linear, int64_t dtype, const int64_t* rows, 
     for (int64_t r = 0; r < num_rows; r++)
         if (rows[r] < 0 || rows[r] >= l.rows) return 1;
     const Chunks chunks(l);
-    const int zero = (int)std::max<int64_t>(0, l.zero);
     with_activations(dtype, [&](auto type) {
         using T = decltype(type);
         using E = typename T::Elem;
         parallel_for(num_rows > 8 ? threads : 1, num_rows, [&](int64_t r) {
-            const uint8_t* panel = (const uint8_t*)l.weight + rows[r] / PANEL * chunks.panel_bytes();
-            const int v = (int)(rows[r] % PANEL / VL), lane = (int)(rows[r] % VL);
             std::vector<float> numbers(l.columns + VL);
-            with_packing(l, [&](auto header, auto codes) {
-                const auto own = header.at(panel);
-                const uint8_t* chunk = panel + chunks.head_bytes;
-                for (int64_t c = 0; c < chunks.count; c++, chunk += chunks.bytes) {
-                    const int64_t first = c * chunks.columns;
-                    const float scale = own.scale(chunk, v, first)[lane];
-                    float min = 0;
-                    if constexpr (header.HAS_MIN) min = own.min(chunk, v)[lane];
-                    if (chunks.step_minima) {
-                        const float step = chunks.minimum_steps(panel)[first / STEP_COLUMNS * PANEL + rows[r] % PANEL];
-                        min = step * chunks.minimum_factors(panel)[c * PANEL + rows[r] % PANEL];
-                    }
-                    for (int64_t k = 0; k < chunks.columns && first + k < l.columns; k += 4) {
-                        const uint8_t* block = chunk + header.BYTES + k / codes.COLUMNS * codes.BYTES;
-                        const int32_t four = codes.four(block, (int)(k % codes.COLUMNS / 4), v)[lane];
-                        for (int i = 0; i < 4; i++) {
-                            const float whole = scale * (float)((four >> (8 * i) & 255) - zero);
-                            numbers[first + k + i] = whole - min;
-                        }
-                    }
-                }
-            });
+            widen_row(l, chunks, rows[r], numbers.data());
             E* to = (E*)out + r * l.columns;
             for (int64_t k = 0; k < l.columns; k += VL) store_some<T>(to + k, loadf(&numbers[k]), l.columns - k);
         });
