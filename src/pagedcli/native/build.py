@@ -196,7 +196,7 @@ def build(compiler: Compiler, path: Path, *, is_kept: bool = True) -> str:
     """
     how_often = "once on this machine" if is_kept else "again in each process: the cache folder is not writable"
     command = " ".join(compiler.command)
-    log.info("compiling the native CPU kernels with %s, 10 to 20 seconds, %s", command, how_often)
+    log.info("compiling the native CPU kernels with %s, 10 to 40 seconds, %s", command, how_often)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch,
