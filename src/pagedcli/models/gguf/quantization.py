@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pagedcli.models.gguf.names import stored_module
 from pagedcli.models.gguf.types import BY_NAME, GgmlType
+from pagedcli.printable import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class GgufQuantization:
         differing = set()
         for name, kind in self.types.items():
             up = self.types.get(name.replace("ffn_gate", "ffn_up"))
-            if "ffn_gate_inp" not in name and up not in (None, kind):
+            if up not in (None, kind):
                 differing.add(name.split(".")[1])
         if differing:
-            parts.append(f"gate and up of {len(differing)} layer{'s' if len(differing) > 1 else ''}")
+            parts.append(f"gate and up of {plural(len(differing), 'layer')}")
         return ", ".join(parts)
 
     @property
