@@ -14,12 +14,13 @@ constexpr int64_t SMALL = 1 << 15;
 
 inline int threads_for(int threads, int64_t elements) { return elements < SMALL ? 1 : threads; }
 
-// As above, with fewer threads for little work.
+// As in parallel.h, with fewer threads for little work.
 template <class Work> void for_rows(int threads, int64_t num_rows, int64_t row_elements, int64_t chunk, const Work& work) {
     for_rows(threads_for(threads, num_rows * row_elements), num_rows, chunk, work);
 }
 
-// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x; null: there is none. out(i): where element i lies.
+// is_float: the weight is float32 and applied before rounding; otherwise it has the type of x; null: there is none.
+// out(i): where element i lies.
 template <class T, class Out> void rms_norm(const typename T::Elem* x, const void* weight, bool is_float, int64_t size, float eps,
                                             const Out& out) {
     vf squares[2] = {};

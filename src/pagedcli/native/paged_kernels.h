@@ -159,8 +159,9 @@ inline void some_scores(const Buffers<T>& w, int64_t rows, const Tiles<T>& tiles
     for (; t + N <= tiles.count; t += N)
         for (int64_t r = 0; r < rows; r += MAX_R)
             with_constant<MAX_R>(rows - r, [&](auto R) {
-                if (t < tiles.seen(r + R() - 1)) score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t,
-                                        steps, w.scores + r * KEYS + t * VL);
+                if (t < tiles.seen(r + R() - 1))
+                    score_kernel<T, R(), N>(w.q + r * w.q_stride, w.q_stride, w.q_steps + r, tiles.keys + t, ahead.keys + t, steps,
+                                            w.scores + r * KEYS + t * VL);
             });
 }
 
