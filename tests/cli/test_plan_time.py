@@ -78,3 +78,8 @@ def test_beams_are_left_out_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Hello"}\n{"prompt": "Hello", "beam_width": 2, "temperature": 0}\n')
     assert "1 row with beam search: left out" in pagedcli("plan", path).stdout
+
+
+def test_an_output_that_is_not_there_is_called_one(prompts):
+    result = pagedcli("plan", prompts, "--no-calibrate", "--outputs", prompts.parent / "none.jsonl", expect=2)
+    assert "cannot read the output" in result.stderr

@@ -20,20 +20,20 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class TraceLines(LineReader):
-    """The lines of a trace. The compression is that of the content, not of the name; - is stdin.
+    """The lines of a trace, or of `what` else. The compression is that of the content, not of the name; - is stdin.
 
     Raises: UsageError if the file cannot be read; TraceError if it is damaged, or decompresses to far more than a
             trace does.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(Path("/dev/stdin" if name == "-" else name), "trace")
+    def __init__(self, name: str, what: str = "trace") -> None:
+        super().__init__(Path("/dev/stdin" if name == "-" else name), what)
 
     def _chunks(self) -> Iterator[bytes]:
         try:
             file = self.path.open("rb")
         except OSError as error:
-            raise UsageError(f"cannot read the trace {self.path}: {error.strerror}") from error
+            raise UsageError(f"cannot read the {self._what} {self.path}: {error.strerror}") from error
         with file:
             first = file.read(_CHUNK_BYTES)
             chunks = self._with_first(first, iter(lambda: file.read(_CHUNK_BYTES), b""))

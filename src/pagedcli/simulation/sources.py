@@ -323,7 +323,7 @@ def read_outputs(name: str) -> dict[int, RowOutput]:
     Raises: UsageError or TraceError.
     """
     found: dict[int, RowOutput] = {}
-    lines = TraceLines(name)
+    lines = TraceLines(name, "output")
     for line in lines:
         if not line.strip():
             continue
